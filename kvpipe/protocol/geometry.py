@@ -1,17 +1,21 @@
-"""The layout of a slot: pure arithmetic, shared by the scheduler side and every worker.
+"""The layout of a slot, as pure arithmetic that the scheduler side and every worker share.
 
-A *page* is one block of one layer. A *chunk* is `chunk_tokens` tokens of one cache group. It fills one slot of the
-pool, contiguous as ``[layer][page]``: a layer is one slice of the slot, and a whole chunk is one I/O.
+A *page* is one block of one layer. A *chunk* is `chunk_tokens` tokens of one cache group. A chunk fills one slot of the
+pool, contiguous as ``[layer][page]``. A layer is one slice of the slot, and a whole chunk is read or written at once.
+Where blocks are copied whole, a group has one layer on the rank (`kvpipe.transfer.whole_blocks`).
 
 A *unit* is the smallest number of tokens that a hit can have: the least common multiple of the cache groups' block
-sizes. A block is several units in two cases: the ranks divide the tokens of a block (context parallelism) and there are
-recurrent states, whose boundaries lie within blocks, so that the last page of a prefix may be partly filled; or the
-engine keeps states within their own blocks.
+sizes. A block is several units in two cases:
 
-Of a sliding window that is shorter than a unit, only the last blocks of each unit are stored: those that it reaches.
+- The ranks divide the tokens of a block (context parallelism), and there are recurrent states. The states' boundaries
+  lie within blocks, so the last page of a prefix may be partly filled.
+- The engine keeps states at boundaries within the states' own blocks.
 
-A group of recurrent states (Mamba, gated delta nets, short convolutions) has chunks of another kind: the state after
-all tokens up to one exact boundary, one page per layer. It is of no use at any other boundary.
+If a sliding window is shorter than a unit, only the last blocks of each unit are stored, because the window never
+reaches the other blocks.
+
+A group of recurrent states (Mamba, gated delta nets, short convolutions) has chunks of another kind. Such a chunk is
+the state after all tokens up to one exact boundary, one page per layer. The state is useless at any other boundary.
 """
 
 from __future__ import annotations
@@ -25,12 +29,17 @@ from typing import TypeVar
 from kvpipe.errors import ConfigError
 
 T = TypeVar("T")
-SLOT_ALIGN_BYTES = 4096  # direct I/O and pinned copies want page-aligned slots
+SLOT_ALIGN_BYTES = 4096  # direct I/O and pinned copies need page-aligned slots
+
+
+def rounded_up(tokens: int, block_tokens: int) -> int:
+    """Return the smallest multiple of `block_tokens` that is at least `tokens`."""
+    return -(-tokens // block_tokens) * block_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One attention layer: its name and the bytes of one of its blocks on this rank."""
+    """One attention layer: its name, and the size of one of its blocks on this rank in bytes."""
 
     name: str
     page_bytes: int
@@ -40,10 +49,10 @@ class Layer:
 class Group:
     """One KV cache group: layers that share a block table. `window_tokens` is None for full attention.
 
-    `block_tokens`: tokens of one block, over all ranks that divide it.
-    `state`: a block holds a recurrent state, after all tokens up to its end, instead of the KV of its tokens.
-    `local`: a token attends back to the last multiple of `window_tokens`, and no further (chunked local attention).
-    `ranks`: the number of ranks that divide the tokens of a block (context parallelism).
+    `block_tokens` is the number of tokens of one block, over all ranks that divide the block. `state` says that a block
+    holds a recurrent state, after all tokens up to the block's end, instead of the KV of its tokens. `local` says that
+    a token attends back to the last multiple of `window_tokens`, and no further (chunked local attention). `ranks` is
+    the number of ranks that divide the tokens of a block (context parallelism).
     """
 
     layers: tuple[Layer, ...]
@@ -55,30 +64,33 @@ class Group:
 
     @property
     def blocks_back(self) -> int:
-        """How many blocks before a boundary a sliding window reads; 0: no window, or chunked local attention."""
+        """The number of blocks before a boundary that a sliding window reads, or 0.
+
+        The result is 0 without a window, or with chunked local attention.
+        """
         if self.window_tokens is None or self.local or self.state:
             return 0
         return max(1, -(-(self.window_tokens - 1) // self.block_tokens))
 
     @cached_property
     def bytes_per_block(self) -> int:
-        """Bytes of one block in all of the group's layers, on this rank."""
+        """The size of one block in all of the group's layers on this rank, in bytes."""
         return sum(layer.page_bytes for layer in self.layers)
 
 
 class Paging:
-    """Which blocks of a request's table a cache group stores, and which pages of a chunk they fill."""
+    """Computes which blocks of a request's table a cache group stores, and which pages of a chunk they fill."""
 
     __slots__ = ("_blocks", "_pages", "_units")
 
     def __init__(self, units_per_block: int, blocks_per_unit: int, pages_per_unit: int) -> None:
-        """See `Geometry`."""
+        """Keep the numbers, which are explained in `Geometry`."""
         self._units, self._blocks, self._pages = units_per_block, blocks_per_unit, pages_per_unit
 
     def stored(self, table: Sequence[T], low: int, high: int) -> Sequence[T]:
-        """Return the stored ones of the blocks of units [low, high), one per page; fewer if `table` ends before.
+        """Return those blocks of units [low, high) that are stored, one per page.
 
-        `low` must be where a block begins; `high` may lie within one.
+        There are fewer if `table` is too short. A block must begin at `low`. `high` may lie within a block.
         """
         if (units := self._units) > 1:
             return table[low // units : -(-high // units)]
@@ -89,7 +101,7 @@ class Paging:
         return [block for end in ends for block in table[end - pages : end]]
 
     def pages(self, units: int) -> int:
-        """Return how many pages the first `units` units of a chunk fill; the last page may be partly filled."""
+        """Return how many pages the first `units` units of a chunk fill. The last page may be partly filled."""
         return -(-units * self._pages // self._units)
 
 
@@ -101,13 +113,16 @@ class Geometry:
     chunk_tokens: int
     pool_bytes_max: int
     ahead_tokens: int = 0
-    """How many of the following tokens a position's KV depends on: not 0 with a drafter that is fed the next token."""
+    """The number of following tokens on which a position's KV depends; above 0 if a drafter reads the next token."""
     states_back: int = 0
-    """Where the engine keeps a prompt's last state: so many units before the prompt's last whole unit."""
+    """The distance from the engine's last state of a prompt to the prompt's last whole unit, in units."""
     match_tokens: int = 0
-    """Tokens per unit, if the engine keeps states within blocks and not only at their ends; 0: block sizes decide."""
+    """The number of tokens per unit, if the engine keeps states within blocks.
+
+    If it is 0, block sizes decide the unit.
+    """
     branches_within: bool = False
-    """Whether the engine also keeps the state at which prompts branch within a block, and none at the block before."""
+    """Whether the engine keeps the state at a branch within a block, instead of the state at the block's begin."""
 
     def __post_init__(self) -> None:
         """Check the two sizes that a user sets."""
@@ -120,30 +135,33 @@ class Geometry:
             )
             raise ConfigError(msg)
         if self.pool_bytes_max < self.slot_bytes:
+            from kvpipe.inputs.values import exact_size  # noqa: PLC0415  (pydantic: the data plane's benchmark does without)
+
             msg = (
-                f"kvpipe: pool_bytes_max={self.pool_bytes_max} holds not even one chunk of {self.chunk_tokens} tokens "
-                f"({self.slot_bytes} bytes); set pool_bytes_max to at least {self.slot_bytes} or a smaller chunk_tokens"
+                f"kvpipe: pool_bytes_max={exact_size(self.pool_bytes_max)} is smaller than one chunk of "
+                f"{self.chunk_tokens} tokens ({exact_size(self.slot_bytes)}); set pool_bytes_max to at least "
+                f"{exact_size(self.slot_bytes)} or a smaller chunk_tokens"
             )
             raise ConfigError(msg)
 
     @cached_property
     def unit_tokens(self) -> int:
-        """Tokens per unit."""
+        """The number of tokens per unit."""
         return self.match_tokens or lcm(*(g.block_tokens // (g.ranks if self.states else 1) for g in self.groups))
 
     @cached_property
     def units_per_chunk(self) -> int:
-        """Units per chunk."""
+        """The number of units per chunk."""
         return self.chunk_tokens // self.unit_tokens
 
     @cached_property
     def blocks_per_unit(self) -> tuple[int, ...]:
-        """Per group: blocks per unit; 1 if a block is several units."""
+        """Per group, the number of blocks per unit; 1 if a block is several units."""
         return tuple(max(1, self.unit_tokens // g.block_tokens) for g in self.groups)
 
     @cached_property
     def units_per_block(self) -> tuple[int, ...]:
-        """Per group: units per block; 1 if a unit is several blocks."""
+        """Per group, the number of units per block; 1 if a unit is several blocks."""
         return tuple(max(1, g.block_tokens // self.unit_tokens) for g in self.groups)
 
     @cached_property
@@ -153,12 +171,12 @@ class Geometry:
 
     @cached_property
     def end_units(self) -> int:
-        """How many of a request's last units to search for the last one that is final and ends a block."""
+        """How many of a request's last units are searched for the last final unit that ends a block."""
         return self.whole_units + 1
 
     @cached_property
     def pages_per_unit(self) -> tuple[int, ...]:
-        """Per group: how many blocks of a unit are stored; these are its last ones."""
+        """Per group, the number of blocks of a unit that are stored. These are the unit's last blocks."""
         return tuple(min(n, g.blocks_back or n) for n, g in zip(self.blocks_per_unit, self.groups, strict=True))
 
     @property
@@ -168,23 +186,26 @@ class Geometry:
 
     @cached_property
     def paging(self) -> tuple[Paging, ...]:
-        """Per group: what is stored where."""
+        """Per group, the mapping from blocks to the pages that store them."""
         return tuple(map(Paging, self.units_per_block, self.blocks_per_unit, self.pages_per_unit))
 
     @cached_property
     def pages_per_chunk(self) -> tuple[int, ...]:
-        """Per group: pages per chunk and layer; 1 for a group of states."""
+        """Per group, the number of pages per chunk and layer; 1 for a group of states."""
         pages = [paging.pages(self.units_per_chunk) for paging in self.paging]
         return tuple(1 if g.state else n for g, n in zip(self.groups, pages, strict=True))
 
     @cached_property
     def token_bytes(self) -> float:
-        """Bytes stored per token on this rank, over all groups but those of states."""
+        """The number of bytes stored per token on this rank, over all groups except those of states."""
         return sum(self._bytes_per_token(g, n) for g, n in zip(self.groups, self.pages_per_chunk, strict=True))
 
     @cached_property
     def whole_token_bytes(self) -> float:
-        """The same over the groups of which every token is read: of a long prompt windows need only the end."""
+        """The number of bytes per token over groups that are read whole.
+
+        A long prompt reads only the end of a window.
+        """
         groups = zip(self.groups, self.pages_per_chunk, strict=True)
         return sum(self._bytes_per_token(g, n) for g, n in groups if g.window_tokens is None)
 
@@ -193,7 +214,7 @@ class Geometry:
 
     @cached_property
     def boundary_bytes(self) -> int:
-        """Bytes of the states of one boundary, over all groups of states."""
+        """The size of the states of one boundary, over all groups of states, in bytes."""
         return sum(g.bytes_per_block for g in self.groups if g.state)
 
     @cached_property
@@ -203,26 +224,27 @@ class Geometry:
 
     @property
     def dropped_units(self) -> int:
-        """How many correct units at the end of a hit in its own prefix cache the engine drops."""
+        """How many valid units the engine drops at the end of a hit in its own prefix cache."""
         return 0 if self.ahead_tokens else self.states_back
 
     @property
     def windows(self) -> bool:
-        """Whether any group has a window: vLLM frees the blocks before it."""
+        """Whether any group has a window. vLLM frees the blocks before a window."""
         return any(g.window_tokens is not None for g in self.groups)
 
     @property
     def loads_between_steps(self) -> bool:
         """Whether every load must be asynchronous, because vLLM could not recover from a sync load that fails.
 
-        With several groups vLLM accepts no report of failed blocks. With a window it truncates the request to the first
-        failed block; but the window's earlier blocks were freed by then, and attention would read what they hold now.
+        With several groups, vLLM accepts no report of failed blocks. With a window, vLLM truncates the request to the
+        first failed block. By then, the window's earlier blocks were freed, and attention would read what these blocks
+        hold now.
         """
         return len(self.groups) > 1 or self.windows or bool(self.states)
 
     @cached_property
     def layer_offsets(self) -> tuple[tuple[int, ...], ...]:
-        """Per group and layer: byte offset of the layer's first page in a slot."""
+        """Per group and layer, the byte offset of the layer's first page in a slot."""
         out = []
         for group, pages in zip(self.groups, self.pages_per_chunk, strict=True):
             offset, offsets = 0, []
@@ -234,13 +256,13 @@ class Geometry:
 
     @cached_property
     def slot_bytes(self) -> int:
-        """Bytes of one slot: the largest group's chunk, aligned."""
+        """The size of one slot in bytes: the size of the largest group's chunk, aligned."""
         need = max(g.bytes_per_block * p for g, p in zip(self.groups, self.pages_per_chunk, strict=True))
         return -(-need // SLOT_ALIGN_BYTES) * SLOT_ALIGN_BYTES
 
     @cached_property
     def slots(self) -> int:
-        """The number of slots in the pool: one chunk each."""
+        """The number of slots in the pool. A slot holds one chunk."""
         return self.pool_bytes_max // self.slot_bytes
 
     @cached_property

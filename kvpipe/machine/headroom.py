@@ -1,4 +1,4 @@
-"""How much memory is left to allocate: what the system has available, and what the process's control groups leave."""
+"""This module reads how much memory can still be allocated, by the system's memory and the limits of control groups."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import Final, NamedTuple
 
 PROC: Final = Path("/proc")
 CGROUPS: Final = Path("/sys/fs/cgroup")
-RESERVE_SHARE: Final = 0.05  # of what a limit allows, left to others …
-RESERVE_BYTES_MAX: Final = 1 << 30  # … but no more than this
+RESERVE_SHARE: Final = 0.05  # the share of a limit that is reserved for other processes
+RESERVE_BYTES_MAX: Final = 1 << 30  # the most bytes that are reserved
 
 
 class Headroom(NamedTuple):
-    """`free` of `total` bytes are left. `where`: the limit's source, for messages. Ordered by `free`."""
+    """A limit of `total` bytes of memory, of which `free` bytes are free. `where` is the limit's source, for messages.
+
+    Headrooms are ordered by `free`.
+    """
 
     free: int
     total: int
@@ -22,12 +25,12 @@ class Headroom(NamedTuple):
 
     @property
     def spare(self) -> int:
-        """The number of bytes that may be taken, with a reserve left for other processes; may be negative."""
+        """The number of bytes that may be allocated, without the reserve for other processes. It may be negative."""
         return self.free - min(int(self.total * RESERVE_SHARE), RESERVE_BYTES_MAX)
 
 
 def system_room(proc: Path) -> Headroom:
-    """Return what the system has available, by `proc`/meminfo. Raises OSError if that does not report it."""
+    """Return the system's available memory, from `proc`/meminfo. Raises OSError if that file does not report it."""
     message = {}
     for line in (proc / "meminfo").read_text(encoding="utf-8").splitlines():
         key, _, value = line.partition(":")
@@ -40,9 +43,9 @@ def system_room(proc: Path) -> Headroom:
 
 
 def cgroup_rooms(proc: Path, cgroups: Path) -> Iterator[Headroom]:
-    """Yield what each memory limit of this process's control groups leaves; both versions of cgroups are read.
+    """Yield the headroom of each memory limit of this process's control groups, of both versions of cgroups.
 
-    Cached file pages that are not in use are counted as free: the kernel drops them first.
+    Inactive pages of the file cache count as free, because the kernel drops these pages first.
     """
     try:
         lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
@@ -58,7 +61,7 @@ def cgroup_rooms(proc: Path, cgroups: Path) -> Iterator[Headroom]:
         else:
             continue
         parts = [part for part in path.split("/") if part]
-        if ".." in parts:  # a group outside of this namespace
+        if ".." in parts:  # the group is outside of this namespace
             parts = []
         for depth in range(len(parts), -1, -1):
             folder = root.joinpath(*parts[:depth])
@@ -66,15 +69,15 @@ def cgroup_rooms(proc: Path, cgroups: Path) -> Iterator[Headroom]:
                 most = (folder / limit).read_text(encoding="utf-8").strip()
                 used = int((folder / usage).read_text(encoding="utf-8"))
                 stat = (folder / "memory.stat").read_text(encoding="utf-8")
-            except OSError:  # not mounted here, or the root, which has no limit
+            except OSError:  # the group is not mounted here, or is the root, which has no limit
                 continue
-            if most != "max":  # version 1 has a number beyond any memory instead
+            if most != "max":  # instead of "max", version 1 has a number larger than any memory
                 idle = dict(row.split(maxsplit=1) for row in stat.splitlines()).get(cached, "0")
                 yield Headroom(int(most) - used + int(idle), int(most), f"cgroup limit {int(most) / (1 << 30):.1f}GiB")
 
 
 def tightest(proc: Path = PROC, cgroups: Path = CGROUPS) -> Headroom | None:
-    """Return the smallest of all rooms; None on a system that reports none."""
+    """Return the smallest headroom of all limits. Return None if the system reports none."""
     rooms: list[Headroom] = []
     with contextlib.suppress(OSError, ValueError):
         rooms += [system_room(proc)]

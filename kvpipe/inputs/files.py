@@ -1,4 +1,4 @@
-"""Small files that other users may control: bounded, non-blocking reads, and atomic replacement."""
+"""Access to small files that other users may control: bounded reads that do not block, and atomic replacement."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import secrets
 import stat
 from pathlib import Path
 
-_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe that nobody writes to must not stop it
+_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # opening a pipe without a writer must not block
 _DRAFT = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _KINDS = {
     stat.S_IFDIR: "a folder",
@@ -23,11 +23,11 @@ _KINDS = {
 
 
 class OddFileError(OSError):
-    """The file is not a regular one, or is too long; the message names which."""
+    """A file is not a regular file or is too long. The message has the reason."""
 
 
-def kind_of(mode: int) -> str:
-    """Return the type of file in `st_mode`, in words; empty for a regular file."""
+def file_type(mode: int) -> str:
+    """Return the type of a file with the mode `st_mode` in words. For a regular file, return ""."""
     return _KINDS.get(stat.S_IFMT(mode), "")
 
 
@@ -39,7 +39,7 @@ def owner_of(uid: int) -> str:
 
 
 def doubts(path: Path) -> str:
-    """Return why other users can write to a file or folder, or read a file; empty if they cannot."""
+    """Return why other users can write to a file or folder, or read a file. Return "" if other users cannot."""
     try:
         found = path.stat()
     except (OSError, ValueError):
@@ -54,18 +54,19 @@ def doubts(path: Path) -> str:
 
 
 def read_small(path: Path, bytes_max: int) -> bytes:
-    """Return the content of a regular file, following links.
+    """Return the content of a regular file. Links are followed.
 
     Raises:
-        OSError: it cannot be read; `OddFileError`: it is something else, or longer than `bytes_max`.
+        OSError: the file cannot be read.
+        OddFileError: the file is not a regular file, or is longer than `bytes_max`.
 
     """
     try:
         fd = os.open(path, _READ)
-    except ValueError:  # a zero byte in the name
+    except ValueError:  # the name has a zero byte
         raise OddFileError("no path") from None
     try:
-        if kind := kind_of(os.fstat(fd).st_mode):
+        if kind := file_type(os.fstat(fd).st_mode):
             raise OddFileError(f"it is {kind}")
         data = b""
         while len(data) <= bytes_max and (more := os.read(fd, bytes_max + 1 - len(data))):
@@ -78,10 +79,10 @@ def read_small(path: Path, bytes_max: int) -> bytes:
 
 
 def replace_text(path: Path, text: str, mode: int = 0o600) -> None:
-    """Replace a file's text atomically. The temporary file has a name that nobody can guess.
+    """Replace a file's text atomically. Other users cannot guess the name of the temporary file.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
 
     """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
@@ -97,7 +98,7 @@ def replace_text(path: Path, text: str, mode: int = 0o600) -> None:
 
 
 def try_lock(fd: int, how: int = fcntl.LOCK_EX) -> bool:
-    """Lock an open file if that can be done at once; return whether it is locked."""
+    """Lock an open file if that is possible without waiting. Return whether the file is locked."""
     try:
         fcntl.flock(fd, how | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -106,9 +107,10 @@ def try_lock(fd: int, how: int = fcntl.LOCK_EX) -> bool:
 
 
 def unlock(fd: int, process: int) -> None:
-    """Close an open file that `process` may have locked, and end the lock there, though a fork has a copy of the file.
+    """Close an open file that `process` may have locked.
 
-    Elsewhere, in such a fork, only its copy is closed.
+    In `process`, release the lock, too, even if a forked process still has the file open. In a forked process, close
+    only that process's copy of the file.
     """
     if process == os.getpid():
         with contextlib.suppress(OSError):
@@ -117,5 +119,5 @@ def unlock(fd: int, process: int) -> None:
 
 
 def why(error: Exception) -> str:
-    """Return why a file could not be used: the system's message, without the file's name."""
+    """Return the reason why a file could not be used. The reason is the system's message without the file's name."""
     return str(getattr(error, "strerror", None) or error) or type(error).__name__

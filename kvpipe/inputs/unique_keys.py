@@ -1,4 +1,4 @@
-"""Tables in JSON and YAML whose keys are each given once. With a key given twice nobody knows which value is meant."""
+"""Tables in JSON and YAML must have each key only once, because the intended value of a repeated key is unknown."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from kvpipe import config_errors
+from kvpipe.inputs import config_errors
 
 
 class TwiceError(ValueError):
-    """A key is given twice."""
+    """This error means that a table has a key twice."""
 
 
 def once(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Return a table of `pairs`. Raises `TwiceError`."""
+    """Return a table of `pairs`. Raises `TwiceError` if a key is given twice."""
     table = dict(pairs)
     if len(table) < len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        msg = f"the key {config_errors.name(twice)!r} is given twice; keep one of them"
+        msg = f"the key {config_errors.safe_name(twice)!r} is given twice; keep one of them"
         raise TwiceError(msg)
     return table
 
@@ -29,8 +29,8 @@ def parse_json(text: str | bytes) -> Any:  # noqa: ANN401  (JSON)
 
     Raises:
         TwiceError: a key is given twice.
-        ValueError: it is not JSON.
-        RecursionError: it is too deep.
+        ValueError: the text is not JSON.
+        RecursionError: the JSON is nested too deeply.
 
     """
     return json.loads(text, object_pairs_hook=once)

@@ -1,4 +1,4 @@
-"""Switching a running engine from outside, by a small file that the engine reads twice a second."""
+"""The control file: a small file that switches a running engine, which reads the file twice a second."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
-from kvpipe import files
 from kvpipe.errors import ConfigError
+from kvpipe.inputs import files
 
 POLL_S = 0.5
 CONTROL_BYTES_MAX = 4096
-_MODE = 0o644  # the engine that reads it may run as another user
+_MODE = 0o644  # the engine that reads the file may run as another user
 _WORDS = {"on": True, "off": False}
 
 
-def check_control_file(path: Path) -> None:
-    """Refuse a path that cannot be a control file. It need not exist yet, and may be a link to a file.
+def validate_control_file(path: Path) -> None:
+    """Refuse a path that cannot be a control file. The file need not exist yet, and may be a link to a file.
 
     Raises:
-        ConfigError: it is a folder, a pipe, a device, or cannot be looked at.
+        ConfigError: the path is a folder, a pipe or a device, or its type cannot be read.
 
     """
     try:
-        kind = files.kind_of(path.stat().st_mode)
+        kind = files.file_type(path.stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
-        kind = f"not to be looked at ({files.why(error)})"
+        kind = f"a path that cannot be inspected ({files.why(error)})"
     if kind:
         raise ConfigError(f"kvpipe: control_file={str(path)!r} is {kind}; name a file, which need not exist yet")
 
 
 def write_freeze(path: Path, *, on: bool) -> None:
-    """Write the control file `path`: the engine that watches it freezes (`on`), or saves again.
+    """Write the control file `path`. If `on`, the engine that reads the file freezes. Otherwise the engine saves again.
 
     Raises:
         ConfigError: `path` is not a regular file, or cannot be written.
@@ -44,7 +44,7 @@ def write_freeze(path: Path, *, on: bool) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        kind = files.kind_of(path.lstat().st_mode) if path.exists() or path.is_symlink() else ""
+        kind = files.file_type(path.lstat().st_mode) if path.exists() or path.is_symlink() else ""
         if not kind:
             files.replace_text(path, f"freeze: {'on' if on else 'off'}\n", _MODE)
             return
@@ -56,22 +56,22 @@ def write_freeze(path: Path, *, on: bool) -> None:
 
 
 def read_freeze(text: str) -> bool | None:
-    """Parse the control file: True to freeze, False to save, None for any other text."""
+    """Parse the text of the control file. Return True to freeze, False to save, None for any other text."""
     key, _, value = text.strip().partition(":")
     return _WORDS.get(value.strip().lower()) if key.strip() == "freeze" else None
 
 
 async def watch_control_file(path: Path, set_freeze: Callable[[bool], None]) -> None:
-    """Call `set_freeze` with the file's value of `freeze` whenever it has changed. Runs until cancelled.
+    """Call `set_freeze` with the control file's value of `freeze` whenever the value has changed. Runs until cancelled.
 
-    A file that is absent or unreadable, or has any other content, changes nothing.
+    A file that is missing, unreadable or has any other content changes nothing.
     """
     last: bool | None = None
     read = partial(files.read_small, path, CONTROL_BYTES_MAX)
     while True:
         try:
             wanted = read_freeze((await anyio.to_thread.run_sync(read, abandon_on_cancel=True)).decode())
-        except (OSError, UnicodeDecodeError):  # absent, being replaced, no file, or no text
+        except (OSError, UnicodeDecodeError):  # the file is missing, is being replaced, or is not a text file
             wanted = None
         if wanted is not None and wanted != last:
             set_freeze(wanted)

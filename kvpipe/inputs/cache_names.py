@@ -1,6 +1,6 @@
-"""Named caches: engines that use one name must have one layout. A file, the name's record, holds the layout.
+"""Named caches. Engines that use the same name must have the same layout. A file, the name's record, has the layout.
 
-A living engine holds a shared lock on the record.
+A running engine holds a shared lock on the record.
 """
 
 from __future__ import annotations
@@ -13,59 +13,71 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from kvpipe import config_errors, files
 from kvpipe.errors import ConfigError
+from kvpipe.inputs import config_errors, files
 
 LOCK_S_MAX: Final = 5.0
-"""How long to wait for another process's exclusive lock on a record. An engine holds one only while it writes it."""
+"""The longest wait for another process's exclusive lock. An engine holds this lock only while it writes the record."""
 RECORD_BYTES_MAX: Final = 1 << 20
 _POLL_S: Final = 0.05
 _SHOWN_CHARS: Final = 60
 _OPEN: Final = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _HOLDERS_MAX: Final = 3
 _PROC: Final = Path("/proc")
+_MODEL_CHARS_MAX: Final = 20
+_HOST_CHARS_MAX: Final = 19
 
 
 def default_state_dir() -> Path:
-    """Return where records are kept: `$XDG_STATE_HOME/kvpipe`, else `~/.local/state/kvpipe`."""
+    """Return the folder of the records: `kvpipe` in `$XDG_STATE_HOME`, by default in `~/.local/state`."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "kvpipe"
 
 
 def check_name(name: str) -> str:
-    """Return `name` if it is valid as a record's file name; raise ValueError if not."""
+    """Return `name` if it is valid as a record's file name. Otherwise raise ValueError."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name):
         msg = "use letters, digits, '_', '.' and '-' (64 at most)"
         raise ValueError(msg)
     return name
 
 
+def default_engine_name(model: str, host: str) -> str:
+    """Return the default name of an engine: the beginning of its model's name and the end of its host's name.
+
+    The engine has the same name after a restart. The name is short, because the path of a Unix socket must be short.
+    """
+    parts = model.rstrip("/").rpartition("/")[2][:_MODEL_CHARS_MAX], host.partition(".")[0][-_HOST_CHARS_MAX:]
+    words = [re.sub(r"[^A-Za-z0-9_.-]+", "_", part).strip("_.-") for part in parts]
+    return "-".join(filter(None, words)) or "engine"
+
+
 class NameClaim:
-    """One rank's shared claim on a name. A record that no living engine holds is overwritten."""
+    """One rank's shared claim on a name. If no running engine holds the name's record, the record is overwritten."""
 
     def __init__(self, name: str, facts: dict[str, Any], state_dir: Path | None = None, *, rank: int = 0) -> None:
-        """Claim `name` for a rank whose layout is `facts`. Waits `LOCK_S_MAX` seconds at most.
+        """Claim `name` for a rank whose layout is `facts`. Waits at most `LOCK_S_MAX` seconds.
 
-        Each `rank` has a record of its own: a rank knows its own layout only.
+        Each `rank` has its own record, because a rank knows only its own layout.
 
         Raises:
-            ConfigError: the name is not valid, a living engine with another layout holds it, or its record cannot be
-                opened, locked or read.
+            ConfigError: the name is not valid, or a running engine with another layout holds the name. Also raised if
+                the name's record cannot be opened, locked or read.
 
         """
         try:
             check_name(name)
         except ValueError as error:
-            raise ConfigError(f"kvpipe: name={config_errors.name(name)!r} is not valid; {error}") from None
+            raise ConfigError(f"kvpipe: name={config_errors.safe_name(name)!r} is not valid; {error}") from None
         self._name, self._process = name, os.getpid()
         self._fd = -1
         try:
             folder = state_dir or default_state_dir()
-            self._path = folder / (f"{name}+{rank}.json" if rank else f"{name}.json")  # no name has a plus sign
+            self._path = folder / (f"{name}+{rank}.json" if rank else f"{name}.json")  # no valid name has a plus sign
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._fd = os.open(self._path, _OPEN, 0o600)
-            if kind := files.kind_of(os.fstat(self._fd).st_mode):
+            if kind := files.file_type(os.fstat(self._fd).st_mode):
                 raise files.OddFileError(f"it is {kind}")  # noqa: TRY301
-            self._claim(json.loads(json.dumps(facts)))  # as they will be read back: a tuple becomes a list
+            self._claim(json.loads(json.dumps(facts)))  # as read from the record: a tuple becomes a list
         except (OSError, RuntimeError, ValueError) as error:
             self.release()
             if isinstance(error, ConfigError):
@@ -85,13 +97,13 @@ class NameClaim:
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, json.dumps(facts, sort_keys=True).encode(), 0)
             if files.try_lock(self._fd, fcntl.LOCK_SH):
-                return  # else another engine has come in between
+                return  # otherwise another engine has locked the record in between
         until = time.monotonic() + LOCK_S_MAX
         while not files.try_lock(self._fd, fcntl.LOCK_SH):
             if time.monotonic() > until:
                 msg = (
                     f"kvpipe: name={self._name!r}: its record {str(self._path)!r} has been locked for {LOCK_S_MAX:.0f} "
-                    f"s by {_holders(self._fd)}; end that, or choose another name or state_dir"
+                    f"s by {_holders(self._fd)}; end that process, or choose another name or state_dir"
                 )
                 raise ConfigError(msg)
             time.sleep(_POLL_S)
@@ -106,7 +118,7 @@ class NameClaim:
             raise ConfigError(msg)
 
     def _theirs(self) -> dict[str, Any]:
-        """Return the record's content: what a running engine holds."""
+        """Return the content of the record, which is the layout of a running engine."""
         data = os.pread(self._fd, RECORD_BYTES_MAX + 1, 0)
         try:
             theirs = json.loads(data or "{}") if len(data) <= RECORD_BYTES_MAX else None
@@ -121,20 +133,20 @@ class NameClaim:
         return theirs
 
     def release(self) -> None:
-        """Release the name. Idempotent; a fork of the process releases nothing."""
+        """Release the name. In a forked process this releases nothing. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             files.unlock(fd, self._process)
 
 
 def _holders(fd: int) -> str:
-    """Name the processes that hold a lock on an open file, as far as this one may know."""
+    """Name the processes that hold a lock on an open file, as far as this process can see them."""
     at = os.fstat(fd)
     place = f"{os.major(at.st_dev):02x}:{os.minor(at.st_dev):02x}:{at.st_ino}"
     pids = []
     try:
         for line in (_PROC / "locks").read_text(encoding="ascii", errors="replace").splitlines():
-            words = line.split()  # 1: FLOCK  ADVISORY  WRITE 4711 08:01:131074 0 EOF
+            words = line.split()  # such as 1: FLOCK  ADVISORY  WRITE 4711 08:01:131074 0 EOF
             pid = words[words.index(place) - 1] if place in words and "->" not in words else "0"
             if pid not in {"0", "-1", str(os.getpid())}:
                 pids.append(pid)

@@ -1,7 +1,8 @@
-"""Plug-ins: tiers, eviction policies and transfer engines of other packages, each registered by an entry point.
+"""Plug-ins are tiers, eviction policies and transfer engines of other packages. An entry point registers each plug-in.
 
-The name of an entry point is what a user writes in the configuration. Only a plug-in that is used is imported, so a
-broken package affects nobody who does not use it. kvpipe registers its own in the same way, in its pyproject.toml.
+A user writes the name of an entry point in the configuration. Only the configured plug-ins are imported, so a broken
+package affects only engines that use the package. kvpipe registers its own tiers, policies and transfer engines in the
+same way, in pyproject.toml.
 """
 
 from __future__ import annotations
@@ -14,27 +15,27 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from kvpipe import config_errors
 from kvpipe.errors import ConfigError, UsageError
+from kvpipe.inputs import config_errors
 
 TIERS: Final = "kvpipe.tiers"
-"""Group of tiers: the name is the `kind`, the object a subclass of `TierSpec`."""
+"""The group of tiers. The name of an entry point is the tier's `kind`, and the object is a subclass of `TierSpec`."""
 TIER_URLS: Final = "kvpipe.tier_urls"
-"""Group of tiers' URLs: the name is the scheme, the object as in `TIERS`."""
+"""The group of tiers' URLs. The name is the URL's scheme, and the object is a subclass of `TierSpec`."""
 POLICIES: Final = "kvpipe.policies"
-"""Group of eviction policies: the name is the `policy`, the object makes a `Policy` for a number of slots."""
+"""The group of eviction policies. The name is the `policy`, and the object makes a `Policy` for a number of slots."""
 TRANSFER_ENGINES: Final = "kvpipe.transfer_engines"
-"""Group of transfer engines: the name is a torch device type, the object a function of `EngineOptions`."""
+"""The group of transfer engines. The name is a torch device type, and the object is a function of `EngineOptions`."""
 
 _WHAT: Final = {
     TIERS: "kind of tier", TIER_URLS: "URL of a tier", POLICIES: "eviction policy", TRANSFER_ENGINES: "transfer engine",
 }  # fmt: skip
-_SOURCE: Final = Path(__file__).parents[1] / "pyproject.toml"
+_SOURCE: Final = Path(__file__).parents[2] / "pyproject.toml"
 _OWN: Final = "kvpipe"
 
 
 class Plugin(NamedTuple):
-    """One registered entry point. `package`: its package's name and version. `made_of`: the imported object."""
+    """One registered entry point, with the name and version of its `package`. `made_of` is the imported object."""
 
     group: str
     name: str
@@ -46,34 +47,34 @@ class Plugin(NamedTuple):
         return f"the {_WHAT[self.group]} {self.name!r} of package {self.package}"
 
     def make(self, *arguments: object) -> Any:  # noqa: ANN401
-        """Call the imported object with `arguments` and return the result. Raises `ConfigError` if it raises."""
+        """Call the imported object with `arguments` and return the result. Raises `ConfigError` if the call raises."""
         try:
             return self.made_of(*arguments)
         except UsageError:
             raise
         except (Exception, SystemExit) as error:
-            why = config_errors.reason(f"{type(error).__name__}: {error}")
+            why = config_errors.pydantic_reason(f"{type(error).__name__}: {error}")
             raise ConfigError(f"kvpipe: {self} cannot be made ({why}); update the package, or uninstall it") from error
 
     def check(self, made: object, protocol: type) -> None:
         """Raise `ConfigError` if `made` lacks a method or an attribute of `protocol`."""
-        if missing := lacking(made, protocol):
+        if missing := lacking_members(made, protocol):
             where = f"{protocol.__module__}.{protocol.__name__}"
             msg = f"kvpipe: {self} has no {', '.join(missing)}; {where} lists what is needed"
             raise ConfigError(msg)
 
 
 def names(group: str) -> list[str]:
-    """Return the names registered in a group, kvpipe's own first. Nothing is imported."""
+    """Return the names that are registered in a group, first those of kvpipe. No plug-in is imported."""
     return list(_registered(group))
 
 
 def load(group: str, name: str) -> Plugin:
-    """Import what is registered in `group` under `name`.
+    """Import the plug-in that is registered in `group` under `name`.
 
     Raises:
-        KeyError: nothing is registered under that name.
-        ConfigError: it cannot be imported, or two packages have registered the name.
+        KeyError: no plug-in is registered under that name.
+        ConfigError: the plug-in cannot be imported, or several packages have registered the name.
 
     """
     first, *others = _registered(group)[name]
@@ -83,23 +84,23 @@ def load(group: str, name: str) -> Plugin:
         raise ConfigError(msg)
     try:
         made_of = first.load()
-    except (Exception, SystemExit) as error:  # whatever the package does when it is imported
-        why = config_errors.reason(f"{type(error).__name__}: {error}")
+    except (Exception, SystemExit) as error:  # importing the package may raise anything
+        why = config_errors.pydantic_reason(f"{type(error).__name__}: {error}")
         made = Plugin(group, name, _package(first), None)
         msg = f"kvpipe: {made} cannot be imported ({why}); update the package, or uninstall it"
         raise ConfigError(msg) from error
     return Plugin(group, name, _package(first), made_of)
 
 
-def lacking(made: object, protocol: type) -> list[str]:
-    """Return the methods and attributes of `protocol` that `made`, an object or its class, does not have."""
+def lacking_members(made: object, protocol: type) -> list[str]:
+    """Return the methods and attributes of `protocol` that `made` lacks. `made` is an object or a class."""
     methods = [
         name
         for name, one in vars(protocol).items()
         if inspect.isfunction(one) and (not name.startswith("_") or name == "__len__")
     ]
     out = [f"{name}()" for name in methods if not callable(getattr(made, name, None))]
-    if not isinstance(made, type):  # a class may set them later
+    if not isinstance(made, type):  # a class may set the attributes in `__init__`
         out += [name for name in protocol.__annotations__ if not hasattr(made, name)]
     return out
 
@@ -118,14 +119,21 @@ def _registered(group: str) -> dict[str, tuple[EntryPoint, ...]]:
 
 
 def _own(group: str) -> Iterable[EntryPoint]:
-    """Return kvpipe's own entry points; in a source tree those of its pyproject.toml: installed ones may be older."""
-    try:
-        project = tomllib.loads(_SOURCE.read_text(encoding="utf-8"))["project"]
-    except (OSError, ValueError, KeyError):
-        project = {}
+    """Return kvpipe's own entry points. In a source tree read pyproject.toml, because an installation may be older."""
+    project = _project()
     if project.get("name") == _OWN:
         return _of(group, project["entry-points"])
     return [one for one in entry_points(group=group) if _distribution(one) == _OWN]
+
+
+@cache
+def _project() -> dict[str, Any]:
+    """Return the project's table in pyproject.toml; empty if there is no source tree."""
+    try:
+        found: dict[str, Any] = tomllib.loads(_SOURCE.read_text(encoding="utf-8"))["project"]
+    except (OSError, ValueError, KeyError):
+        return {}
+    return found
 
 
 def _of(group: str, table: dict[str, dict[str, str]]) -> Iterator[EntryPoint]:
@@ -146,5 +154,8 @@ def _name(one: EntryPoint) -> str:
 
 
 def _metadata(one: EntryPoint, key: str) -> str:
-    """Return a field of its package's metadata; "" if only the package's entry points are left."""
+    """Return a field of the metadata of the entry point's package, or "" if the package has no such field.
+
+    The metadata are missing if a package was uninstalled and only its entry points are left.
+    """
     return (one.dist.metadata[key] if one.dist is not None and key in one.dist.metadata else None) or ""

@@ -1,4 +1,4 @@
-"""Types of configuration values: numbers, sizes, paths, names of environment variables, each with its checks."""
+"""The types of configuration values: numbers, sizes, paths and names of environment variables, each with its checks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PATH_CHARS_MAX: Final = 4000
 
 
 def no_bool(value: object) -> object:
-    """Return `value`. Raises ValueError for booleans, which pydantic would read as 1 and 0, and non-finite numbers."""
+    """Return `value`. Raises ValueError for non-finite numbers and booleans, which pydantic would read as 1 and 0."""
     if isinstance(value, bool):
         msg = "expected a number, not true or false"
         raise ValueError(msg)  # noqa: TRY004  (pydantic turns ValueError into its own report)
@@ -25,7 +25,7 @@ def no_bool(value: object) -> object:
 
 
 def _number_of_bytes(value: object) -> object:
-    """Return `value`. Raises ValueError for numbers of 2**63 and more, which pydantic cannot parse."""
+    """Return `value`. Raises ValueError for numbers from 2**63 on, which pydantic cannot parse."""
     digits = re.match(r"\s*([0-9.]*)", value) if isinstance(value, str) else None
     if digits is not None and len(digits[1]) > len(str(BYTES_END)):
         value = BYTES_END
@@ -40,7 +40,19 @@ def _fewer(value: int) -> int:
 
 
 Size = Annotated[ByteSize, BeforeValidator(_number_of_bytes), AfterValidator(_fewer)]
-"""A number of bytes, or a text with a unit such as `8GiB`; less than 2**63."""
+"""A number of bytes, or a text with a unit such as `8GiB`. The number of bytes is less than 2**63."""
+
+
+def size_text(size: int) -> str:
+    """Return `size` bytes, rounded, with a unit, as a user would write them: `8GiB`, `1.5GiB`."""
+    return re.sub(r"\.0(?=[A-Z])", "", ByteSize(size).human_readable())
+
+
+def exact_size(size: int) -> str:
+    """Return exactly `size` bytes, with the unit of `size_text` if that text is exact, else in bytes."""
+    text = size_text(size)
+    number, unit = text.rstrip("BKMGTPEi"), text.lstrip("0123456789.")
+    return text if float(number) * 1024 ** "BKMGTPE".index(unit[0]) == size else f"{size}B"
 
 
 def _local(value: object) -> object:
@@ -55,7 +67,7 @@ def _local(value: object) -> object:
 
 
 LocalPath = Annotated[Path, BeforeValidator(_local)]
-"""A path on this machine: not a URL, without NUL bytes, of at most `PATH_CHARS_MAX` characters."""
+"""A path on this machine. It is not a URL, has no NUL bytes, and has at most `PATH_CHARS_MAX` characters."""
 
 
 def _variable(value: str) -> str:
@@ -66,4 +78,4 @@ def _variable(value: str) -> str:
 
 
 Variable = Annotated[str, AfterValidator(_variable), Field(repr=False)]
-"""The name of an environment variable with a secret. Not shown: users write the secret itself there by mistake."""
+"""The name of an environment variable with a secret. It is not shown, because users may write the secret there."""

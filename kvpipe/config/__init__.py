@@ -1,0 +1,1 @@
+"""This package has the settings, and makes objects from them."""
