@@ -1,1 +1,4 @@
-"""The scheduler side: looks up, leases, plans saves and loads. It knows no engine, only the protocols of `base`."""
+"""The scheduler side looks up chunks, takes leases, and plans saves and loads.
+
+The package depends on the protocols of `kvpipe.protocol.engine`, not on any engine.
+"""

@@ -1,8 +1,8 @@
-"""The scheduler side of LoRA adapters: with which adapter's bytes each request's KV is computed, as part of its keys.
+"""The scheduler side of LoRA adapters: the digest of each request's adapter, which is part of the request's keys.
 
-The adapters that the ranks hold count: the ranks report their digests, and check every job against them in its step.
-Before the ranks hold an adapter, its files are read to learn its digest. Until that is known, the adapter's requests
-have no keys: nothing is found for them and nothing is saved.
+The ranks report the digests of the adapters that they hold. In each step, the ranks also check every job against these
+digests. Before the ranks hold an adapter, the scheduler side reads the adapter's files to learn the digest. While the
+digest is unknown, the adapter's requests have no keys, so kvpipe finds and saves nothing for these requests.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvpipe.adapter_files import KNOWN_MAX, AdapterReader, read_as, remember
-from kvpipe.messages import Claim, Job, Kind
+from kvpipe.protocol.messages import Claim, Job, Kind
+from kvpipe.threads.adapter_files import KNOWN_MAX, AdapterReader, read_as, remember
 from kvpipe.trace.log import Counters
 
 if TYPE_CHECKING:
-    from kvpipe.scheduler.base import Adapter, Request
+    from kvpipe.protocol.engine import Adapter, Request
 
 ALWAYS: Final = 1 << 60
-"""A step that never comes: an adapter may have changed at any time before."""
+"""A step number that is never reached. In a claim it means that the adapter may have changed at any earlier time."""
 
 FRESH_S: Final = 0.5
-"""For how long a digest that was found counts for a waiting request. The ranks' checks catch later changes."""
+"""The seconds for which a waiting request uses a found digest without a new query. Ranks detect later changes."""
 
 
-class Use:
-    """A request's adapter. `since_step`: from this step on the ranks must have held its bytes."""
+class AdapterUse:
+    """The state of one request's adapter. The ranks must have held the adapter's bytes from step `since_step` on."""
 
     __slots__ = ("asked_s", "asked_step", "digest", "keys", "lora", "named_s", "since_step", "torn", "waits")
 
@@ -37,15 +37,16 @@ class Use:
         self.digest = b""
         self.keys: list[bytes] = []
         self.since_step, self.asked_step = 0, -1
-        self.asked_s = self.named_s = 0.0  # since when the digest is wanted; when it was last found
-        self.torn = False  # the adapter changed under the request
+        self.asked_s = self.named_s = 0.0  # since when the digest is wanted; when the digest was last found
+        self.torn = False  # whether the adapter has changed while the request used it
         self.waits = False
 
 
-class Question(NamedTuple):
-    """A question to the ranks about an adapter, because of an engine's call after step `step` was planned.
+class AdapterQuestion(NamedTuple):
+    """A question to the ranks about an adapter.
 
-    `answered`: the ranks that have reported in a later step.
+    The engine has loaded or removed the adapter after step `step` was planned. `answered` has the ranks that have
+    reported the adapter in a later step.
     """
 
     step: int
@@ -53,31 +54,35 @@ class Question(NamedTuple):
 
 
 class Adapters:
-    """One per scheduler side."""
+    """The adapters that an engine's requests use, and the digests that the ranks report."""
 
     def __init__(self, ranks: int, seconds_max: float, counters: Counters) -> None:
-        """`ranks`: their number. `seconds_max`: how long a request waits at most for an adapter's files to be read."""
+        """Start without requests. `ranks` is the number of ranks.
+
+        `seconds_max` is the longest time for which a request waits for its adapter's files to be read.
+        """
         self._ranks, self._seconds_max, self._counters = ranks, seconds_max, counters
-        self._held: dict[int, dict[int, bytes]] = {}  # by rank: digests by the adapters' numbers
-        self._open: dict[int, Question] = {}  # adapters that not all ranks have reported since a call
-        self._uses: dict[str, Use] = {}
-        self._once: OrderedDict[str, None] = OrderedDict()  # paths under which something may be kept
+        self._held: dict[int, dict[int, bytes]] = {}  # digests by adapter number, by rank
+        self._open: dict[int, AdapterQuestion] = {}  # by number, adapters that not all ranks have reported
+        self._uses: dict[str, AdapterUse] = {}
+        self._once: OrderedDict[str, None] = OrderedDict()  # paths of adapters with which chunks may have been saved
         self.reader = AdapterReader(lambda path, why: counters.fault("adapter_not_read", path=repr(path), why=why))
 
-    # ---- a request's life -----------------------------------------------------------------------------------------
+    # ---- the life of a request ------------------------------------------------------------------------------------
 
-    def begin(self, request: Request) -> None:
+    def begin_use(self, request: Request) -> None:
         """A request has arrived: begin to read its adapter's files, unless the digest is known."""
         lora = request.lora_request
         if lora is not None:
-            self._uses[request.request_id] = use = Use(lora)
+            self._uses[request.request_id] = use = AdapterUse(lora)
             self._now(use, time.monotonic() - FRESH_S)
 
     def waits(self, request: Request, step: int, *, worth: bool) -> bool:
-        """Find the digest for a lookup in `step`. Returns True if the request should wait for it: not known yet.
+        """Find the digest for a lookup in `step`.
 
-        `worth`: a hit in tiers is possible, so waiting is worth it even if nothing was ever saved with this adapter.
-        Within a step the answer does not change.
+        Returns True if the request should wait because the digest is not known yet. `worth` says that tiers may have a
+        hit, so that the request waits even if nothing was saved with this adapter yet. All calls in one step return the
+        same result.
         """
         use = self._uses.get(request.request_id)
         if use is None or use.asked_step == step:
@@ -98,39 +103,43 @@ class Adapters:
         return use.waits
 
     def known(self, request: Request) -> bool:
-        """Whether the request has no adapter, or one whose digest is known."""
+        """Whether the request has no adapter, or an adapter with a known digest."""
         use = self._uses.get(request.request_id)
         return use is None or bool(use.digest)
 
     def certain(self, request: Request) -> bool:
-        """Whether the request has no adapter, or every rank holds its bytes already.
+        """Whether the request has no adapter, or every rank already holds the bytes of its adapter.
 
-        An asynchronous load needs that: it ends before its request runs.
+        An asynchronous load requires this, because the load ends before its request runs.
         """
         use = self._uses.get(request.request_id)
         return use is None or (bool(use.digest) and self._agreed(use.lora.lora_int_id) == use.digest)
 
     def admitted(self, request: Request, step: int, local_tokens: int) -> None:
-        """The request computes from `step` on. `local_tokens`: of the engine's prefix cache, computed at any time."""
+        """The request computes from step `step` on.
+
+        `local_tokens` is the length of the request's hit in the engine's prefix cache. Any earlier step may have
+        computed this hit.
+        """
         use = self._uses.get(request.request_id)
         if use is not None:
             use.since_step, use.named_s = 0 if local_tokens else step, 0.0
 
-    def end(self, request: Request) -> None:
-        """The request is over."""
+    def end_use(self, request: Request) -> None:
+        """Forget the use of a request that is over."""
         self._uses.pop(request.request_id, None)
 
     # ---- keys -----------------------------------------------------------------------------------------------------
 
     def digest(self, request: Request) -> bytes:
-        """Return the adapter's digest, as it is in the request's keys; b"": no adapter, or no keys."""
+        """Return the adapter's digest in the request's keys, or b"" if there is no adapter or there are no keys."""
         use = self._uses.get(request.request_id)
         return b"" if use is None else use.digest
 
     def keys(self, request: Request) -> Sequence[bytes]:
-        """Return the keys of the request's blocks: the engine's block hashes, each followed by its adapter's digest.
+        """Return the keys of the request's blocks: each is an engine's block hash with the adapter's digest behind it.
 
-        Empty while the digest of its adapter is not known.
+        The result is empty while the digest of the request's adapter is unknown.
         """
         hashes: Sequence[bytes] = request.block_hashes
         if request.lora_request is None:
@@ -138,7 +147,7 @@ class Adapters:
         use = self._uses.get(request.request_id)
         if use is None:
             return ()
-        if not use.digest and not use.torn:  # a rank has reported it meanwhile
+        if not use.digest and not use.torn:  # a rank may have reported the digest meanwhile
             self._name(use, self._agreed(use.lora.lora_int_id) or b"")
         if not use.digest:
             return ()
@@ -149,14 +158,14 @@ class Adapters:
         keys += [key + digest for key in hashes[len(keys) :]]
         return keys
 
-    def _name(self, use: Use, digest: bytes) -> None:
+    def _name(self, use: AdapterUse, digest: bytes) -> None:
         if digest != use.digest:
             use.digest, use.keys = digest, []
         if digest:
             remember(self._once, use.lora.lora_path, None, KNOWN_MAX)
 
     def claims(self, jobs: Iterable[Job]) -> tuple[Claim, ...]:
-        """Return what the ranks must check for a step's jobs, and open questions."""
+        """Return the claims that the ranks must check for a step's jobs. Open questions are claims of job 0."""
         if not self._uses:
             return ()
         used = ((job, self._uses.get(job.request)) for job in jobs)
@@ -167,17 +176,23 @@ class Adapters:
             if use is not None
         )
 
-    # ---- what is known --------------------------------------------------------------------------------------------
+    # ---- the digests that are known -------------------------------------------------------------------------------
 
     def called(self, number: int, step: int) -> None:
-        """The engine loads or removes adapter `number` after `step`, the last planned step. The next asks the ranks."""
-        self._open[number] = Question(step, set())
+        """The engine loads or removes adapter `number` after step `step` was planned.
+
+        The next step asks the ranks for digests.
+        """
+        self._open[number] = AdapterQuestion(step, set())
         for use in self._uses.values():
             if use.lora.lora_int_id == number:
                 use.named_s = 0.0
 
     def reported(self, news: dict[int, dict[int, bytes]], step: int) -> None:
-        """Take the ranks' report of `step`: by rank, digests by the adapters' numbers; b"": not held any more."""
+        """Process the ranks' report of `step`: digests by adapter number, by rank.
+
+        The digest of a removed adapter is b"".
+        """
         for rank, changes in news.items():
             held = self._held.setdefault(rank, {})
             held.update(changes)
@@ -192,20 +207,20 @@ class Adapters:
         for use in self._uses.values():
             if use.lora.lora_int_id in changed and use.digest:
                 digest = self._agreed(use.lora.lora_int_id)
-                if digest is not None and digest != use.digest:  # what it has computed is of both
+                if digest is not None and digest != use.digest:  # the request's KV was computed with both adapters
                     use.torn, use.named_s = True, 0.0
                     self._name(use, b"")
 
     def agreed(self) -> dict[int, bytes]:
-        """Return the digests that all ranks hold, by the adapters' numbers; b"": they differ, or not all have reported.
+        """Return the digests on which all ranks agree, by adapter number.
 
-        On any thread; raises RuntimeError if that changes meanwhile.
+        The value is b"" where ranks differ or have not all reported.
         """
         return {number: self._agreed(number) or b"" for held in self._held.values() for number in held}
 
-    def _now(self, use: Use, since_s: float) -> bytes | None:
-        """Return the digest that counts from now on; b"": it cannot be known; None: not known yet, ask again."""
-        if not use.lora.load_inplace:  # else it is loaded again with every step
+    def _now(self, use: AdapterUse, since_s: float) -> bytes | None:
+        """Return the adapter's present digest: b"" if it cannot be determined, or None if it is not known yet."""
+        if not use.lora.load_inplace:  # an adapter with `load_inplace` is loaded again with every step
             digest = self._agreed(use.lora.lora_int_id)
             if digest is not None or use.lora.lora_int_id in self._open:
                 return digest
@@ -213,7 +228,10 @@ class Adapters:
         return digest and read_as(digest, fused=use.lora.is_3d_lora_weight)
 
     def _agreed(self, number: int) -> bytes | None:
-        """Return the digest that all ranks hold under `number`; b"": they differ; None: not all hold it, or asked."""
+        """Return the digest that all ranks hold under `number`; b"" if the ranks hold different digests.
+
+        The result is None if a rank does not hold the adapter, or if ranks have yet to answer a question about it.
+        """
         held = [one.get(number) for one in self._held.values()]
         if len(held) < self._ranks or None in held or number in self._open:
             return None

@@ -1,217 +1,214 @@
-"""The scheduler side of slower tiers: asks them for waiting requests, plans what ranks fetch and store.
+"""The scheduler side of tiers: looks up chunks for waiting requests, and plans the ranks' fetches and stores.
 
-A fetched chunk is reserved and published like a saved one, so a lookup only ever looks at memory. Work on the
-scheduler's thread is what is new: a lookup's keys when it is asked, its answer when it has come, one order per chunk.
+A fetched chunk is reserved and published like a saved chunk, so a lookup searches memory only. The scheduler's thread
+makes the keys of each new lookup, processes each answer of the tiers once, and makes one order per chunk.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from kvpipe.cache import miss_reasons
-from kvpipe.cache.catalog import Catalog, Chunk, Owner, Piece
+from kvpipe.cache.chunks import Chunk, EvictedError, Owner
 from kvpipe.cache.prefixes import Prefixes
-from kvpipe.geometry import Geometry
-from kvpipe.messages import Tally, TierOrder
-from kvpipe.scheduler.jobs import awaited
+from kvpipe.protocol.limits import NO_LIMITS, RequestLimits
+from kvpipe.protocol.messages import Tally, TierOrder
+from kvpipe.scheduler.events import Subscriber
+from kvpipe.scheduler.jobs import PATIENCE_S
+from kvpipe.scheduler.lacking import lacking, lacking_states, lease_needed, needed_chunks
 from kvpipe.scheduler.patience import Patience
-from kvpipe.scheduler.stages import AHEAD_S_MAX, FIRST, Stage, TierTransfer
+from kvpipe.scheduler.reported import awaited
+from kvpipe.scheduler.stages import (
+    AHEAD_S_MAX,
+    FIRST,
+    AheadStage,
+    RequestStage,
+    Stage,
+    TierFetch,
+    TierStore,
+    WantedPrompt,
+)
 from kvpipe.scheduler.stores import Offer, Storing
+from kvpipe.scheduler.tier_blocks import TierBlocks
+from kvpipe.scheduler.unpublished import UnpublishedFetches
 from kvpipe.statemachine import job as job_m
 from kvpipe.statemachine import stage as m
 from kvpipe.statemachine.core import Watch
-from kvpipe.tiers.finder import Finder, Place, TierLookup, chunk_name
+from kvpipe.tiers.finder import Finder, Place, TierLookup
 from kvpipe.tiers.namespace import Namespace
-from kvpipe.trace.log import Counters
+from kvpipe.tiers.prefix_keys import PrefixKeys, chunk_name
+from kvpipe.trace import miss_reasons
 
 if TYPE_CHECKING:
-    from kvpipe.scheduler.base import Request, Turn
+    from kvpipe.protocol.engine import Precedence, Request
+    from kvpipe.scheduler.context import Context
+    from kvpipe.scheduler.hooks import Published
 
 SHARE: Final = 0.75
-"""Of the pool, at most, that waiting requests hold."""
+"""The largest share of the pool that the chunks of waiting requests may take."""
 ORDERS_PER_LANE: Final = 4
-"""Fetches that are with the ranks at once, for each of a tier's lanes: the others wait here, and can be given up."""
+"""The number of fetches per lane of a tier that ranks have at once. Further fetches wait here and can be cancelled."""
 AHEAD_SHARE: Final = 0.25
-"""Of the pool, at most, that is held while it is brought ahead of requests. It is part of `SHARE`."""
+"""The largest share of the pool for chunks that are fetched ahead of requests. `SHARE` includes this share."""
 AGAIN_S: Final = 0.02
-"""How long after an answer a consumer asks tiers again for what a producer may be storing."""
-PATIENCE_S: Final = 5.0
-"""How long an outstanding tier order keeps an otherwise idle engine stepping. An older one waits for the next step."""
+"""How many seconds after an answer a consumer asks tiers again for chunks that a producer may be storing."""
 
 
-class Staging:
-    """One per engine that has tiers."""
+class Staging(Subscriber):
+    """The stages, fetches and stores of an engine that has tiers."""
 
     def __init__(
         self,
+        context: Context,
         finder: Finder,
-        catalog: Catalog,
-        prefixes: Prefixes,
-        geometry: Geometry,
         *,
         ranks: int,
-        lookup_ms_max: int,
-        lookup_slow_ms_max: int = 0,
-        bytes_in_flight_max: int,
-        counters: Counters,
         new_id: Callable[[], int],
         stores: bool,
-        store_idle_s_max: float = float("inf"),
-        published: Callable[[Request | None, Piece], object],
+        loads: bool = True,
+        published: Published | None = None,
     ) -> None:
-        """`stores`: whether this engine writes to tiers. No tier is asked before `space` has a name.
+        """Start without stages. No tier is asked before `space` has a name.
 
-        An engine that does not is a consumer: its prompts are computed by a producer, which may still be storing them.
-
-        `store_idle_s_max`: see `Storing`.
-
-        `published` is called with each piece that has come from a tier, and a request with that prefix or None.
+        If `stores` is False, this engine does not write to tiers. It is a consumer: a producer computes its prompts,
+        and may still be storing them. If `loads` is False, this engine is a producer, and consumers wait for the chunks
+        that it stores. `published` is notified of the chunks that tiers have.
         """
-        self.finder, self._catalog, self._prefixes, self._geometry = finder, catalog, prefixes, geometry
+        settings, geometry = context.settings, context.geometry
+        self.finder, self._context, self._catalog, self._geometry = finder, context, context.catalog, geometry
         self._ranks, self._skipped_s, self._planned_s = ranks, 0.0, 0.0
-        self.patience = Patience(geometry.whole_token_bytes, lookup_ms_max, lookup_slow_ms_max)
-        self._again_s = self.patience.lookup_s_max  # that a request which came short waits until it is asked for again
-        self._counters, self._new_id, self._published = counters, new_id, published
+        slow_ms_max = settings.lookup_slow_ms_max if stores else settings.lookup_ms_max
+        self.patience = Patience(geometry.whole_token_bytes, settings.lookup_ms_max, slow_ms_max)
+        self._again_s = self.patience.lookup_s_max  # seconds until a request that got too few chunks asks tiers again
+        self._counters, self._new_id = context.counters, new_id
         self._consumes = not stores
-        self.watch: Watch | None = None  # of stages that begin
+        self.watch: Watch | None = None  # for stages that begin from now on
         self.watch_transfer: Watch | None = None
         self.space = Namespace()
-        self.stores = Storing(
-            catalog,
-            geometry,
-            self.space,
-            policies=[tier.spec.store if stores else "never" for tier in finder.tiers],
-            bytes_in_flight_max=bytes_in_flight_max,
-            counters=counters,
-            new_id=new_id,
-            split=finder.split,
-            idle_s_max=store_idle_s_max,
-            names=[tier.name for tier in finder.tiers],
-        )
+        self.stores = Storing(context, finder, self.space, new_id=new_id, stores=stores, loads=loads)
+        self.tier_blocks = TierBlocks(context, finder, self.space, published) if published is not None else None
+        self.stores.tier_blocks = self.tier_blocks
         self.machine, self.transfer_machine = m.STAGE.compile(), job_m.JOB.compile()
         self.names = tuple(tier.name for tier in finder.tiers)
         self._per_chunk = geometry.units_per_chunk
         self._fetches_max = [tier.spec.lanes * ORDERS_PER_LANE for tier in finder.tiers]
-        self._fetches = [0] * len(self.names)  # with the ranks, by tier
-        self._leased = 0  # by stages
+        self._fetches = [0] * len(self.names)  # fetches that the ranks carry out, by tier
+        self._leased = 0  # chunks that stages lease
+        self._unpublished = UnpublishedFetches(context.catalog)
         self._due: list[TierOrder] = []
-        self._transfers: dict[int, TierTransfer] = {}
-        self._fetching: dict[tuple[int, bytes], TierTransfer] = {}
-        self._asking: list[Stage] = []  # of requests, in the order of their lookups
-        self._asked = 0  # of these, how many have been asking for a step
+        self._transfers: dict[int, TierStore | TierFetch] = {}
+        self._fetching: dict[tuple[int, bytes], TierFetch] = {}
+        self._asking: list[RequestStage] = []  # stages of requests, in the order of their lookups
+        self._asked = 0  # the number of stages in `_asking` that began before the last plan
         self._found: list[Stage] = []
         self._stages: set[Stage] = set()
-        self._ahead: set[Stage] = set()  # of these, those for which no request waits
-        self._latest = FIRST  # no stage with a later turn holds chunks
-        self._unreadable: dict[int, frozenset[int]] = {}  # by rank
-        self._numbers, self._step = 0, -1  # the step for which requests are being asked for
+        self._ahead: set[AheadStage] = set()  # the stages for which no request waits
+        self._latest = FIRST  # no stage with a later precedence holds chunks
+        self._unreadable: dict[int, frozenset[int]] = {}  # the tiers that a rank cannot read, by rank
+        self._numbers = 0
         self._growing = [group for group in range(len(geometry.groups)) if group not in geometry.states]
         self._full = [group for group in self._growing if geometry.groups[group].window_tokens is None]
         self._states = sorted(geometry.states)
-        self._counted = self._full[0] if self._full else 0  # whose chunks are counted: others hold the same tokens
+        self._counted = self._full[0] if self._full else 0  # tokens are counted in one group only
 
     # ---- waiting requests -----------------------------------------------------------------------------------------
 
     def ask(
-        self, stage: Stage | None, request: Request, local: int, step: int, *, turn: Turn
-    ) -> tuple[Stage | None, bool]:
-        """Return (the request's stage, whether it waits). Answers the same within a step.
+        self, stage: RequestStage | None, request: Request, local: int, step: int, *, precedence: Precedence,
+        limits: RequestLimits = NO_LIMITS,
+    ) -> tuple[RequestStage | None, bool]:  # fmt: skip
+        """Return (the request's stage, whether the request waits). Within a step, the result stays the same.
 
-        `local`: units of the prefix that the engine holds itself. `turn`: the lowest comes first.
+        `local` is the number of units that the engine's own cache holds. The stage with the lowest `precedence` is
+        served first.
         """
-        self._step = step
+        units_max = limits.load_units_max(local * (unit := self._geometry.unit_tokens), unit)
         if stage is not None and self._asks_again(stage, step):
             self.end(stage)
             self._counters["tier_lookup_again"] += 1
             stage = None
         if stage is None:
-            stage = self._begin(request, local, self._prefixes, request)
-            if stage is None:
+            wanted = WantedPrompt(request, self._context.prefixes, request, units_max, self.finder.asked(limits))
+            lookup = self._asks(wanted, local, continued=False)
+            if lookup is None:
                 return None, False
-            stage.asked_step = step  # the answer may be there already, but not twice the same in this step
-            stage.turn = turn
+            stage = RequestStage(
+                self.machine, self._numbers, self.watch, wanted, lookup, precedence=precedence, step=step,
+                now_s=self._now_s(),
+            )  # fmt: skip
+            self._stages.add(stage)
+            self.finder.look_up(lookup)
             self._asking.append(stage)
         stage.local = local
+        if stage.wanted.units_max != units_max:
+            stage.wanted = stage.wanted._replace(units_max=units_max)
         if stage.asked_step != step:
-            stage.waited_s += self._now_s() - self._planned_s  # one step's: in others the engine may not have asked
+            stage.waited_s += self._now_s() - self._planned_s  # only since the last plan: steps may be skipped
             stage.asked_step = step
             self.look(stage)
         return stage, stage.holds_up
 
-    def _asks_again(self, stage: Stage, step: int) -> bool:
-        """Whether the engine has kept a request waiting since it came short, and there is room for it now."""
+    def _asks_again(self, stage: RequestStage, step: int) -> bool:
+        """Whether tiers are asked again: the stage got too little, has waited since, and may hold more chunks now."""
         if stage.short_at_s + self._again_s > self._now_s() or stage.holds_up or stage.asked_step == step:
             return False
-        return stage.turn < self._latest or self._leased + len(self._fetching) < self._held_max
+        return stage.precedence < self._latest or self._leased + len(self._fetching) < self._held_max
 
     def ahead(
         self, asked: Request, prefixes: Prefixes, request: Request | None, *, announced: bool = False
-    ) -> Stage | None:
-        """Begin to bring what tiers have of a prompt for which nobody waits; None: there is nothing to bring.
+    ) -> AheadStage | None:
+        """Begin to fetch a prompt's chunks for which no request waits. Returns None if there is nothing to fetch.
 
-        Demand goes first: it takes what lanes are left, and no room that waiting requests need. See `look`, `end`.
-        `announced`: a hint has announced a request: what is there for these has a share of its own.
+        Waiting requests have priority: this stage uses free lanes, and no room that waiting requests need. If a hint
+        has `announced` a request, the chunks count towards the share of announced requests.
         """
         catalog = self._catalog
         room = max(1, int(catalog.slots * AHEAD_SHARE))
         if announced:
             room = min(room, catalog.room_ahead(prefixes.tenant(asked)))
-        return self._begin(asked, 0, prefixes, request, room=room, announced=announced) if room else None
-
-    def _begin(
-        self, asked: Request, local: int, prefixes: Prefixes, request: Request | None, *, room: int | None = None,
-        announced: bool = False,
-    ) -> Stage | None:  # fmt: skip
-        if not self.space.name or not self.finder.usable:
+        wanted = WantedPrompt(asked, prefixes, request)
+        lookup = self._asks(wanted, 0, continued=True) if room else None
+        if lookup is None:
             return None
-        units = max(prefixes.longest(asked, continued=room is not None), local)
-        stop = prefixes.final_units(asked, asked.num_tokens)
-        if units >= stop or (units and stop - units < self._per_chunk):
-            return None  # a few tokens are computed sooner than asked for
-        lookup = self._lookup(asked, prefixes, units, stop)
-        self._numbers += 1
-        stage = Stage(
-            self.machine, self._numbers, asked, lookup, self.watch, prefixes=prefixes, request=request,
-            now_s=self._now_s(), room=room, announced=announced,
-        )  # fmt: skip
+        stage = AheadStage(
+            self.machine, self._numbers, self.watch, wanted, lookup, room=room, announced=announced, now_s=self._now_s()
+        )
         self._stages.add(stage)
-        if stage.ahead:
-            self._ahead.add(stage)
-        self._counters["tier_lookup"] += 1
-        self.finder.ask(lookup)
+        self._ahead.add(stage)
+        self.finder.look_up(lookup)
         return stage
 
-    def _lookup(self, asked: Request, prefixes: Prefixes, units: int, stop: int) -> TierLookup:
-        """Return a lookup of what memory lacks of a prompt of `stop` units, of which it has `units`."""
-        keys, states = prefixes.unit_keys(asked), prefixes.state_keys(asked)
+    def _asks(self, wanted: WantedPrompt, local: int, *, continued: bool) -> TierLookup | None:
+        """Return a lookup for a new stage, whose number is `_numbers`.
+
+        Returns None if there is nothing to ask tiers for.
+        """
+        usable = self.space.name and self.finder.usable and self._unpublished.may_end
+        if not usable or wanted.tiers == frozenset():
+            return None
+        units, stop = max(wanted.prefixes.longest(wanted.asked, continued=continued), local), wanted.stop
+        if units >= stop or (units and stop - units < self._per_chunk):
+            return None  # computing a few tokens is faster than fetching them
+        self._numbers += 1
+        self._counters["tier_lookup"] += 1
+        return self._lookup(wanted, units)
+
+    def _lookup(self, wanted: WantedPrompt, units: int) -> TierLookup:
+        """Return a lookup of the chunks that memory lacks of a prompt. Memory has the first `units` units."""
+        stop, prefixes = wanted.stop, wanted.prefixes
+        keys, states = prefixes.unit_keys(wanted.asked)[:stop], prefixes.state_keys(wanted.asked)
         whole = range(self._per_chunk, stop + 1, self._per_chunk)
-        wanted = [(group, end) for group in self._growing for end in self._lacking(group, keys, whole)]
-        wanted += self._lacking_states(states, range(units + 1, stop + 1))
-        return TierLookup(
-            keys, tuple(wanted), groups=self._growing, space=self.space.name, also=self.space.also,
-            seconds_max=self.patience.lookup_s_max, states=states, state_groups=self._states, full=self._full,
+        places = [(group, end) for group in self._growing for end in lacking(self._catalog, group, keys, whole)]
+        places += lacking_states(self._catalog, self._states, states, range(units + 1, stop + 1))
+        lookup = TierLookup(
+            PrefixKeys(keys, self._growing, states, self._states, self._full), tuple(places), tiers=wanted.tiers,
+            space=self.space.name, also=self.space.also, seconds_max=self.patience.lookup_s_max,
         )  # fmt: skip
-
-    def _lacking(self, group: int, keys: Sequence[bytes], ends: Iterable[int]) -> list[int]:
-        """Return those of `ends` whose chunks of `group` are not in memory."""
-        index = self._catalog.index(group)
-        return [end for end in ends if keys[end - 1] not in index]
-
-    def _lacking_states(self, keys: Sequence[bytes], ends: Sequence[int]) -> list[Place]:
-        """Return which states to ask for at once: the first group's, and others' where memory has one of the first."""
-        if not self._states:
-            return []
-        first, *others = self._states
-        lacking = self._lacking(first, keys, ends)
-        held = sorted({*ends} - {*lacking})
-        return [(first, end) for end in lacking] + [
-            (group, end) for group in others for end in self._lacking(group, keys, held)
-        ]
+        return lookup if self.tier_blocks is None else self.tier_blocks.watch(lookup)
 
     def look(self, stage: Stage) -> None:
-        """Take the tiers' answer, if it has come, and give up what has not come in time."""
+        """Process the tiers' answer, if it has arrived. Stop waiting for chunks that have not arrived in time."""
         row = stage.state.row
         if row == m.ASKING and stage.lookup.done:
             self._take_answer(stage)
@@ -224,21 +221,24 @@ class Staging:
                 self._end(stage, m.DEADLINE)
 
     def _late(self, stage: Stage) -> bool:
-        """Whether what is asked for takes too long: for a request also longer than to compute what has come."""
+        """Whether the stage has taken too long: it is past its deadline, or its request has waited for `wait_s_max`."""
         wait_s_max = self.patience.wait_s_max(sum(stage.taken.values()), slow=stage.slow)
-        return stage.waited_s >= wait_s_max or self._now_s() >= stage.deadline_at_s
+        over = isinstance(stage, AheadStage) and self._now_s() >= stage.deadline_at_s
+        return over or stage.waited_s >= wait_s_max
 
     def _came_short(self, stage: Stage, why: str) -> None:
-        stage.why, stage.short_at_s = why, self._now_s()
-        slow = why == miss_reasons.TIER_SLOW
-        self._counters["prefetch_late" if stage.ahead else "tier_lookup_slow" if slow else "tier_lookup_late"] += 1
+        stage.why = why
+        if isinstance(stage, RequestStage):
+            stage.short_at_s = self._now_s()
+            self._counters["tier_lookup_slow" if why == miss_reasons.TIER_SLOW else "tier_lookup_late"] += 1
+        else:
+            self._counters["prefetch_late"] += 1
 
     def _awaits(self, stage: Stage) -> bool:
-        """Whether the tiers are asked again: a producer may be storing what they lack, sooner than it is computed."""
-        if not self._consumes or stage.ahead or stage.lookup.down:
+        """Whether tiers are asked again: a producer may store missing chunks before this engine could compute them."""
+        if not self._consumes or not isinstance(stage, RequestStage) or stage.lookup.down:
             return False
-        prefixes, asked, now_s = stage.prefixes, stage.asked, self._now_s()
-        stop, units = prefixes.final_units(asked, asked.num_tokens), max(self._reach(stage), stage.local)
+        stop, units, now_s = stage.wanted.stop, max(self._reach(stage), stage.local), self._now_s()
         wait_s_max = self.patience.await_s_max(
             (stop - units) * self._geometry.unit_tokens, whole=stop - units >= self._per_chunk
         )
@@ -246,21 +246,24 @@ class Staging:
             return False
         if now_s >= stage.again_at_s:
             stage.again_at_s, stage.waited_s = now_s + AGAIN_S, 0.0
-            stage.lookup = self._lookup(asked, prefixes, max(prefixes.longest(asked), stage.local), stop)
+            stage.lookup = self._lookup(stage.wanted, max(stage.prefixes.longest(stage.asked), stage.local))
             self._counters["tier_lookup_awaiting"] += 1
-            self.finder.ask(stage.lookup)
+            self.finder.look_up(stage.lookup)
         return True
 
     def _take_answer(self, stage: Stage) -> None:
         lookup = stage.lookup
+        if self.tier_blocks is not None:
+            self.tier_blocks.missed(lookup)
         if self._awaits(stage):
             return
-        slow = {tier for tier in {*lookup.found.values()} if self.patience.slow(tier)} if not stage.ahead else ()
-        if slow and self.patience.passes(asked=stage.asked_step == self._step):
-            lookup.found = {place: tier for place, tier in lookup.found.items() if tier not in slow}
-            self._came_short(stage, miss_reasons.TIER_SLOW)
-        else:
-            stage.slow = bool(slow)
+        if isinstance(stage, RequestStage):
+            slow = {tier for tier in {*lookup.found.values()} if self.patience.slow(tier)}
+            if slow and self.patience.passes(asked=stage.asked_step == self._context.steps.planned):
+                lookup.found = {place: tier for place, tier in lookup.found.items() if tier not in slow}
+                self._came_short(stage, miss_reasons.TIER_SLOW)
+            else:
+                stage.slow = bool(slow)
         if self._reach(stage) > max(stage.prefixes.longest(stage.asked, continued=stage.ahead), stage.local):
             stage.fire(m.SOME)
             self._found.append(stage)
@@ -269,7 +272,7 @@ class Staging:
             self._end(stage, m.NOTHING)
 
     def _take_answers(self) -> None:
-        """Take what has been answered since the last step: the engine may ask for a request again seconds later."""
+        """Process the answers since the last step, because the engine may repeat its lookups only seconds later."""
         for stage in self._asking[: self._asked]:
             if stage.state.row == m.ASKING and stage.lookup.done:
                 self._planned(self._take_answer, stage)
@@ -281,10 +284,10 @@ class Staging:
         extra: tuple[dict[bytes, object], ...] = tuple({} for _ in self._geometry.groups)
         for place in stage.lookup.found:
             extra[place[0]][stage.lookup.key(place)] = stage
-        return stage.prefixes.longest(stage.asked, extra, continued=stage.ahead)
+        return stage.prefixes.longest(stage.asked, extra, continued=stage.ahead, units_max=stage.wanted.units_max)
 
     def why(self, stage: Stage | None, why: str) -> str:
-        """Return why tiers have not brought what memory does not have for the reason `why`, if that is the reason."""
+        """Return the miss reason of tiers. If tiers have no reason of their own, return `why`, the reason of memory."""
         if why in {"", miss_reasons.BELOW_MINIMUM}:
             return why
         if stage is not None:
@@ -292,17 +295,11 @@ class Staging:
         return why if self.finder.usable or why == miss_reasons.BEING_SAVED else miss_reasons.TIER_DOWN
 
     def brought(self, stage: Stage | None, tokens: int) -> tuple[tuple[str, int], ...]:
-        """Return which tiers have brought how many of a hit's `tokens`."""
-        out: list[tuple[str, int]] = []
-        if stage is None:
-            return ()
-        for tier, some in sorted(stage.taken.items()):
-            out.append((self.names[tier], min(some, tokens)))
-            tokens -= out[-1][1]
-        return tuple(one for one in out if one[1])
+        """Return pairs (tier's name, number of tokens): the part of a hit of `tokens` tokens that each tier brought."""
+        return () if stage is None else stage.brought(self.names, tokens)
 
     def end(self, stage: Stage | None) -> None:
-        """The request was admitted or preempted, is over, or the cache was reset."""
+        """End the stage, because its request was admitted, preempted or finished, or because the cache was reset."""
         if stage is not None and not stage.state.final:
             self._end(stage, m.END)
 
@@ -310,23 +307,22 @@ class Staging:
         stage.fire(event)
         stage.todo.clear()
         self._stages.discard(stage)
-        self._ahead.discard(stage)
+        if isinstance(stage, AheadStage):
+            self._ahead.discard(stage)
         self._leased -= self._catalog.release(stage.owner, hit=False)
 
     # ---- fetching -------------------------------------------------------------------------------------------------
 
     def plan(self, *, stores: bool, idle: bool = False) -> tuple[TierOrder, ...]:
-        """Plan a step's orders: fetches for whom something was found, then stores, as far as there is room.
+        """Plan a step's orders: fetches for stages whose lookup found chunks, then stores, as far as lanes are free.
 
-        `idle`: the step computes nothing.
-
-        What goes wrong costs misses: the loads of the step depend on the plan, and the ranks on every order in it.
+        `idle` says that the step computes nothing. Every exception is contained here and costs misses. Raising would
+        lose the step's loads, and the ranks rely on each order that was already made.
         """
         self._planned_s = self._now_s()
         self._take_answers()
-        self._step = -1
         waiting, self._found = self._found, []
-        waiting.sort(key=lambda stage: (stage.ahead, stage.turn))
+        waiting.sort(key=lambda stage: (stage.ahead, stage.precedence))
         for stage in waiting:
             self._planned(self._fetch, stage)
         if not stores:
@@ -337,7 +333,7 @@ class Staging:
         except Exception as e:  # noqa: BLE001
             self._counters.fault("store_not_planned", error=repr(e))
         for order in self._due[begun:]:
-            self._begin_transfer(order, self.space.name)
+            self._transfers[order.id] = TierStore(self.transfer_machine, order, self.space.name, self.watch_transfer)
         due, self._due = self._due, []
         return tuple(due)
 
@@ -349,10 +345,19 @@ class Staging:
             self.end(stage)
 
     def _fetch(self, stage: Stage) -> None:
-        """Order what a stage still needs, as far as there are lanes; it comes here again for the rest."""
+        """Order the chunks that a stage still needs, as far as lanes are free. The next steps order the rest."""
         if stage.state.row == m.FOUND:
-            needed = list(self._needed(stage))
-            self._lease(stage, [chunk for _, chunk in needed if chunk is not None])  # first: a fetch may evict
+            self._unpublished.count_engines()
+            needed = lease_needed(  # before the fetches, which evict
+                lambda: needed_chunks(self._catalog, self._geometry, stage, self._reach(stage)),
+                lambda chunks: self._lease(stage, chunks),
+            )
+            if needed is None:
+                stage.why = miss_reasons.TIER_LOST
+                if isinstance(stage, RequestStage):
+                    stage.short_at_s = self._now_s()
+                self._end(stage, m.END)
+                return
             stage.todo.extend(place for place, chunk in needed if chunk is None)
             stage.fire(m.SENT if stage.todo else m.NO_ROOM)
         while stage.state.row == m.FETCHING and stage.todo and self._order(stage, stage.todo[0]):
@@ -363,27 +368,33 @@ class Staging:
             stage.fire(m.NO_ROOM)
 
     def _order(self, stage: Stage, place: Place) -> bool:
-        """Order one chunk, or wait for somebody else's order. False: not yet."""
+        """Order one chunk, or wait for another stage's order of the same chunk.
+
+        Returns False if no lane is free yet, or no slot of the stock. The holder of a node's memory soon grants more.
+        """
         group, key, tier = place[0], stage.lookup.key(place), stage.lookup.found[place]
         transfer = self._fetching.get((group, key))
         if transfer is None:
             there = self._catalog.find(group, key)
             if there is not None:
-                self._lease(stage, [there])
+                self._lease(stage, [there])  # if the chunk was evicted, it is not known any more, and is fetched
             if self._catalog.known(group, key):
-                return True  # it has come meanwhile, or is being saved
+                return True  # the chunk has arrived meanwhile, or is being saved
             lanes = self._fetches_max[tier]
             if self._fetches[tier] >= (max(1, lanes // ORDERS_PER_LANE) if stage.ahead else lanes):
                 return False
-            transfer = self._reserve(stage, place, key) if self._room(stage, 1) else None
-            while transfer is None and not stage.ahead and self._give_way(stage):
+            room = self._room(stage, 1)
+            transfer = self._reserve(stage, place, key) if room else None
+            if transfer is None and room and not stage.ahead and self._unpublished.gets_slots:
+                return False  # the end of other stages would bring no slot
+            while transfer is None and not stage.ahead and not self._unpublished.node and self._give_way(stage):
                 transfer = self._reserve(stage, place, key)
             if transfer is None:
-                if not stage.ahead:
+                if isinstance(stage, RequestStage):
                     self._counters["tier_no_room"] += 1
                     stage.short_at_s = self._now_s()
                 stage.todo.clear()
-                stage.todo.append(place)  # the caller takes it away: this was the last
+                stage.todo.append(place)  # the caller removes this place, the last one
                 return True
         transfer.stages.append(stage)
         stage.waits.add(transfer.order.id)
@@ -391,133 +402,137 @@ class Staging:
 
     @property
     def _held_max(self) -> int:
-        """How many chunks waiting requests may hold, of a pool whose size ranks report later."""
-        return max(1, int(self._catalog.slots * SHARE))
+        """The number of chunks that waiting requests may hold. It changes with the size of the pool."""
+        held_max = self._unpublished.held_max
+        return max(1, int(self._catalog.slots * SHARE) if held_max is None else held_max)
 
     def _room(self, stage: Stage, chunks: int) -> int:
-        """Return how many more chunks the stage may hold, if it wants so many."""
+        """Return how many more chunks the stage may hold.
+
+        Other stages are ended until `chunks` chunks fit, if possible.
+        """
         room = self._held_max - self._leased - len(self._fetching)
-        if stage.room is not None:
+        if isinstance(stage, AheadStage):
             return max(0, min(room, stage.room - stage.leased - len(stage.waits)))
         while room < chunks and self._give_way(stage):
             room = self._held_max - self._leased - len(self._fetching)
         return max(0, room)
 
     def _give_way(self, stage: Stage) -> bool:
-        """End what needs the room less: all that is brought ahead of requests, or what the last one in turn holds.
+        """Make room for `stage`, whose request waits. Returns whether any stage was ended.
 
-        `stage`: of a request that waits. Returns whether there was any.
+        All stages ahead of requests are ended, or else the stage with the last precedence.
         """
         if self._ahead:
             for one in [*self._ahead]:
                 self._counters["prefetch_gave_way"] += 1
                 self._end(one, m.END)
             return True
-        if stage.turn >= self._latest:  # thousands may wait: they are not searched for each of them
+        if stage.precedence >= self._latest:  # a quick check, so that most calls do not search thousands of stages
             return False
-        last = max((one for one in self._stages if one.leased), key=lambda one: one.turn, default=stage)
-        self._latest = last.turn
-        if last.turn <= stage.turn:
+        holding = (one for one in self._stages if one.leased and isinstance(one, RequestStage))
+        last = max(holding, key=lambda one: one.precedence, default=None)
+        self._latest = last.precedence if last is not None else stage.precedence
+        if last is None or last.precedence <= stage.precedence:
             return False
         self._counters["tier_gave_way"] += 1
         last.short_at_s = self._now_s()
         self._end(last, m.END)
         return True
 
-    def _lease(self, stage: Stage, chunks: list[Chunk]) -> None:
+    def _lease(self, stage: Stage, chunks: list[Chunk]) -> bool:
+        """Lease as many of `chunks` as there is room for.
+
+        Returns False if the holder of a node's memory has evicted one of them. Then nothing is leased.
+        """
         chunks = chunks[: self._room(stage, len(chunks))]
-        self._catalog.lease(stage.owner, chunks)
+        if not chunks:
+            return True
+        try:
+            self._catalog.lease(stage.owner, chunks)
+        except EvictedError:
+            return False
         self._leased += len(chunks)
         stage.leased += len(chunks)
-        if chunks and stage.turn > self._latest:
-            self._latest = stage.turn
-        if stage.announced:
+        self._latest = max(self._latest, stage.precedence)
+        if isinstance(stage, AheadStage) and stage.announced:
             self._catalog.ahead.keep(chunks)
+        return True
 
-    def _needed(self, stage: Stage) -> Iterator[tuple[Place, Chunk | None]]:
-        """Yield the places of the prefix that tiers and memory reach together, in the order of the prefix; then states.
-
-        With the chunk that memory holds there, or None where a tier must bring it.
-        """
-        reach, per_chunk, keys = self._reach(stage), self._per_chunk, stage.lookup.keys
-        for base in range(0, reach, per_chunk):
-            high = min(base + per_chunk, reach)
-            for group, kind in enumerate(self._geometry.groups):
-                if kind.state:
-                    continue
-                window = kind.window_tokens
-                if window is not None and (reach - high) * self._geometry.unit_tokens > window:
-                    continue  # wholly outside of the window, seen from the end
-                chunk = stage.prefixes.holding(group, stage.prefixes.hashes(stage.asked), base, high)
-                if chunk is not None:
-                    yield (group, high), chunk
-                    continue
-                ends = range(high, min(base + per_chunk, len(keys)) + 1)
-                end = next((units for units in ends if (group, units) in stage.lookup.found), 0)
-                if end:
-                    yield (group, end), None
-        for group in self._states if reach else ():  # of this boundary, and of no other
-            yield (group, reach), self._catalog.find(group, stage.lookup.key((group, reach)))
-
-    def _reserve(self, stage: Stage, place: Place, key: bytes) -> TierTransfer | None:
+    def _reserve(self, stage: Stage, place: Place, key: bytes) -> TierFetch | None:
         group, units = place
-        chunk = self._catalog.reserve(group, stage.tenant)
+        chunk = self._catalog.reserve(group, stage.tenant) if self._unpublished.has_slot else None
         if chunk is None:
             return None
         base = units - 1 if group in self._geometry.states else (units - 1) // self._per_chunk * self._per_chunk
         lookup, name = stage.lookup, chunk_name(key)
         follows = lookup.key((group, base)) if base and group not in self._geometry.states else b""
         if follows and not self._full and not self._catalog.known(group, follows):
-            follows = b""  # the window begins here: nothing before it is read, or missing
+            follows = b""  # the window begins here, so no earlier chunk is needed
         keep = units - base < self._per_chunk
         piece = self._catalog.write(chunk, units - base, key, keep=keep, base=base, before=follows)
         space, split = lookup.elsewhere.get(place, ("", self.finder.split(group)))
         at = lookup.found[place], chunk.slot, group, units - base
         order = TierOrder(self._new_id(), False, *at, name, split, space)  # noqa: FBT003
-        transfer = self._fetching[group, key] = self._begin_transfer(order, lookup.space, piece)
+        transfer = TierFetch(self.transfer_machine, order, lookup.space, self.watch_transfer, piece)
+        self._transfers[order.id] = self._fetching[group, key] = transfer
         self._fetches[order.tier] += 1
         self._due.append(order)
         self._counters["chunks_fetching"] += 1
         return transfer
 
-    def _begin_transfer(self, order: TierOrder, space: str, piece: Piece | None = None) -> TierTransfer:
-        transfer = TierTransfer(self.transfer_machine, order, space, self.watch_transfer, piece)
-        self._transfers[order.id] = transfer
-        return transfer
-
     # ---- reports --------------------------------------------------------------------------------------------------
 
     def reported(self, order_id: int, tally: Tally) -> bool:
-        """Ranks have ended an order. Returns whether it is one of ours."""
+        """Count the ranks' reports on a tier order. Returns whether the order exists."""
         transfer = self._transfers.get(order_id)
         if transfer is None:
             return False
         if transfer.count(tally, self._ranks):
             del self._transfers[order_id]
-            if transfer.piece is not None:
-                self._landed(transfer, transfer.piece)
+            if isinstance(transfer, TierFetch):
+                self._landed(transfer)
             else:
                 self._stored(transfer)
         return True
 
-    def _stored(self, transfer: TierTransfer) -> None:
+    def _stored(self, transfer: TierStore) -> None:
         order = transfer.order
         done = transfer.state.row == job_m.DONE
         self.stores.over(order, ok=done)
         if done:
             self.finder.stored(order.tier, transfer.space, order.chunk, order.group)
+        if self.tier_blocks is not None:
+            self.tier_blocks.stored(order, transfer.space, ok=done)
 
-    def _landed(self, transfer: TierTransfer, piece: Piece) -> None:
-        order, done = transfer.order, transfer.state.row == job_m.DONE
+    def _landed(self, transfer: TierFetch) -> None:
+        order, piece, done = transfer.order, transfer.piece, transfer.state.row == job_m.DONE
         self._fetches[order.tier] -= 1
         self._fetching.pop((order.group, piece.key), None)
+        landed = False
         if done:
-            if self._catalog.landed(piece):
-                self._published(transfer.stages[0].request, piece)
+            landed = self._catalog.landed(piece)
             self._counters["chunks_fetched"] += 1
         else:
             self._catalog.lost(piece)
             self._counters["chunks_not_fetched"] += 1
+        if landed and not piece.chunk.is_published:
+            self._fetching[order.group, piece.key] = transfer
+            self._unpublished.add(transfer)
+        else:
+            self._end_fetch(transfer, landed=landed)
+
+    def settle(self) -> None:
+        """End the fetches that the holder of a node's memory has published since the last step, or does not publish."""
+        for transfer in self._unpublished.take_settled():
+            self._end_fetch(transfer, landed=transfer.piece.chunk.is_published)
+
+    def _end_fetch(self, transfer: TierFetch, *, landed: bool) -> None:
+        """End the wait of all stages that wait for a fetch. `landed` says that the fetch's chunk was published."""
+        order, piece, done = transfer.order, transfer.piece, transfer.state.row == job_m.DONE
+        self._fetching.pop((order.group, piece.key), None)
+        if landed:
+            self._context.events.fetched(transfer.stages[0].request, piece)
         there = self._catalog.find(order.group, piece.key)
         for stage in transfer.stages:
             stage.waits.discard(order.id)
@@ -526,62 +541,60 @@ class Staging:
             if all(stage.ahead for stage in transfer.stages):
                 self._catalog.ahead.brought(piece.chunk)
             self.stores.brought(order.tier, Offer(piece.chunk, order.units, piece.key))
+        if done and self.tier_blocks is not None:  # last, because stages must end even if this call raises
+            self.tier_blocks.fetched(order, transfer.space, piece)
 
-    def _brought(self, stage: Stage, transfer: TierTransfer, chunk: Chunk | None) -> None:
-        """A transfer that `stage` has asked for is over; `chunk` is what can be found now."""
+    def _brought(self, stage: Stage, transfer: TierFetch, chunk: Chunk | None) -> None:
+        """A transfer that `stage` waited for is over. `chunk` is the chunk that can be found now, or None."""
         done = transfer.state.row == job_m.DONE
         if not stage.holds_up:
             stage.fire(m.CAME if done else m.LOST)
             return
-        if not done or chunk is None:
+        if not done or chunk is None or not self._lease(stage, [chunk]):
             stage.why = miss_reasons.TIER_LOST
             stage.todo.clear()
             stage.fire(m.LOST)
             return
-        self._lease(stage, [chunk])
         if transfer.order.group == self._counted:
             tier, tokens = transfer.order.tier, transfer.order.units * self._geometry.unit_tokens
             stage.taken[tier] = stage.taken.get(tier, 0) + tokens
         stage.fire(m.CAME if stage.waits or stage.todo else m.CAME_LAST)
 
-    # ---- the truth about itself -----------------------------------------------------------------------------------
+    # ---- time, resets and what is pending -------------------------------------------------------------------------
 
     def expire(self) -> None:
-        """Let so much time pass that nobody waits any longer, and who has come short is asked for again. For tests."""
+        """Skip time until no stage waits, and tiers are asked again for hits that were short. For tests only."""
         self._skipped_s += AHEAD_S_MAX + self.patience.lookup_s_max
 
     def _now_s(self) -> float:
         return time.monotonic() + self._skipped_s
 
-    def forget(self) -> None:
-        """Forget what was found and offered: from now on chunks are kept under another name."""
+    def reset(self) -> None:
+        """Forget everything that was found and offered, because chunks are stored under another name from now on."""
         self.stores.clear()
-        self._found.clear()
-        self._asking.clear()
-        self._asked = 0
+        self._found, self._asking, self._asked = [], [], 0
         for stage in list(self._stages):
             self._end(stage, m.END)
+        if self.tier_blocks is not None:  # last, because stages must end even if this call raises
+            self.tier_blocks.reset()
 
     def ranks_read(self, rates: dict[int, float], unreadable: dict[int, frozenset[int]]) -> None:
-        """Take how fast ranks read tiers (`Report.tier_rates`), and, by rank, the indices of those they read no more.
-
-        A tier in any rank's set is asked no more.
-        """
+        """Record the read rates of tiers (`Report.tier_rates`), and by rank the unreadable tiers, not to be asked."""
         self.patience.rates |= rates
         self._unreadable |= unreadable
         self.finder.unreadable = frozenset().union(*self._unreadable.values())
 
     @property
     def pending(self) -> bool:
-        """Whether ranks owe reports that should come soon, or there is something to store."""
+        """Whether ranks should report on tier orders soon, or there are chunks to store."""
         return self.stores.pending or awaited(self._transfers, PATIENCE_S)
 
     @property
     def owners(self) -> set[Owner]:
-        """Whose leases there may be."""
-        return {*self.stores.under_way.values(), *(stage.owner for stage in self._stages)}
+        """All owners that may hold leases for a stage or a store."""
+        return {*self.stores.owners, *(stage.owner for stage in self._stages)}
 
     @property
     def orders(self) -> int:
-        """How many orders the ranks have not all reported."""
+        """The number of tier orders on which not all ranks have reported."""
         return len(self._transfers)

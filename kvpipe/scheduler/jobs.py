@@ -1,129 +1,70 @@
-"""Jobs and tier transfers in flight: the ranks' reports on each are counted until the last one has come."""
+"""Jobs in flight. The ranks' reports on each job are counted until all ranks have reported."""
 
 from __future__ import annotations
 
 import struct
-import time
-from collections.abc import Callable, Container, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
 
-from kvpipe.cache.catalog import Catalog, Owner, Piece
-from kvpipe.messages import LOAD_SYNC, SAVE, Job, Kind, Tally
+from kvpipe.cache.chunks import Owner, Piece
+from kvpipe.protocol.messages import LOAD_SYNC, SAVE, Job, Kind, Tally
+from kvpipe.scheduler.in_flight import JobInFlight
 from kvpipe.scheduler.records import Tracked
+from kvpipe.scheduler.reported import awaited
 from kvpipe.statemachine import job as m
 from kvpipe.statemachine import request as request_m
-from kvpipe.statemachine.core import Compiled, Cursor, Watch
-from kvpipe.trace.log import Counters
 
 if TYPE_CHECKING:
-    from kvpipe.scheduler.report import RequestReporter
+    from kvpipe.scheduler.context import Context
+    from kvpipe.scheduler.request_tracer import RequestTracer
 
+PATIENCE_S: Final = 5.0
+"""How long an outstanding tier order makes an otherwise idle engine take steps, in seconds.
 
-_BELIEVED = frozenset({m.SENT, m.DONE})
-_SAVE = int(SAVE)  # as it is sent
-
-
-class Reported(Cursor):
-    """A job or tier transfer, which every rank reports once. `ok` and `bad` count the reports.
-
-    `sent_at_s`: when it was planned, in seconds of the monotonic clock.
-    """
-
-    __slots__ = ("bad", "ok", "sent_at_s")
-
-    def __init__(self, machine: Compiled, number: int, watch: Watch | None) -> None:
-        """`machine`: the job machine. `number`: its id."""
-        super().__init__(machine, number, watch)
-        self.ok = self.bad = 0
-        self.sent_at_s = time.monotonic()
-
-    def count(self, reports: Tally, ranks: int) -> bool:
-        """Add `reports`; `ranks` are expected in all. Returns whether all have reported."""
-        self.ok, self.bad = self.ok + reports.ok, self.bad + reports.bad
-        if self.ok + self.bad < ranks:
-            return self.fire(m.FAILED if reports.bad else m.SOME).to.final
-        return self.fire(m.NOT_ALL if self.bad else m.ALL).to.final
-
-
-def awaited(sent: Mapping[int, Reported], patience_s: float) -> bool:
-    """Whether reports may come soon: the last of `sent`, in the order of sending, is younger than `patience_s`."""
-    return bool(sent) and time.monotonic() - next(reversed(sent.values())).sent_at_s < patience_s  # type: ignore[call-overload]
-
-
-class JobInFlight(Reported):
-    """A save or load that not all ranks have reported yet.
-
-    A save has `pieces`, from unit `first_unit` of the prefix on. A load has an `owner`, which holds `leases` leases; it
-    loads `tokens` tokens; 0: it is planned to fail.
-    """
-
-    __slots__ = ("first_unit", "job", "leases", "owner", "pieces", "tokens", "tracked")
-
-    def __init__(
-        self,
-        machine: Compiled,
-        job: Job,
-        tracked: Tracked,
-        owner: Owner | None,
-        pieces: tuple[Piece, ...],
-        first_unit: int,
-        tokens: int,
-        leases: int,
-    ) -> None:
-        """Start as sent with the step that is being planned, without a watch."""
-        self.machine, self.key, self.state, self.watch = machine, job.id, machine.initial, None  # as `Reported`
-        self.ok = self.bad = 0
-        self.sent_at_s = time.monotonic()
-        self.job, self.tracked, self.pieces, self.first_unit, self.owner = job, tracked, pieces, first_unit, owner
-        self.tokens, self.leases = tokens, leases
-
-    @property
-    def believed(self) -> bool:
-        """Whether no rank has failed it, and it was not doubted."""
-        return self.state.row in _BELIEVED
+The report on an older order is processed with the next step that the engine takes.
+"""
+_SAVE = int(SAVE)  # the kind as it is sent
 
 
 class Jobs:
-    """The jobs of one engine. `in_flight`: by id, the oldest first."""
+    """The jobs of one engine.
+
+    `in_flight` has the jobs on which not all ranks have reported, by id, the oldest first.
+    """
 
     def __init__(
         self,
-        catalog: Catalog,
-        counters: Counters,
-        report: RequestReporter,
+        context: Context,
+        tracer: RequestTracer,
         *,
         ranks: int,
-        states: Container[int],
-        saved: Callable[[Tracked, Piece], object],
-        load_failed: Callable[[JobInFlight], object],
-        patience_s: float,
     ) -> None:
-        """`saved` is called for each piece that can be found now, `load_failed` once for each load that fails.
-
-        `ranks`: their number. `states`: the cache groups of recurrent states, which an engine offers once.
-        `patience_s`: see `awaited`.
-        """
-        self._catalog, self._counters, self._report, self._ranks = catalog, counters, report, ranks
-        self._states, self._patience_s = states, patience_s
-        self._saved, self._load_failed = saved, load_failed
+        """Start without jobs. `ranks` is the number of ranks."""
+        self._catalog, self._counters, self._events = context.catalog, context.counters, context.events
+        self._tracer, self._ranks = tracer, ranks
+        self._states = context.geometry.states  # groups of states, which an engine offers only once
+        self._patience_s = context.settings.stuck_ms_max / 1000 + PATIENCE_S
         self.machine = m.JOB.compile()
         self.in_flight: dict[int, JobInFlight] = {}
-        self.sync_loads = 0  # of those in flight
+        self.sync_loads = 0  # the number of sync loads in flight
         self._numbers = 0
 
     def new_id(self) -> int:
-        """Return the next id, from 1 on. Jobs and tier orders share them: ranks report both by their ids."""
+        """Return the next id, from 1 on. Jobs and tier orders share the ids, because ranks report on both by id."""
         self._numbers += 1
         return self._numbers
 
     def save(self, tracked: Tracked, rows: list[int], pieces: tuple[Piece, ...], first_unit: int) -> JobInFlight:
-        """Begin a save of `pieces`, from unit `first_unit` of the prefix on. `rows`: as of `messages.rows_of`."""
+        """Begin a save of `pieces`, from unit `first_unit` of the prefix on. `rows` are made by `messages.rows_of`."""
         return self._begin(_SAVE, tracked, rows, None, pieces, first_unit)
 
     def load(
         self, kind: Kind, tracked: Tracked, rows: list[int], owner: Owner, *, tokens: int = 0, leases: int = 0
     ) -> JobInFlight:
-        """Begin a load of `tokens` tokens for `owner`, which holds `leases` leases. With 0 tokens it will fail."""
+        """Begin a load of `tokens` tokens for `owner`, which holds `leases` leases.
+
+        A load with 0 tokens is planned to fail.
+        """
         load = self._begin(int(kind), tracked, rows, owner, tokens=tokens, leases=leases)
         tracked.load_job_id = load.job.id
         self.sync_loads += kind == LOAD_SYNC
@@ -143,13 +84,13 @@ class Jobs:
         packed = struct.pack(f"<{len(rows)}i", *rows)
         job = Job(self.new_id(), kind, tracked.request.request_id, tracked.life.epoch, packed)
         begun = JobInFlight(self.machine, job, tracked, owner, pieces, first_unit, tokens, leases)
-        self._report.begun(begun)  # first: what fails here is not in flight
+        self._tracer.begun(begun)  # first, because a job for which this raises is not in flight
         self.in_flight[job.id] = begun
         return begun
 
     @property
     def awaited(self) -> bool:
-        """Whether reports of jobs may come soon: see `awaited`."""
+        """Whether ranks may report on jobs soon: see `reported.awaited`."""
         return awaited(self.in_flight, self._patience_s)
 
     @property
@@ -158,7 +99,10 @@ class Jobs:
         return [job for job in self.in_flight.values() if job.job.kind == LOAD_SYNC]
 
     def reported(self, job_id: int, reports: Tally) -> bool:
-        """Count `reports` of a job; with the last one, publish, release or fail it. Returns whether the job exists."""
+        """Count the `reports` on a job. With the last report, publish, release or fail the job.
+
+        Returns whether the job exists.
+        """
         job = self.in_flight.get(job_id)
         if job is None:
             return False
@@ -166,10 +110,10 @@ class Jobs:
         over = job.count(reports, self._ranks)
         if over:
             del self.in_flight[job_id]
-            self._report.trace.about(job.job.request, job.job.epoch)
+            self._tracer.trace.about(job.job.request, job.job.epoch)
         try:
-            if failed:
-                self._load_failed(job)  # at the first failure, before other ranks' saves are published
+            if failed:  # at the first failure, before the saves of other ranks are published
+                self._events.load_failed(job.tracked, job)
         finally:
             if over and job.owner is not None:
                 self.sync_loads -= job.job.kind == LOAD_SYNC
@@ -180,7 +124,7 @@ class Jobs:
         return True
 
     def withdraw(self, job: JobInFlight) -> None:
-        """Drop a load that was not sent to the ranks: nobody reports it. Its leases end."""
+        """Drop a load that was not sent to the ranks, and release its leases. No rank will report on the load."""
         del self.in_flight[job.job.id]
         self.sync_loads -= job.job.kind == LOAD_SYNC
         job.tracked.load_job_id = 0
@@ -188,22 +132,22 @@ class Jobs:
             self._catalog.release(job.owner)
 
     def fail_load(self, job: JobInFlight) -> None:
-        """The engine knows that a load has failed; the ranks have yet to report it."""
+        """Fail a load that the engine already treats as failed. The ranks have yet to report on the load."""
         try:
             if job.believed:
                 job.fire(m.FAILED)
-                self._load_failed(job)
+                self._events.load_failed(job.tracked, job)
         finally:
             self._end_for_request(job)
 
     def taint_saves(self, after: int = 0) -> None:
-        """Doubt all saves with an id above `after`: a load has failed, and what they save may be computed from it."""
+        """Taint all saves with an id above `after`: a load has failed, and their KV may be computed from its blocks."""
         for job in self.in_flight.values():
             if job.owner is None and job.job.id > after:
                 job.fire(m.TAINTED)
 
     def _end_for_request(self, job: JobInFlight) -> None:
-        if job.tracked.load_job_id == job.key:  # else it has no admission any more, or another load
+        if job.tracked.load_job_id == job.key:  # false if the request was preempted, or has another load now
             job.tracked.load_job_id = 0
             job.tracked.fire(request_m.LOADED if job.believed else request_m.LOAD_FAILED)
 
@@ -212,7 +156,10 @@ class Jobs:
             over = job.tracked.state.row == request_m.FINISHED
             for piece in job.pieces:
                 if self._catalog.landed(piece, over=over):
-                    self._saved(job.tracked, piece)
+                    self._counters["pieces_published"] += 1
+                    if over:  # the request ended with this piece: later prompts may continue from its mark
+                        self._catalog.keep_mark(piece.chunk, piece.key)
+                    self._events.landed(job.tracked, piece)
             return
         self._counters.fault("save_failed", request=job.job.request, job=job.job.id)
         self.lose(job.pieces)
@@ -220,7 +167,10 @@ class Jobs:
             job.tracked.saving.lost(job.first_unit)
 
     def lose(self, pieces: Sequence[Piece]) -> None:
-        """Drop the pieces of a failed save. Attention KV may be saved again; a state is offered only once."""
+        """Drop the pieces of a failed save.
+
+        Attention KV may be saved again, but the engine offers a state only once.
+        """
         for piece in pieces:
             if piece.chunk.group in self._states:
                 self._counters["states_not_saved"] += 1

@@ -1,4 +1,4 @@
-"""Plans loads of hits: sync or async, and from which chunks' pages into which of the engine's blocks."""
+"""Plans the loads of hits: whether they are sync or async, and which pages of chunks are copied to which blocks."""
 
 from __future__ import annotations
 
@@ -6,77 +6,68 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, compress, starmap
 from typing import TYPE_CHECKING
 
-from kvpipe.cache.catalog import Catalog, Chunk, Owner
-from kvpipe.cache.prefixes import Prefixes
-from kvpipe.config import Settings
-from kvpipe.geometry import Geometry
-from kvpipe.messages import BROKEN, LOAD_ASYNC, LOAD_SYNC, Job, rows_of
-from kvpipe.scheduler.jobs import JobInFlight, Jobs
+from kvpipe.cache.chunks import Chunk, Owner
+from kvpipe.protocol.messages import BROKEN, LOAD_ASYNC, LOAD_SYNC, Job, rows_of
+from kvpipe.scheduler.in_flight import JobInFlight
+from kvpipe.scheduler.jobs import Jobs
 from kvpipe.scheduler.records import Tracked
 from kvpipe.scheduler.requests import Requests
 from kvpipe.scheduler.stall import Stall
 from kvpipe.statemachine import lookup as lookup_m
 from kvpipe.statemachine import request as m
-from kvpipe.trace.log import Counters
 
 if TYPE_CHECKING:
-    from kvpipe.scheduler.base import Block, Recovery, Request, Step, Tables
-    from kvpipe.scheduler.fetches import Staging
-    from kvpipe.scheduler.report import RequestReporter
-    from kvpipe.trace.recorder import Recorder
+    from kvpipe.protocol.engine import Block, Recovery, Request, Step, Tables
+    from kvpipe.scheduler.context import Context
 
 
 class Loading:
-    """One per scheduler side. `between_steps`: all loads are asynchronous."""
+    """Plans the loads of one engine. `between_steps` says that all loads are asynchronous."""
 
     def __init__(
         self,
-        settings: Settings,
-        geometry: Geometry,
+        context: Context,
         *,
-        catalog: Catalog,
-        prefixes: Prefixes,
         requests: Requests,
         jobs: Jobs,
-        report: RequestReporter,
-        staging: Staging | None,
         recovery: Recovery,
-        counters: Counters,
-        trace: Recorder,
-        stages: int,
+        pipeline_stages: int,
     ) -> None:
-        """`settings`: `load` and `stall_ms_max`. `staging`: None without tiers.
+        """Start without loads. `pipeline_stages` is the number of pipeline stages.
 
-        `stages`: pipeline stages. With more than one, a sync load's failure is known only when later steps run already,
-        so all loads are asynchronous.
+        With more than one stage, the failure of a sync load is known only when later steps are already running.
+        Therefore all loads are asynchronous then.
         """
-        self._geometry, self._catalog, self._prefixes, self._counters = geometry, catalog, prefixes, counters
-        self._requests, self._jobs, self._staging = requests, jobs, staging
-        self._recovery, self._report, self._trace = recovery, report, trace
+        settings, geometry = context.settings, context.geometry
+        self._geometry, self._catalog, self._prefixes = geometry, context.catalog, context.prefixes
+        self._context, self._counters = context, context.counters
+        self._requests, self._jobs, self._recovery = requests, jobs, recovery
         self._unit, self._per_chunk = geometry.unit_tokens, geometry.units_per_chunk
         self._paging, self._pages = geometry.paging, geometry.pages_per_chunk
-        self.between_steps = settings.load == "async" or stages > 1 or geometry.loads_between_steps
+        self.between_steps = settings.load == "async" or pipeline_stages > 1 or geometry.loads_between_steps
         either = settings.load == "auto" and not self.between_steps
         self.stall = Stall(geometry, settings.stall_ms_max) if either else None
         self._due: list[JobInFlight] = []
 
     def waits(self, tokens: int) -> bool:
-        """Whether a load of `tokens` tokens is to be asynchronous."""
+        """Whether a load of `tokens` tokens should be asynchronous."""
         if self.stall is None:
             return self.between_steps
         return self.between_steps or self.stall.too_long(tokens, loading=bool(self._requests.waiting))
 
     def drops(self, external_tokens: int, local_tokens: int) -> bool:
-        """Whether a hit of `external_tokens` is only what the engine drops of each hit in its own prefix cache.
+        """Whether a hit of `external_tokens` is no longer than the tail that the engine drops from its own hits.
 
-        Then it is computed anew: if all loads are asynchronous, every request with such a hit would wait for its load.
+        Such a hit is computed, not loaded. If all loads are asynchronous, a request would otherwise wait for a load of
+        these few tokens.
         """
         return local_tokens > 0 and 0 < external_tokens <= self._geometry.dropped_units * self._unit
 
     def admit(self, tracked: Tracked, tables: Tables, external_tokens: int, step: int) -> None:
-        """Blocks were allocated: lease chunks and plan the load of `external_tokens`; 0: note that there is no load.
+        """The engine has allocated blocks: lease chunks and plan the load of `external_tokens`.
 
-        Never raises for a load: one that cannot be planned goes out to fail, because the engine counts on its report.
+        If `external_tokens` is 0, note that nothing is loaded. An error in planning a load is not raised. The load is
+        sent as a job that fails, because the engine expects a report on it.
         """
         request, asking = tracked.request, tracked.asking
         row = asking.state.row
@@ -87,8 +78,8 @@ class Loading:
         if external_tokens <= 0:
             self._requests.begin_admission(tracked, held_units, tables)
             tracked.fire(m.ADMIT_EMPTY)
-            if asked:  # else its lookup has raised, or there was none
-                self._report.admitted(tracked, loads=False)
+            if asked:  # false if the lookup has raised, or if there was no lookup
+                self._context.events.admitted(tracked, tables)
                 asking.admit()
             return
         if not asked:
@@ -96,24 +87,23 @@ class Loading:
         waits = asking.waits
         kind = LOAD_ASYNC if waits else LOAD_SYNC
         owner = Owner(request.request_id, tracked.life.epoch)
-        self._trace.about(*owner)
+        self._context.trace.about(*owner)
         chunks: list[Chunk] = []
         try:
-            tracked.fire(m.ADMIT_LOAD)  # first: the report of its failure finds a request that is loading
-            self._report.admitted(tracked, loads=True)
+            tracked.fire(m.ADMIT_LOAD)  # first, because the report of a failure must find a request that is loading
+            self._context.events.admitted(tracked, tables)
             if asked:
                 asking.admit()
             self._requests.begin_admission(tracked, held_units, tables)
             if not stands:
-                msg = f"blocks for {external_tokens} tokens that no lookup of this pass has promised"
+                msg = f"blocks for a hit of {external_tokens} tokens, but no lookup in this step returned this hit"
                 raise LookupError(msg)  # noqa: TRY301
             first = asking.local // self._unit
             stop = -(-(asking.local + external_tokens) // self._unit)
             rows, chunks = self.rows(request, tables, first, stop, beyond=(asking.local + external_tokens) % self._unit)
             self._catalog.lease(owner, chunks)
-            if self._staging is not None:
-                self._staging.stores.used(chunks)
-        except Exception as e:  # noqa: BLE001  (the engine counts on the load now: it must be reported, as failed)
+            self._context.events.leased(tracked, chunks)
+        except Exception as e:  # noqa: BLE001  (the engine expects a report on the load, so the load must fail)
             self._counters.fault("load_not_planned", request=request.request_id, error=repr(e))
             self._catalog.release(owner)
             tracked.saving.give_up()
@@ -128,7 +118,7 @@ class Loading:
         self._counters["tokens_loaded"] += external_tokens
 
     def plan_step(self, step: Step) -> list[Job]:
-        """Return the loads that were admitted since the last step, and those that the engine needs to fail."""
+        """Return the loads that were admitted since the last step, and the loads that the engine needs to fail."""
         if self.stall is not None:
             self.stall.running, self.stall.due = len(step.num_scheduled_tokens), 0
         due, self._due = self._due, []
@@ -136,27 +126,27 @@ class Loading:
         for load in due:
             tracked = load.tracked
             if tracked.load_job_id == load.key and tracked.state.row == m.ALLOCATED:
-                tracked.fire(m.DISPATCH)  # else its admission was illegal: it goes out to fail
+                tracked.fire(m.DISPATCH)  # an illegally admitted load is sent in its present state, and fails
             jobs.append(load.job)
         try:
             read_early = self._recovery.begin_step(step, self._requests, loading=self._jobs.sync_loads > 0)
             if read_early:
                 jobs += starmap(self._plan_failing_load, read_early.items())
-        except Exception as e:  # noqa: BLE001  (the engine counts on the other loads of the plan)
+        except Exception as e:  # noqa: BLE001  (the engine expects the other loads of the plan)
             self._counters.fault("spoiled_blocks_not_reported", error=repr(e))
         return jobs
 
     def drop(self, tracked: Tracked) -> None:
-        """Drop the loads of a finished request that were not sent yet: its blocks may soon be another's."""
+        """Drop the loads of a finished request that were not sent yet, because its blocks may soon be reused."""
         if self._due:
             for load in [load for load in self._due if load.tracked is tracked]:
                 self._due.remove(load)
                 self._jobs.withdraw(load)
 
     def _plan_failing_load(self, request_id: str, blocks: Sequence[int]) -> Job:
-        """Plan a load of `blocks` that every rank reports as failed, so that the engine computes them anew."""
+        """Plan a load of `blocks` that every rank reports as failed, so that the engine computes their tokens again."""
         tracked = self._requests.tracked[request_id]
-        owner = Owner(request_id, self._requests.new_epoch())  # its own: another load of the request may be in flight
+        owner = Owner(request_id, self._requests.new_epoch())  # another load of the request may be in flight
         self._catalog.lease(owner, [])
         try:
             job = self._jobs.load(LOAD_SYNC, tracked, _broken(0, blocks), owner).job
@@ -169,20 +159,20 @@ class Loading:
     def rows(
         self, request: Request, tables: Tables, first: int, stop: int, *, beyond: int = 0
     ) -> tuple[list[int], list[Chunk]]:
-        """Return the rows that copy units [first, stop) into the request's blocks, and the chunks that they read.
+        """Return the rows that copy units [first, stop) into the request's blocks, and the chunks that these rows read.
 
-        `beyond`: how many tokens of the last unit are wanted; 0: all. A chunk that is gone gets rows that fail the job.
+        `beyond` is the number of tokens of the last unit that are loaded; 0 stands for the whole unit. If a chunk was
+        evicted, its rows make the job fail.
 
         Raises:
-            LookupError: `first` lies within a block; a part of a unit is wanted where states or windows rule that out;
-                or there is no block for a state, or for all tokens.
-
+            LookupError: `first` lies within a block, or a part of a unit is requested although there are states or
+                windows. Also if a state has no block, or if the table has too few blocks for the tokens.
         """
-        if first % self._geometry.whole_units:  # of which the engine has the beginning, and perhaps shares it
+        if first % self._geometry.whole_units:  # the engine holds the beginning of the block, and may share it
             msg = f"a load from unit {first} on, within a block"
             raise LookupError(msg)
         if beyond and (self._geometry.states or self._geometry.tails):
-            msg = f"blocks for {beyond} tokens of a unit, whose state nobody has"
+            msg = f"blocks for {beyond} tokens of a unit, but states and windows exist only for whole units"
             raise LookupError(msg)
         rows: list[int] = []
         chunks: list[Chunk] = []
@@ -195,7 +185,7 @@ class Loading:
     def _group_rows(
         self, request: Request, group: int, table: Sequence[Block], first: int, stop: int
     ) -> tuple[list[int], Iterable[Chunk]]:
-        """Return what `rows` does, of one cache group."""
+        """Return the rows and chunks of one cache group, as `rows` does for all groups."""
         paging, in_chunk, base = self._paging[group], self._pages[group], first - first % self._per_chunk
         if group in self._geometry.states:
             first = base = stop - 1
@@ -211,7 +201,7 @@ class Loading:
         pages = (list(range(in_chunk)) * len(chunks))[page : page + len(stored)]
         whose = list(chain.from_iterable(zip(*[chunks] * in_chunk, strict=True)))[page : page + len(stored)]
         blocks = [block.block_id for block in stored if not block.is_null]
-        if len(blocks) < len(stored):  # the others lie before a sliding window
+        if len(blocks) < len(stored):  # null blocks lie before a sliding window
             wanted = [not block.is_null for block in stored]
             pages, whose = list(compress(pages, wanted)), list(compress(whose, wanted))
             chunks = list(dict.fromkeys(whose))
@@ -226,5 +216,5 @@ class Loading:
 
 
 def _broken(group: int, blocks: Sequence[int]) -> list[int]:
-    """Return rows of `blocks` that fail their job on every rank."""
+    """Return rows of `blocks` that make their job fail on every rank."""
     return rows_of(group, BROKEN, [0] * len(blocks), blocks)

@@ -1,4 +1,4 @@
-"""How fast the engine computes prompts, as far as the times between its steps tell."""
+"""Measures how fast the engine computes prompts, from the times between its steps."""
 
 from __future__ import annotations
 
@@ -8,28 +8,29 @@ from collections.abc import Collection
 from typing import Final
 
 PREFILL_TOKENS_MIN: Final = 256
-"""A step with fewer tokens of prompts takes about as long with none."""
+"""A step with fewer prompt tokens than this takes about as long as a step without prompts."""
 DECODED_TOKENS_MAX: Final = 32
-"""Of one request, in a step: no more are an answer, with its drafts."""
+"""The most tokens that a request in decode computes in a step, drafts included. A request with more is in prefill."""
 BURST_STEPS_MAX: Final = 16
 BURSTS: Final = 15
 LOAD_S: Final = 60.0
-"""The load is that of so many seconds; what was before counts less and less."""
+"""The time constant of the load, in seconds: the weight of earlier work falls exponentially."""
 
 
 class Pace:
-    """Seconds per token of prompts, the median of the last bursts.
+    """Measures the seconds per prompt token, as the median of the last bursts.
 
-    A burst is a run of steps with prompts, up to the step after the next: with asynchronous scheduling, a step is
-    planned when the one before it begins, not when that is over. So a burst has one step too many, a short one.
+    A burst is a run of steps with prompts. The time of a burst ends when the second step after the burst's last step is
+    planned. With asynchronous scheduling, the scheduler plans a step when the previous step begins, not when that step
+    ends. So the time of a burst includes one additional step without prompts, which is short.
     """
 
     def __init__(self) -> None:
-        """Nothing has been computed yet."""
+        """Start without a measurement."""
         self.s_per_token = 0.0
-        """0: not known yet."""
+        """Seconds per prompt token; 0 if no burst has been measured yet."""
         self._samples: deque[float] = deque(maxlen=BURSTS)
-        self._tokens = self._left = 0  # of the burst that goes on: what it computes, and when it ends, in steps
+        self._tokens = self._left = 0  # the tokens of the open burst, and the steps until the burst ends
         self._seconds = self._at_s = self._work_s = 0.0
 
     @property
@@ -39,11 +40,14 @@ class Pace:
 
     @property
     def load(self) -> float:
-        """The share of the engine's time that prompts took of late: 1 if it has been busy with them throughout."""
+        """The share of recent time in which the engine computed prompts: 1 if it computed prompts all the time."""
         return min(1.0, self._work_s / LOAD_S)
 
     def step(self, scheduled: Collection[int], now_s: float) -> None:
-        """A step is planned. `scheduled`: how many tokens of each request it computes."""
+        """Record that a step is planned.
+
+        `scheduled` has the number of tokens of each request that the step computes.
+        """
         if self._tokens:
             self._seconds += now_s - self._at_s
             self._left -= 1
@@ -51,7 +55,7 @@ class Pace:
                 self._end()
         self._work_s *= math.exp((self._at_s - now_s) / LOAD_S)
         self._at_s = now_s
-        decodes = max(scheduled, default=0) <= DECODED_TOKENS_MAX  # as most steps do, of hundreds of requests
+        decodes = max(scheduled, default=0) <= DECODED_TOKENS_MAX  # in most steps all requests decode
         tokens = 0 if decodes else sum(some for some in scheduled if some > DECODED_TOKENS_MAX)
         if tokens < PREFILL_TOKENS_MIN:
             self._left = 1

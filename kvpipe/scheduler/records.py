@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import msgspec
 
-from kvpipe.cache.catalog import Chunk
+from kvpipe.cache.chunks import Chunk
+from kvpipe.protocol.limits import NO_LIMITS
 from kvpipe.statemachine import lookup as lookup_m
 from kvpipe.statemachine import saving as m
 from kvpipe.statemachine.core import Compiled, Cursor, Watch
 
 if TYPE_CHECKING:
-    from kvpipe.cache.hints import Hint
-    from kvpipe.scheduler.answers import Answer
-    from kvpipe.scheduler.base import Request, Turn
-    from kvpipe.scheduler.hints import Wish
-    from kvpipe.scheduler.report import RequestContext
-    from kvpipe.scheduler.stages import Stage
+    from kvpipe.cache.policy.hints import Hint
+    from kvpipe.protocol.engine import Precedence, Request
+    from kvpipe.scheduler.stages import RequestStage
+    from kvpipe.scheduler.wishes import Wish
 
 BEYOND_TOKENS: Final = 1 << 60
-"""More tokens than any request has."""
+"""A number of tokens that is higher than that of any request."""
 MEMORY: Final = "memory"
-"""The tier of a hit's tokens that were in memory already."""
+"""The tier name for the tokens of a hit that memory already held at the lookup."""
 SAVE_RETRIES_MAX: Final = 3
-"""How often a failed save is tried again, per admission."""
+"""The number of retries of failed saves, per admission."""
 
 
 class LookupResult(NamedTuple):
-    """A lookup's result in tokens: `local`, held by the engine; `hit`, loaded by kvpipe; `missed`, and `why`.
+    """The result of a lookup, in tokens.
 
-    `later`: the engine was asked to repeat the lookup.
+    `local` tokens are held by the engine. `hit` tokens are loaded by kvpipe. `missed` tokens are computed, for the
+    reason `why`. `later` says that the engine was asked to repeat the lookup.
     """
 
     local: int = 0
@@ -39,11 +40,11 @@ class LookupResult(NamedTuple):
     why: str = ""
     later: bool = False
     staged: tuple[tuple[str, int], ...] = ()
-    """(tier, tokens) of the hit that were fetched from tiers."""
+    """Pairs of (tier, tokens): the part of the hit that was fetched from tiers."""
 
     @property
     def by_tier(self) -> dict[str, int]:
-        """The hit's tokens by tier."""
+        """The number of tokens of the hit, by tier."""
         by = dict(self.staged)
         kept = self.hit - sum(by.values())
         return {MEMORY: kept, **by} if kept else by
@@ -54,22 +55,29 @@ NO_TIERS: Final[tuple[tuple[str, int], ...]] = ()
 
 
 class Asking(Cursor):
-    """The last answer to the engine's lookup of one request, in step `asked_step`.
+    """The last answer to the engine's lookup of one request, given in step `asked_step`.
 
-    It has the fields of `LookupResult`, and: `units`, held of the prefix; `waits`, whether they are loaded
-    asynchronously; `put_off_steps`, in how many steps since its last admission the lookup was put off.
+    An `Asking` has the fields of `LookupResult` and more. `units` is the number of units of the prefix that are held.
+    `waits` says that the hit is loaded asynchronously. `put_off_steps` is the number of steps since the last admission
+    in which the lookup was postponed. `waited_s` is the number of seconds since the last admission in which the lookup
+    was postponed, up to the last answer. `put_off_at_s` is the time at which the present postponement began, or 0 if
+    the lookup is not postponed now.
     """
 
-    __slots__ = ("asked_step", "hit", "local", "missed", "put_off_steps", "staged", "units", "waits", "why")
+    __slots__ = (
+        "asked_step", "hit", "local", "missed", "put_off_at_s", "put_off_steps", "staged", "units", "waited_s", "waits",
+        "why",
+    )  # fmt: skip
 
     def __init__(self, machine: Compiled, request_id: str, watch: Watch | None) -> None:
         """Start without an answer."""
-        self.machine, self.key, self.state, self.watch = machine, request_id, machine.initial, watch  # as a cursor's
-        self.put_off_steps = 0  # the rest with the first answer
+        # The fields of `Cursor`, set here because calling its constructor takes longer.
+        self.machine, self.key, self.state, self.watch = machine, request_id, machine.initial, watch
+        self.put_off_steps, self.put_off_at_s, self.waited_s = 0, 0.0, 0.0  # the first answer sets the other fields
 
     @property
     def answer(self) -> LookupResult:
-        """The last answer, for reports. There must be one."""
+        """The last answer, for reports. The lookup must have been answered before."""
         later = self.state.row == lookup_m.LATER
         return LookupResult(self.local, self.hit, self.missed, self.why, later, self.staged)
 
@@ -85,25 +93,33 @@ class Asking(Cursor):
         waits: bool = False,
         staged: tuple[tuple[str, int], ...] = NO_TIERS,
     ) -> None:
-        """Record the answer to the lookup in `step`. `local`, `missed`, `hit`: in tokens."""
+        """Record the answer to the lookup in `step`. `local`, `missed` and `hit` are numbers of tokens."""
         self.asked_step, self.local, self.missed, self.why = step, local, missed, why
         self.hit, self.units, self.waits, self.staged = hit, units, waits, staged
+        if self.put_off_at_s:
+            self.waited_s, self.put_off_at_s = self.waited_s + time.monotonic() - self.put_off_at_s, 0.0
         self.fire(lookup_m.ANSWER)
 
     def put_off(self, step: int, local: int, missed: int, why: str) -> None:
-        """Record that the lookup in `step` is put off, for the reason `why`."""
+        """Record that the lookup in `step` is postponed for the reason `why`."""
         self.asked_step, self.local, self.missed, self.why = step, local, missed, why
         self.hit, self.units, self.waits, self.staged = 0, 0, False, NO_TIERS
+        if not self.put_off_at_s:
+            self.put_off_at_s = time.monotonic()
         self.fire(lookup_m.PUT_OFF)
 
     def admit(self) -> None:
-        """Use up the answer."""
+        """Mark the answer as used by an admission."""
         self.fire(lookup_m.ADMIT)
-        self.put_off_steps = 0
+        self.put_off_steps, self.put_off_at_s, self.waited_s = 0, 0.0, 0.0
 
 
 class OpenChunk(msgspec.Struct, frozen=True, gc=False):
-    """A chunk, from unit `base` of the prefix on, of which the request has filled `filled` units, up to `key`."""
+    """A chunk that is still being filled.
+
+    The request has filled `filled` of its units, of which the last has the key `key`. `base` is the index of the
+    chunk's first unit in the prefix.
+    """
 
     base: int
     chunk: Chunk
@@ -112,39 +128,46 @@ class OpenChunk(msgspec.Struct, frozen=True, gc=False):
 
 
 class SaveProgress(Cursor):
-    """How far one request is saved.
+    """How much of one request is saved.
 
-    `saved_units`: units of the prefix that are saved, being saved, or held already. `next_save_at_tokens`: there is
-    nothing new to save before so many tokens.
+    `saved_units` is the number of units of the prefix that are saved, are being saved, or were held already.
+    `next_save_at_tokens` is the number of final tokens at which there is something new to save.
     """
 
     __slots__ = ("next_save_at_tokens", "opened", "retries", "saved_units")
 
     def __init__(self, machine: Compiled, request_id: str, groups: int, watch: Watch | None) -> None:
-        """Start with nothing saved. `groups`: number of cache groups; `opened`: per group, the chunk being filled."""
-        self.machine, self.key, self.state, self.watch = machine, request_id, machine.initial, watch  # as a cursor's
+        """Start with nothing saved. `groups` is the number of cache groups.
+
+        `opened` has the chunk being filled, for each group.
+        """
+        # The fields of `Cursor`, set here because calling its constructor takes longer.
+        self.machine, self.key, self.state, self.watch = machine, request_id, machine.initial, watch
         self.saved_units = self.next_save_at_tokens = self.retries = 0
         self.opened: list[OpenChunk | None] = [None] * groups
 
     def admit(self, held_units: int) -> None:
-        """The request was admitted with new blocks. The first `held_units` units need not be saved."""
+        """Start again, because the request was admitted with new blocks. Its first `held_units` units need no save."""
         if self.fire(m.ADMIT).moves:
             self.close_chunks()
         self.saved_units = held_units
         self.next_save_at_tokens = self.retries = 0
 
     def planned(self, next_save_at_tokens: int) -> None:
-        """All final units are saved or being saved, with this step's save. The next is final at so many tokens."""
+        """Record that all final units are saved or are being saved, including this step's save.
+
+        The next unit becomes final at `next_save_at_tokens` tokens.
+        """
         self.fire(m.PLANNED)
         self.next_save_at_tokens = next_save_at_tokens
 
     def complete(self) -> None:
-        """Nothing more of the request will have to be saved."""
+        """Stop saving, because nothing more of the request will have to be saved."""
         self.fire(m.COMPLETE)
         self.next_save_at_tokens = BEYOND_TOKENS
 
     def lost(self, first_unit: int) -> None:
-        """A save from `first_unit` on has failed: try again, at most `SAVE_RETRIES_MAX` times per admission."""
+        """A save from unit `first_unit` on has failed: retry it, at most `SAVE_RETRIES_MAX` times per admission."""
         self.close_chunks()
         if self.retries < SAVE_RETRIES_MAX and self.fire(m.LOST).to.row == m.OPEN:
             self.retries += 1
@@ -152,60 +175,111 @@ class SaveProgress(Cursor):
             self.next_save_at_tokens = 0
 
     def preempted(self) -> None:
-        """Save nothing more before the next admission: the blocks are gone."""
+        """Save nothing before the next admission, because the request has lost its blocks."""
         self.fire(m.GIVE_UP)
         self.next_save_at_tokens = BEYOND_TOKENS
+        self.seal_chunks()
 
     def give_up(self) -> None:
-        """Save nothing more before the next admission: the blocks' bytes may be wrong."""
+        """Save nothing before the next admission, because the bytes of the request's blocks may be wrong."""
         self.preempted()
         self.close_chunks()
 
+    def seal_chunks(self) -> None:
+        """Note that the request adds nothing more to the chunks that are being filled."""
+        for opened in self.opened:
+            if opened is not None:
+                opened.chunk.seal()
+
+    def close(self, group: int) -> None:
+        """Close the chunk of `group` that is being filled, if there is one: the request adds nothing more to it."""
+        opened, self.opened[group] = self.opened[group], None
+        if opened is not None:
+            opened.chunk.seal()
+
     def close_chunks(self) -> None:
-        """Fill none of the chunks that were begun any further."""
+        """Close the chunks that are being filled, so that no units are added to these chunks any more."""
+        self.seal_chunks()
         self.opened = [None] * len(self.opened)
 
 
 Machines: TypeAlias = tuple[Compiled, Compiled, Compiled]
-"""The machines of requests, of lookups and of saving, compiled for one engine."""
+"""The state machines of requests, of lookups and of saving, compiled for one engine."""
 Watches: TypeAlias = tuple[Watch | None, Watch | None, Watch | None]
-"""The watches of a request's cursors in these machines, in the same order."""
+"""The watches of a request's cursors: of the request, of its lookup and of its saving, in this order."""
+
+
+class RequestContext:
+    """The data for the trace events of one request. Times are nanoseconds of the monotonic clock, loads are tokens."""
+
+    __slots__ = (
+        "added_ns", "admissions", "answer", "epoch", "failures", "loaded", "loading", "loading_ns", "loading_since",
+        "number", "pages_saved", "sampled", "traceparent",
+    )  # fmt: skip
+
+    def __init__(self, number: int) -> None:
+        """Start outside of the trace sample. `number` names the request's cursor in traces, and is never used again."""
+        self.number, self.traceparent, self.sampled = number, "", False
+        self.added_ns = time.monotonic_ns()
+        self.answer: LookupResult | None = None
+        self.epoch = self.admissions = self.failures = self.loading = self.loaded = self.pages_saved = (
+            0  # the loads are in tokens
+        )
+        self.loading_since = self.loading_ns = 0
+
+    def end_loading(self) -> None:
+        """Add the time of an asynchronous load that is under way to `loading_ns`."""
+        if self.loading_since:
+            self.loading_ns += time.monotonic_ns() - self.loading_since
+            self.loading_since = 0
 
 
 class Tracked(Cursor):
-    """One request. `load_job_id`: id of this admission's load, until it is over; 0: there is none.
+    """A request that the scheduler side tracks.
 
-    `wishes`: the hints that came with it. `hints`: what they are for its chunks: as if it were over when it arrived,
-    and from its end on once that has come.
-    `kept_units`, `stored_units`: chunks from there on are evicted first when it is over, and not stored in tiers.
+    `load_job_id` is the id of this admission's load until that load is over, and 0 if there is no such load. `wishes`
+    are the hints that came with the request. `hints` are these wishes with times of the catalog's clock. Until the
+    request ends, these times are computed as if the request had ended when it arrived.
     """
 
     __slots__ = (
-        "answer", "asking", "hints", "kept_units", "life", "load_job_id", "preemptions", "request", "saving", "stage",
-        "stored_units", "turn", "wishes",
+        "asking",
+        "hints",
+        "life",
+        "limits",
+        "load_job_id",
+        "precedence",
+        "preemptions",
+        "request",
+        "saving",
+        "stage",
+        "wishes",
     )  # fmt: skip
 
     def __init__(
-        self, machines: Machines, request: Request, groups: int, turn: Turn, life: RequestContext, watches: Watches
-    ) -> None:
-        """`groups`: number of cache groups. `turn`: whose is lower comes first. `life`: of its events."""
+        self, machines: Machines, request: Request, groups: int, precedence: Precedence, life: RequestContext,
+        watches: Watches,
+    ) -> None:  # fmt: skip
+        """Start to track. `groups` is the number of cache groups.
+
+        The request with the lowest `precedence` is served first. `life` is the data for the request's trace events.
+        """
         (machine, lookup, saving), (watch, watch_lookup, watch_saving) = machines, watches
         request_id = request.request_id
         self.machine, self.key, self.state, self.watch = machine, request_id, machine.initial, watch
-        self.request, self.turn, self.life = request, turn, life
+        self.request, self.precedence, self.life = request, precedence, life
         self.asking = Asking(lookup, request_id, watch_lookup)
         self.saving = SaveProgress(saving, request_id, groups, watch_saving)
         self.load_job_id = 0
         self.preemptions = request.num_preemptions
-        self.stage: Stage | None = None
+        self.stage: RequestStage | None = None
+        self.limits = NO_LIMITS
         self.wishes: tuple[Wish, ...] = ()
         self.hints: tuple[Hint, ...] = ()
-        self.answer: Answer | None = None
-        self.kept_units = self.stored_units = BEYOND_TOKENS
 
     @property
     def epoch(self) -> int:
-        """The number of its last admission, unique in the engine."""
+        """The number of the request's last admission, unique in the engine."""
         return self.life.epoch
 
     @epoch.setter

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from kvpipe.protocol.limits import NO_LIMITS, RequestLimits
 from kvpipe.scheduler.records import Machines, Tracked
 from kvpipe.statemachine import lookup as lookup_m
 from kvpipe.statemachine import request as m
@@ -12,98 +13,114 @@ from kvpipe.statemachine import saving as saving_m
 from kvpipe.statemachine.core import IllegalTransition
 
 if TYPE_CHECKING:
+    from kvpipe.cache.chunks import Chunk
+    from kvpipe.protocol.engine import Recovery, Request, Step, Tables
     from kvpipe.scheduler.adapters import Adapters
-    from kvpipe.scheduler.base import Recovery, Request, Step, Tables
+    from kvpipe.scheduler.context import Context
     from kvpipe.scheduler.fetches import Staging
     from kvpipe.scheduler.jobs import Jobs
-    from kvpipe.scheduler.report import RequestReporter
-    from kvpipe.trace.log import Counters
+    from kvpipe.scheduler.request_tracer import RequestTracer
+    from kvpipe.scheduler.wishes import RawHints
 
 
 class Requests:
-    """One per scheduler side. All by request id: `tracked`, all of them; `waiting`, with an async load, until they run.
+    """The unfinished requests of one scheduler side, in three dictionaries by request id.
 
-    `sessions`: `resumable` ones, which may keep their blocks while they wait for more input.
+    `tracked` has all of them. `waiting` has requests with an async load, until they run. `sessions` has the `resumable`
+    requests, which may keep their blocks while they wait for more input.
     """
 
     def __init__(
         self,
-        groups: int,
+        context: Context,
         *,
         adapters: Adapters,
         staging: Staging | None,
         jobs: Jobs,
         recovery: Recovery,
-        report: RequestReporter,
-        counters: Counters,
+        tracer: RequestTracer,
         priority_of: Callable[[Request], float] | None = None,
     ) -> None:
-        """`groups`: number of cache groups. `staging`: None without tiers. `priority_of`: see `SchedulerSide`."""
-        self._groups, self._adapters, self._staging, self._jobs = groups, adapters, staging, jobs
-        self._recovery, self._report, self._counters = recovery, report, counters
+        """Start without requests. `staging` is None without tiers. `priority_of` is explained in `EngineHooks`."""
+        self._context, self._groups = context, len(context.geometry.groups)
+        self._adapters, self._staging, self._jobs = adapters, staging, jobs
+        self._recovery, self._tracer = recovery, tracer
         self.machines: Machines = m.REQUEST.compile(), lookup_m.LOOKUP.compile(), saving_m.SAVING.compile()
         self.tracked: dict[str, Tracked] = {}
         self.waiting: dict[str, Request] = {}
         self.sessions: dict[str, Request] = {}
-        self._epochs, self._turns, self._priority_of = 1, 0, priority_of
+        self._epochs, self._arrivals, self._priority_of = 1, 0, priority_of
 
     def __iter__(self) -> Iterator[Request]:
         """Iterate over all requests that are not finished."""
         return (tracked.request for tracked in self.tracked.values())
 
-    def add(self, request: Request) -> Tracked:
-        """Track `request`, or return what tracks it already. A new request with a used id gets a new cursor."""
+    def add(self, request: Request, hints: RawHints | None = None, limits: RequestLimits = NO_LIMITS) -> Tracked:
+        """Track `request`, or return its `Tracked` if it is tracked already.
+
+        If another unfinished request has the same id, that request is finished first. `hints` are the hints that came
+        with `request`, not parsed yet. `limits` came with `request`, too.
+        """
         old = self.tracked.get(request.request_id)
         if old is not None:
             if old.request is request:
                 return old
-            self._counters.fault("id_reused_before_finish", request=request.request_id)
+            self._context.counters.fault("id_reused_before_finish", request=request.request_id)
             self.finish(old)
         if request.lora_request is not None:
-            self._adapters.begin(request)
-        life, watches = self._report.added(request)
-        self._turns += 1
-        turn = self._priority_of(request) if self._priority_of is not None else 0, self._turns
-        tracked = Tracked(self.machines, request, self._groups, turn, life, watches)
+            self._adapters.begin_use(request)
+        life, watches = self._tracer.added(request)
+        self._arrivals += 1
+        precedence = self._priority_of(request) if self._priority_of is not None else 0, self._arrivals
+        tracked = Tracked(self.machines, request, self._groups, precedence, life, watches)
+        tracked.limits = limits
         self.tracked[request.request_id] = tracked
         if request.resumable:
             self.sessions[request.request_id] = request
+        self._context.events.arrived(tracked, hints)
         return tracked
 
     def notice_preemption(self, tracked: Tracked, *, notified: bool = False) -> None:
-        """Compare the engine's count of preemptions on the request. `notified`: the engine has reported one.
+        """Compare the engine's count of preemptions of the request with the count at the last call.
 
-        The count is what counts: the engine's notice may be late, or never come.
+        `notified` says that the engine has reported a preemption. The count alone decides whether the request was
+        preempted, because the engine's report may come late or never.
         """
         now = tracked.request.num_preemptions
         if now != tracked.preemptions:
             tracked.preemptions, tracked.load_job_id = now, 0
             tracked.saving.preempted()
             tracked.fire(m.PREEMPT)
-            self._counters["preempted"] += 1
+            self._context.counters["preempted"] += 1
         elif notified:
             tracked.fire(m.PREEMPT_LATE)
 
     def plan_step(self, step: Step) -> None:
-        """Notice the requests that have lost their blocks, and those that run."""
+        """Note which requests have lost their blocks, and which of the waiting requests run now."""
         for request_id in step.preempted_req_ids or ():
             tracked = self.tracked.get(request_id)
             if tracked is not None:
                 try:
                     self.notice_preemption(tracked, notified=True)
-                except IllegalTransition as e:  # the engine counts on the loads of the plan
-                    self._counters.fault("illegal_transition", request=request_id, error=repr(e))
+                except IllegalTransition as e:  # the engine expects the loads of the plan
+                    self._context.counters.fault("illegal_transition", request=request_id, error=repr(e))
         if self.waiting:
             for request_id in self.waiting.keys() & step.num_scheduled_tokens.keys():
                 del self.waiting[request_id]
 
     def new_epoch(self) -> int:
-        """Return a new epoch, unique in the engine: a request id that is used again never meets older leases."""
+        """Return a new epoch, unique in the engine.
+
+        A reused request id therefore never matches the leases of its predecessor.
+        """
         self._epochs += 1
         return self._epochs
 
     def begin_admission(self, tracked: Tracked, held_units: int, tables: Tables) -> None:
-        """The request was admitted with new blocks. The first `held_units` units need not be saved."""
+        """The request was admitted with new blocks: start its saving again.
+
+        Its first `held_units` units need no save.
+        """
         stale = True
         try:
             if tracked.stage is not None:
@@ -115,19 +132,26 @@ class Requests:
                 tracked.saving.give_up()
 
     def go_on(self, tracked: Tracked) -> None:
-        """The same admission got more blocks. Save no more of it if its KV is of old weights (`Recovery.continued`)."""
+        """The same admission got more blocks.
+
+        If its KV is of old weights (`Recovery.continued`), save no more of the request.
+        """
         if self._recovery.continued(tracked.request.request_id):
             tracked.saving.give_up()
         tracked.fire(m.ADMIT_EMPTY)
 
     def end_stage(self, tracked: Tracked) -> None:
-        """End the request's stage: it waits for no tier any more."""
+        """End the request's stage, so that the request does not wait for tiers any more."""
         if self._staging is not None:
             self._staging.end(tracked.stage)
         tracked.stage = None
 
-    def finish(self, tracked: Tracked) -> None:
-        """Stop tracking. Jobs in flight end by themselves. A part that raises keeps no other from its end."""
+    def finish(self, tracked: Tracked, chunks: dict[Chunk, None] | None = None) -> None:
+        """Stop tracking the request. If one part raises, the other parts are carried out all the same.
+
+        The request's jobs in flight end when ranks report them. `chunks` are all chunks of the request that memory
+        holds, the last one first, or None if they are unknown.
+        """
         request_id = tracked.request.request_id
         del self.tracked[request_id]
         self.waiting.pop(request_id, None)
@@ -140,9 +164,10 @@ class Requests:
                 self._recovery.finished(request_id, loading=self._jobs.sync_loads > 0)
             finally:
                 try:
-                    if tracked.request.lora_request is not None:
-                        self._adapters.end(tracked.request)
-                finally:
                     if tracked.fire(m.FINISH).to.final:
-                        tracked.load_job_id = 0  # a load that is still in flight ends without it
-                    self._report.finished(tracked)
+                        tracked.load_job_id = 0  # a load that is still in flight ends later, without this record
+                    self._context.events.finished(tracked, chunks or {})
+                finally:
+                    tracked.saving.seal_chunks()
+                    if tracked.request.lora_request is not None:
+                        self._adapters.end_use(tracked.request)

@@ -1,79 +1,75 @@
-"""Forgets everything: at a reset, and when the weights have changed."""
+"""Forgets all chunks: at a reset, and when the weights have changed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvpipe.trace.events import CacheReset
 
 if TYPE_CHECKING:
-    from kvpipe.cache.catalog import Catalog
-    from kvpipe.scheduler.announced import Announcements
-    from kvpipe.scheduler.base import Recovery
+    from kvpipe.node.catalog import NodeCatalog
+    from kvpipe.scheduler.context import Context
     from kvpipe.scheduler.fetches import Staging
-    from kvpipe.scheduler.pins import PromptPins
+    from kvpipe.scheduler.hooks import EngineHooks
     from kvpipe.scheduler.requests import Requests
     from kvpipe.scheduler.weights import Weights
-    from kvpipe.trace.log import Counters
-    from kvpipe.trace.recorder import Recorder
 
 
 class Resets:
-    """One per scheduler side."""
+    """Forgets the chunks of one scheduler side."""
 
     def __init__(
         self,
-        catalog: Catalog,
+        context: Context,
+        hooks: EngineHooks,
+        *,
         requests: Requests,
         staging: Staging | None,
-        *,
-        pins: PromptPins,
-        announced: Announcements,
         weights: Weights,
-        space_of: Callable[[str], str],
-        also_of: Callable[[str], str],
-        recovery: Recovery,
-        counters: Counters,
-        trace: Recorder,
+        node: NodeCatalog | None = None,
     ) -> None:
-        """`space_of`: from a digest of the weights to the namespace in tiers; "": not known yet.
-
-        `also_of`: from the same to a second namespace, whose chunks have the same bytes; "": there is none.
-        """
-        self._also_of, self._pins, self._announced = also_of, pins, announced
-        self._catalog, self._requests, self._staging, self._weights = catalog, requests, staging, weights
-        self._space_of, self._recovery, self._counters, self._trace = space_of, recovery, counters, trace
+        """Keep the parts that a reset changes. `staging` is None without tiers, `node` without a node's memory."""
+        self._context, self._requests, self._staging, self._weights = context, requests, staging, weights
+        self._node = node
+        self._space_of, self._also_of, self._recovery = hooks.space_of, hooks.also_of, hooks.recovery
 
     def reset(self) -> None:
-        """Forget every chunk, for good: what tiers hold is not found again either."""
-        self._counters["reset"] += 1
+        """Forget every chunk permanently, including the chunks in tiers."""
+        self._context.counters["reset"] += 1
         self._forget()
         if self._staging is not None:
             self._staging.space.renew()
+        if self._node is not None:
+            self._node.renew()
 
     def weights_changed(self) -> None:
-        """Forget every chunk, and save nothing more of running requests: their KV is of other weights."""
+        """Forget every chunk.
+
+        Save nothing more of running requests, because their KV was computed with other weights.
+        """
         self._forget()
         self._recovery.weights_changed(self._requests.tracked)
         self.name_space()
 
     def name_space(self) -> None:
-        """Name the namespaces in tiers by the present weights. If these are not known, tiers are not used."""
+        """Set the names of the namespaces in tiers and in a node's memory for the present weights.
+
+        If the weights are unknown, tiers are not used, and chunks in a node's memory are this engine's alone.
+        """
+        digest = self._weights.digest
+        own = self._also_of(digest) if digest else ""  # the namespace of this layout alone
+        if self._node is not None:
+            self._node.name_space(own)
         if self._staging is not None:
-            digest = self._weights.digest
             self._staging.space.base = self._space_of(digest) if digest else ""
-            self._staging.space.second = self._also_of(digest) if digest else ""
+            self._staging.space.second = own
 
     def _forget(self) -> None:
-        """Forget every chunk. Jobs in flight are not published any more."""
-        self._pins.forget()
-        self._announced.clear()
-        dropped = self._catalog.reset()
-        self._trace.put(CacheReset(*self._trace.of("", 0), chunks=dropped))
+        """Forget every chunk. Saves in flight will not be published."""
+        self._context.events.reset()
+        dropped = self._context.catalog.reset()
+        self._context.trace.put(CacheReset(*self._context.trace.of("", 0), chunks=dropped))
         for tracked in self._requests.tracked.values():
-            tracked.saving.give_up()  # the KV that it goes on with may be what the reset was meant to forget
+            tracked.saving.give_up()  # the request's further KV depends on KV that the reset must forget
             tracked.epoch = self._requests.new_epoch()
-        if self._staging is not None:
-            self._staging.forget()
-        self._counters["reset_chunks"] += dropped
+        self._context.counters["reset_chunks"] += dropped

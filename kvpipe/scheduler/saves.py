@@ -2,73 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, Final
 
-from kvpipe.cache.catalog import Catalog, Chunk, Piece
-from kvpipe.cache.prefixes import Prefixes
-from kvpipe.config import Settings
-from kvpipe.geometry import Geometry
-from kvpipe.messages import rows_of
+from kvpipe.cache.chunks import Chunk, Piece
+from kvpipe.protocol.messages import rows_of
 from kvpipe.scheduler.records import OpenChunk, Tracked
 from kvpipe.statemachine import saving as saving_m
-from kvpipe.trace.log import Counters
 
 if TYPE_CHECKING:
-    from kvpipe.messages import Job
-    from kvpipe.scheduler.base import Block, Blocks, OfferedStates, Request, Step
+    from kvpipe.protocol.engine import Block, Blocks, OfferedStates, Request, Step
+    from kvpipe.protocol.messages import Job
+    from kvpipe.scheduler.context import Context
     from kvpipe.scheduler.jobs import Jobs
     from kvpipe.scheduler.requests import Requests
-    from kvpipe.trace.recorder import Recorder
 
+STEPS_MAX_LOG2: Final = 4
+"""The base-2 logarithm of the most steps of a request for which generated tokens wait: 16."""
+TOKENS_PER_SAVE: Final = 256
+"""The number of generated tokens that one step saves, if 16 steps generate as many. Drafts are not counted."""
 NO_END: Final = -1
-"""In place of a number of tokens: nothing new is final."""
+"""Stands for the number of tokens of a request that has no newly final tokens."""
 
-State = tuple[int, int, int]
-"""Group, block, tokens: see `kvpipe.scheduler.base.OfferedStates`."""
+OfferedState = tuple[int, int, int]
+"""(group, block, tokens): see `kvpipe.protocol.engine.OfferedStates`."""
 
 
 class Saving:
-    """One per scheduler side. `blocks`: the engine's block tables, set before the first step."""
+    """Plans the saves of one engine. `blocks` gives the engine's block tables, and is set before the first step."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        geometry: Geometry,
-        *,
-        catalog: Catalog,
-        prefixes: Prefixes,
-        requests: Requests,
-        jobs: Jobs,
-        counters: Counters,
-        trace: Recorder,
-    ) -> None:
-        """`settings`: `save_decode` and `save_partial`."""
-        self._decode, self._partial = settings.save_decode, settings.save_partial
-        self._geometry, self._catalog = geometry, catalog
-        self._prefixes, self._counters, self._trace = prefixes, counters, trace
+    def __init__(self, context: Context, requests: Requests, jobs: Jobs, pipeline_stages: int) -> None:
+        """Start without block tables. With p pipeline stages, a request decodes in every p-th step."""
+        geometry = context.geometry
+        self._decode, self._partial = context.settings.save_decode, context.settings.save_partial
+        self._geometry, self._catalog = geometry, context.catalog
+        self._context, self._prefixes, self._counters = context, context.prefixes, context.counters
         self._requests, self._jobs = requests, jobs
+        self._steps, self._set_steps = context.steps, context.settings.save_decode_steps
+        self._stages, self._windows = pipeline_stages, [one for one in geometry.groups if one.window_tokens is not None]
         self._unit, self._per_chunk, self._paging = geometry.unit_tokens, geometry.units_per_chunk, geometry.paging
         self._states, self._whole = geometry.states, geometry.whole_units
         self._step = int(self._whole == 1) if self._partial else self._per_chunk
-        """After how many further units a save is worth it; 0: `_more` decides."""
+        """The number of new units for which a save is worthwhile; 0 if `_more` decides."""
         blocks = () if geometry.branches_within else geometry.states
         self._branches = max((geometry.units_per_block[group] for group in blocks), default=1)
-        """States of branches are kept at multiples of so many units."""
+        """States at branches of prompts are kept at multiples of this number of units."""
         self._uncut = bool(geometry.states or geometry.ahead_tokens)
-        """Whether KV stays as it is when an engine cuts a session's tokens: then nothing of sessions is saved."""
+        """Whether cached data cannot be cut when an engine cuts a session's tokens.
+
+        Then nothing of sessions is saved.
+        """
         self._growing = [group for group in range(len(geometry.groups)) if group not in geometry.states]
         self.blocks: Blocks | None = None
 
     def ended(self, request: Request) -> list[Chunk]:
-        """The request is over: keep the marks at its end, even if others write on in these chunks.
+        """Keep the marks at the end of a finished request, even if other requests add units to the same chunks.
 
-        So a prompt that continues it finds all of it. Returns the chunks that it ends in.
+        A later prompt that continues the request then finds all of the request's tokens. Returns the chunks in which
+        the request ends.
         """
         ends: list[Chunk] = []
         units = self._prefixes.final_units(request, request.num_tokens)
+        # If a limit ends the saves, or if the last generated tokens wait for a step that saves, fewer units are saved.
+        tails = dict.fromkeys((units, min(units, self._requests.tracked[request.request_id].saving.saved_units)))
+        places = [at for end in tails for at in range(end, max(0, end - self._geometry.end_units), -1)]
         for group in self._growing:
-            for ended in range(units, max(0, units - self._geometry.end_units), -1):
+            for ended in places:
                 key = self._prefixes.key(self._prefixes.hashes(request), ended)
                 chunk = self._catalog.find(group, key) or self._catalog.pending(group).get(key)
                 if chunk is not None:
@@ -78,41 +77,71 @@ class Saving:
         return ends
 
     def plan_step(self, step: Step, jobs: list[Job]) -> None:
-        """Append a save to `jobs` for every request with newly final units."""
+        """Append a save to `jobs` for every request with newly final units.
+
+        The units of a decoding request wait for one step in `every` of its steps, or until they are about to leave a
+        window. If the request ends or is preempted before that step, these units are not saved. A step that computes
+        more than the last token and drafts saves at once, because such a step computes a prompt, or computes generated
+        tokens again after a preemption.
+        """
         tracked_of, states = self._requests.tracked, self._offered(step) if self._states else {}
+        every = self._set_steps or steps_per_save(len(step.num_scheduled_tokens))
+        due = not (self._steps.planned // self._stages) % every
         for request_id, scheduled in step.num_scheduled_tokens.items():
             try:
                 tracked = tracked_of[request_id]
             except KeyError:
                 self._counters.fault("scheduled_unknown_request", request=request_id)
                 continue
-            end = tracked.request.num_computed_tokens + scheduled
-            if end >= tracked.saving.next_save_at_tokens:
+            request = tracked.request
+            end = request.num_computed_tokens + scheduled
+            if end < tracked.saving.next_save_at_tokens:
+                continue
+            if due or request.num_computed_tokens < request.num_tokens - 1 or self._urgent(tracked, end, states):
                 jobs += self._try_save(tracked, end, states.pop(request_id, ()))
-        for request_id, offered in states.items():  # offered once, perhaps of a request that does not run
+        for request_id, offered in states.items():  # a state is offered once, perhaps of a request that does not run
             if request_id in tracked_of:
                 jobs += self._try_save(tracked_of[request_id], NO_END, offered)
 
+    def _urgent(self, tracked: Tracked, end: int, states: Container[str]) -> bool:
+        """Whether the request's save cannot wait until a later step.
+
+        The engine offers a state once. The next step may free blocks that have left a window after `end` tokens. A part
+        of the prompt may be unsaved, because its keys were not known yet or its save has failed.
+        """
+        first = tracked.saving.saved_units * self._unit
+        if tracked.request.request_id in states or first + self._unit <= tracked.request.num_prompt_tokens:
+            return True
+        for group in self._windows:
+            window = group.window_tokens
+            assert window is not None  # noqa: S101  (only such groups are listed)
+            if (end // window * window > first) if group.local else (end - first >= window):
+                return True
+        return False
+
     def save_up_to(self, tracked: Tracked, tokens: int) -> Sequence[Job]:
-        """Plan a save of the final units of the request's first `tokens` tokens. Returns it, if there are any."""
+        """Plan a save of the final units of the request's first `tokens` tokens.
+
+        Returns the save, if there is anything to save.
+        """
         return self._try_save(tracked, tokens, ())
 
-    def _offered(self, step: Step) -> dict[str, Sequence[State]]:
-        """Return, by request id, the states that are final once `step` has been computed."""
+    def _offered(self, step: Step) -> dict[str, Sequence[OfferedState]]:
+        """Return, by request id, the states that are final after `step` has been computed."""
         states: OfferedStates | None = getattr(step, "kv_connector_block_state", None)
         return dict(states.boundary_state_offloads) if states is not None else {}
 
-    def _try_save(self, tracked: Tracked, end: int, states: Sequence[State]) -> Sequence[Job]:
-        """Plan one request's save. Never raises, as the step's loads depend on the plan: a failure costs one save.
+    def _try_save(self, tracked: Tracked, end: int, states: Sequence[OfferedState]) -> Sequence[Job]:
+        """Plan one request's save, and return its job if there is something to save.
 
-        Returns the job, if there is something to save.
+        This method never raises, because the step's loads depend on the plan. An error costs only this save.
         """
         if self._uncut and tracked.request.resumable:
             return ()
         pieces: list[Piece] = []
         rows: list[int] = []
         progress = tracked.saving
-        self._trace.about(tracked.request.request_id, tracked.life.epoch)
+        self._context.trace.about(tracked.request.request_id, tracked.life.epoch)
         try:
             first = progress.saved_units
             if end >= progress.next_save_at_tokens:
@@ -130,23 +159,24 @@ class Saving:
             return ()
 
     def plan(self, tracked: Tracked, end: int, pieces: list[Piece]) -> tuple[list[int], int]:
-        """Claim the final units of the first `end` tokens that are not saved yet; append their pieces to `pieces`.
+        """Claim slots for the final units of the first `end` tokens that are not saved yet.
 
-        Returns the rows that save the pieces, and the first unit of all of them.
+        The pieces of these units are appended to `pieces`. Returns the rows that save the pieces, and the first unit of
+        the pieces.
         """
         request, progress = tracked.request, tracked.saving
         hashes = self._prefixes.hashes(request)
         units = self._prefixes.hashed_units(hashes, min(end, request.num_tokens))
         done = False
-        if not self._decode:
-            prompt_units = self._prefixes.units_within(request.num_prompt_tokens)
-            done = units >= prompt_units and not request.resumable
-            units = min(units, prompt_units)
+        units_max = self._units_max(tracked)
+        if units_max is not None:
+            done = units >= units_max and not request.resumable
+            units = min(units, units_max)
         if not self._partial:
             units -= units % self._per_chunk
         if self._whole > 1:
             units = self._worth_a_page(request, units, progress.saved_units)
-        if units < progress.saved_units:  # a streaming session cut its tokens
+        if units < progress.saved_units:  # a streaming session has cut its tokens
             progress.saved_units = units
             progress.close_chunks()
         if done:
@@ -156,7 +186,7 @@ class Saving:
             progress.planned(self._prefixes.computed_tokens(request, units + more))
         if units == progress.saved_units:
             return [], units
-        ends = self._prefixes.units_within(request.num_prompt_tokens), *self._boundaries(request)
+        ends = self._prefixes.units_within(request.num_prompt_tokens), units_max, *self._boundaries(request)
         rows: list[int] = []
         first, progress.saved_units = progress.saved_units, units
         for group in self._growing:
@@ -165,31 +195,42 @@ class Saving:
                 low, high = max(base, first), min(base + self._per_chunk, units)
                 key = self._prefixes.key(hashes, high)
                 if self._catalog.known(group, key):
-                    progress.opened[group] = None
+                    progress.close(group)
                     self._counters["save_known"] += 1
                     continue
                 rows += self._claim(tracked, hashes, key, group, table, base, low, high, pieces, keep=high in ends)
         return rows, first
 
-    def _worth_a_page(self, request: Request, units: int, saved: int) -> int:
-        """Return how many of `units` units to save: up to the last that ends a block or is a state's boundary.
+    def _units_max(self, tracked: Tracked) -> int | None:
+        """Return how many units of the request may be saved: the prompt's units, a limit's, or None for all."""
+        limit = tracked.limits.save_units_max(self._unit)
+        if self._decode:
+            return limit
+        prompt = self._prefixes.units_within(tracked.request.num_prompt_tokens)
+        return prompt if limit is None else min(prompt, limit)
 
-        Not less than the `saved` units.
+    def _worth_a_page(self, request: Request, units: int, saved: int) -> int:
+        """Return how many of `units` units are saved: up to the last unit that ends a block or is a state's boundary.
+
+        The result is at least `saved`, the number of units that are saved already.
         """
         whole = units - units % self._whole
         return max(whole, min(units, saved), *(end for end in self._boundaries(request) if end <= units))
 
     def _more(self, request: Request, units: int) -> int:
-        """Return after how many units beyond `units` the next one ends a block or is a state's boundary."""
+        """Return the number of units from `units` on to the next end of a block or boundary of a state."""
         whole = self._whole - units % self._whole
         if whole == 1:
             return 1
         return min([whole, *(end - units for end in self._boundaries(request) if end > units)])
 
     def _plan_state(self, tracked: Tracked, group: int, block: int, tokens: int, pieces: list[Piece]) -> list[int]:
-        """Claim the state of one boundary, if it is worth a slot, into `pieces`. Returns the row that saves it."""
+        """Claim a slot for the state of one boundary, if the state is worth a slot.
+
+        Returns the row that saves the state. The state's piece is appended to `pieces`.
+        """
         request, (units, beyond) = tracked.request, divmod(tokens, self._unit)
-        if beyond or group not in self._states or not self._worth(request, units):
+        if beyond or group not in self._states or not self._worth(tracked, units):
             return []
         if units > self._prefixes.state_units(request, tokens):
             return []
@@ -209,19 +250,23 @@ class Saving:
         self._counters["states_saved"] += 1
         return [group, chunk.slot, 0, block]
 
-    def _worth(self, request: Request, units: int) -> bool:
-        """Whether a later prompt may continue after `units` units: a prompt ends or branches there, or an answer ends.
+    def _worth(self, tracked: Tracked, units: int) -> bool:
+        """Whether a later prompt may continue after `units` units, and no limit forbids to save the state there.
 
-        A state takes as much memory as the attention KV of many tokens, and a long prompt has one for each step.
+        A later prompt may continue where a prompt ends or branches, or where an answer ends. Other states are not
+        saved, because a state takes as much memory as the attention KV of many tokens, and each step of a long prompt
+        has a state.
         """
-        tokens = units * self._unit
+        request, limit, tokens = tracked.request, tracked.limits.save_units_max(self._unit), units * self._unit
+        if limit is not None and units > limit:
+            return False
         if tokens > request.num_prompt_tokens:
-            return self._decode and not units % self._whole  # else no attention ends there
+            return self._decode and not units % self._whole  # attention KV ends only at whole blocks
         last, branch = self._boundaries(request)
         return units >= last or (branch > 0 and units == branch)
 
     def _boundaries(self, request: Request) -> tuple[int, ...]:
-        """Return after which units states of the prompt are kept: at its end, and where prompts branch (0: nowhere)."""
+        """Return after which units states of the prompt are kept: at its end, and at a branch (0: no branch)."""
         if not self._states:
             return ()
         branch: int = getattr(request, "shared_prefix_boundary", 0)
@@ -229,36 +274,41 @@ class Saving:
         last = min(self._prefixes.units_within(tokens), tokens // self._unit - self._geometry.states_back)
         return max(0, min(last, (tokens - 1) // self._unit)), branch - branch % self._branches
 
-    def _claim(
+    def _claim(  # noqa: PLR0913  (the caller computes most arguments once for all chunks of a save)
         self, tracked: Tracked, hashes: Sequence[bytes], key: bytes, group: int, table: Sequence[Block], base: int,
         low: int, high: int, pieces: list[Piece], *, keep: bool,
     ) -> list[int]:  # fmt: skip
-        """Claim units [low, high) of the chunk from unit `base` on: in a chunk that ends at `low` if there is one.
+        """Claim units [low, high) of the chunk that begins at unit `base`, and append their piece to `pieces`.
 
-        Otherwise in a new chunk, from `base` on. `key`: that at `high`. Appends the piece to `pieces`, and returns the
-        rows that save it; none if there is no slot, or blocks have left a sliding window.
+        The units are added to a chunk that ends at `low`, if there is one. Otherwise a new chunk gets all units from
+        `base` on. `key` is the key at unit `high`. Returns the rows that save the piece. The result is empty if there
+        is no slot, or if blocks have left a sliding window.
         """
         progress, paging = tracked.saving, self._paging[group]
-        opened, progress.opened[group] = progress.opened[group], None
+        opened = progress.opened[group]
         chunk: Chunk | None = None
-        if low > base and not low % self._whole:  # else the page that has its end is found already, and stays as it is
+        # A page that holds the chunk's end at `low` can be found already, so this page must not change.
+        if low > base and not low % self._whole:
             before = self._prefixes.key(hashes, low)
             if opened is not None and opened.base == base and opened.key == before:
                 chunk = opened.chunk if opened.chunk.tail == before else None
-            if chunk is None:  # where another request, or an earlier admission, has left off
+            if chunk is None:  # the chunk in which another request or an earlier admission ended
                 found = self._catalog.find(group, before)
                 if found is not None and found.tail == before:
                     self._catalog.keep_mark(found, before)
                     chunk = found
-            if chunk is not None and not self._catalog.holds(chunk):
+            if chunk is not None and not self._catalog.grows(chunk):
                 chunk = None
+        if opened is not None and chunk is not opened.chunk:
+            progress.close(group)
         start, stop = low if chunk is not None else base, high - base
         blocks = [block.block_id for block in paging.stored(table, start, high) if not block.is_null]
         page = paging.pages(start - base)
         if len(blocks) < paging.pages(stop) - page:
             self._counters["save_out_of_window"] += 1
+            progress.close(group)
             return []
-        follows = b""  # as it is already
+        follows = b""  # an existing chunk keeps its link to the chunk before it
         if chunk is None:
             chunk = self._catalog.reserve(group, self._prefixes.tenant(tracked.request))
             if chunk is None:
@@ -270,6 +320,17 @@ class Saving:
         return rows_of(group, chunk.slot, range(page, page + len(blocks)), blocks)
 
     def _table(self, tracked: Tracked, group: int) -> Sequence[Block]:
-        """Return the engine's block table of the request as it is now. It must not be kept."""
+        """Return the engine's present block table of the request. The caller must not keep the table."""
         assert self.blocks is not None  # noqa: S101  (bound before the first step)
         return self.blocks.table(tracked.request.request_id, group)
+
+
+def steps_per_save(requests: int) -> int:
+    """Return n if one step in n saves generated tokens, for the number of requests in the step.
+
+    The result is 1 for one request, because it has something to save only in few steps. With more requests, fewer steps
+    give enough to save at once. All results divide 16. So each 16th step saves, even if `requests` changes from step
+    to step.
+    """
+    log2 = (TOKENS_PER_SAVE // requests).bit_length() - 1 if requests > 1 else 0
+    return 1 << max(0, min(log2, STEPS_MAX_LOG2))

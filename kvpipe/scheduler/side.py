@@ -1,45 +1,50 @@
-"""The scheduler side: what an engine calls. Looks up, leases, plans, and publishes what every rank has landed.
+"""The scheduler side, which the engine calls: lookups, leases, plans of steps, and publishing of saved chunks.
 
-Nothing here keeps a copy of a token list or of a block table: the engine's requests and blocks are asked when a new
-unit becomes final, so a preempted request that comes back with other blocks needs no special case. Work per step is
-one comparison per scheduled request, plus work for what is new.
+The scheduler side keeps no copy of a token list or of a block table. It reads the engine's requests and block tables
+when a new unit becomes final. Therefore a preempted request that is admitted again with other blocks needs no special
+case. The work per step is one comparison for each scheduled request, plus the work for new units.
 """
 
 from __future__ import annotations
 
-import functools
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from kvpipe.cache.catalog import Catalog, Chunk, Piece
-from kvpipe.cache.policy import make_policy
+from kvpipe.cache.chunks import Chunk
 from kvpipe.cache.prefixes import Prefixes
-from kvpipe.cache.quotas import Accounts, SharedCatalog
-from kvpipe.config import Settings
-from kvpipe.geometry import Geometry
-from kvpipe.messages import Job, Kind, Report, StepPlan, Tally, TierOrder
+from kvpipe.config.settings import Settings
+from kvpipe.features.hints import Hinting
+from kvpipe.features.orders import Orders
+from kvpipe.features.pins import PromptPins
+from kvpipe.features.prefetch import Prefetching
+from kvpipe.node.catalog import NodeCatalog
+from kvpipe.node.prefixes import NodePrefixes
+from kvpipe.protocol.engine import LookupAnswer
+from kvpipe.protocol.geometry import Geometry
+from kvpipe.protocol.limits import NO_LIMITS, RequestLimits
+from kvpipe.protocol.messages import Job, Report, StepPlan, Tally, TierOrder
 from kvpipe.scheduler.adapters import Adapters
-from kvpipe.scheduler.answers import Answers
-from kvpipe.scheduler.base import Answer, Recovery
-from kvpipe.scheduler.fetches import PATIENCE_S, Staging
-from kvpipe.scheduler.hints import Hinting, RawHints
-from kvpipe.scheduler.jobs import JobInFlight, Jobs
+from kvpipe.scheduler.context import Context, make_catalog
+from kvpipe.scheduler.events import Events, Subscriber, nobody
+from kvpipe.scheduler.failed_loads import FailedLoads
+from kvpipe.scheduler.fetches import Staging
+from kvpipe.scheduler.hooks import EngineFacts, EngineHooks, Published
+from kvpipe.scheduler.jobs import Jobs
 from kvpipe.scheduler.loads import Loading
 from kvpipe.scheduler.lookups import FIRST_STEPS_MAX, Lookups
-from kvpipe.scheduler.orders import Orders
-from kvpipe.scheduler.pins import PromptPins
-from kvpipe.scheduler.prefetch import Prefetching
+from kvpipe.scheduler.notified import NotifiedRouters
 from kvpipe.scheduler.records import Tracked
-from kvpipe.scheduler.report import RequestReporter
+from kvpipe.scheduler.request_tracer import RequestTracer
 from kvpipe.scheduler.requests import Requests
 from kvpipe.scheduler.resets import Resets
 from kvpipe.scheduler.saves import Saving
-from kvpipe.scheduler.spans import Spans
+from kvpipe.scheduler.spans import WholeSpans
 from kvpipe.scheduler.stall import Idle
 from kvpipe.scheduler.switches import Switches
 from kvpipe.scheduler.weights import Weights
+from kvpipe.scheduler.wishes import RawHints
 from kvpipe.statemachine import lookup as lookup_m
 from kvpipe.statemachine import request as m
 from kvpipe.tiers.finder import Finder
@@ -48,8 +53,8 @@ from kvpipe.trace.log import Counters
 from kvpipe.trace.recorder import OFF, Recorder
 
 if TYPE_CHECKING:
-    from kvpipe.cache.tenants import Tenant
-    from kvpipe.scheduler.base import Blocks, Published, Request, SpansOf, Step, Tables
+    from kvpipe.node.client import NodePool
+    from kvpipe.protocol.engine import Blocks, Request, Step, Tables
 
 
 P = ParamSpec("P")
@@ -57,150 +62,135 @@ T = TypeVar("T")
 
 
 class SchedulerSide:
-    """One per engine, in the scheduler's process, on its thread."""
+    """The scheduler side of one engine. It runs in the scheduler's process, on the scheduler's thread."""
 
     def __init__(
         self,
         settings: Settings,
         geometry: Geometry,
+        facts: EngineFacts,
+        hooks: EngineHooks | None = None,
         *,
-        hash_tokens: int,
-        ranks: int,
-        stages: int = 1,
-        saves: bool,
-        loads: bool,
-        recovery: Recovery | None = None,
-        published: Published | None = None,
         tiers: Sequence[GuardedTier] = (),
-        space_of: Callable[[str], str] = str,
-        also_of: Callable[[str], str] = lambda _: "",
-        waits_idle: bool = False,
-        priority_of: Callable[[Request], float] | None = None,
-        spans_of: SpansOf | None = None,
         trace: Recorder = OFF,
+        node: NodePool | None = None,
     ) -> None:
-        """`hash_tokens`: tokens per block hash. `ranks`: their number. `saves`, `loads`: whether this engine does so.
+        """Create all parts of the scheduler side. `tiers` are the places beyond host memory that keep chunks.
 
-        `stages`: the number of pipeline stages; each has its own layers, and a pool of its own size.
-        `recovery`: what the engine needs help with. `published`: notified of chunks that can be found, for routers.
-        `tiers`: places beyond host memory. `space_of`: from a digest of the weights to the namespace in tiers, or "";
-        `also_of`: to a second one with the same bytes. `priority_of`: who has a lower one is admitted first.
-        `waits_idle`: a rank may wait for loads in a step that computes nothing, as no rank waits for it.
-        `spans_of`: returns the spans of a request that no step and no hit may cut; None: no request has any.
+        `node` is the node's memory that the engine uses instead of private pools.
         """
-        self.settings, self.geometry, self._ranks, self._step, self._events = settings, geometry, ranks, 0, published
+        hooks = hooks or EngineHooks()
+        recovery, published, spans_of = hooks.recovery, hooks.published, hooks.spans_of
+        hash_tokens, ranks, stages = facts.hash_tokens, facts.ranks, facts.pipeline_stages
+        self.settings, self.geometry, self._ranks = settings, geometry, ranks
         self.counters = counters = Counters()
-        self.trace, self.report, trace.step = trace, RequestReporter(trace), 1
-        self._idle = Idle(settings.stall_ms_max) if waits_idle and stages == 1 else None  # else others may compute
-        self._recovery = recovery = recovery or Recovery()
+        self.trace, self.tracer = trace, (tracer := RequestTracer(trace, counters.durations))
+        trace.step = 1
+        waits_idle = facts.waits_idle and stages == 1  # with more pipeline stages, other stages may compute meanwhile
+        self._idle = Idle(settings.stall_ms_max) if waits_idle else None
         self.weights = weights = Weights(ranks, counters)
-        self.switches = switches = Switches(settings, weights, saves=saves, loads=loads)
-        self.catalog = catalog = self._make_catalog(None if settings.prefault == "use" and stages == 1 else 0)
+        self.switches = switches = Switches(settings, weights, saves=facts.saves, loads=facts.loads)
+        ready = None if settings.prefault == "use" and stages == 1 else 0
+        self.catalog = catalog = make_catalog(settings, geometry, counters, ready=ready, node=node)
         catalog.on_drop = published.dropped if published is not None else None
-        self.orders = orders = Orders(counters, lambda: trace.about("", 0))
-        self._turns, self.pins = orders.turns, PromptPins(settings, geometry, catalog, orders)
         self.adapters = adapters = Adapters(ranks, settings.lookup_ms_max / 1000, counters)
-        self.prefixes = prefixes = Prefixes(catalog, geometry, hash_tokens, adapters.keys, self._tenant, spans_of)
-        self._spans = Spans(spans_of, geometry, counters) if spans_of is not None else None
-        self.jobs = jobs = self._make_jobs()
-        self.staging = staging = self._make_staging(tiers) if tiers else None
+        self.node = catalog if isinstance(catalog, NodeCatalog) else None
+        self._pool_token = b"" if self.node is None else self.node.token
+        self.prefixes = (Prefixes if self.node is None else NodePrefixes)(
+            catalog, geometry, hash_tokens, adapters.keys,
+            lambda request: catalog.tenants.of(request, adapters.digest(request)), spans_of,
+        )  # fmt: skip
+        self.events = events = Events(counters)
+        self.context = context = Context(settings, geometry, catalog, self.prefixes, counters, trace, events)
+        self.orders = orders = Orders(counters, lambda: trace.about("", 0))
+        self.turns, self.pins = orders.turns, PromptPins(context, orders)
+        self._spans = WholeSpans(spans_of, geometry, counters) if spans_of is not None else None
+        self.jobs = jobs = Jobs(context, tracer, ranks=ranks)
+        self.staging = staging = self._make_staging(tiers, published) if tiers else None
         self.requests = requests = Requests(
-            len(geometry.groups), adapters=adapters, staging=staging, jobs=jobs, recovery=recovery, report=self.report,
-            counters=counters, priority_of=priority_of,
+            context, adapters=adapters, staging=staging, jobs=jobs, recovery=recovery, tracer=tracer,
+            priority_of=hooks.priority_of,
         )  # fmt: skip
-        self.loading = Loading(
-            settings, geometry, catalog=catalog, prefixes=prefixes, requests=requests, jobs=jobs,
-            report=self.report, staging=staging, recovery=recovery, counters=counters, trace=trace, stages=stages,
-        )  # fmt: skip
-        self._saving = Saving(
-            settings, geometry, catalog=catalog, prefixes=prefixes, requests=requests, jobs=jobs, counters=counters,
-            trace=trace,
-        )  # fmt: skip
-        self._answers = Answers(geometry, catalog, prefixes, counters)
+        self.loading = Loading(context, requests=requests, jobs=jobs, recovery=recovery, pipeline_stages=stages)
+        self._saving = Saving(context, requests, jobs, stages)
+        self._failed_loads = FailedLoads(
+            context, requests=requests, jobs=jobs, recovery=recovery, hash_tokens=hash_tokens
+        )
         self._lookups = Lookups(
-            geometry.unit_tokens, prefixes, requests=requests, loading=self.loading, staging=staging, switches=switches,
-            weights=weights, adapters=adapters, answers=self._answers, recovery=recovery, counters=counters,
+            context, requests=requests, loading=self.loading, staging=staging, switches=switches, weights=weights,
+            adapters=adapters, recovery=recovery,
         )  # fmt: skip
-        one = Prefetching(catalog, geometry, hash_tokens, staging, switches, weights, self.pins, published, trace)
-        self.prefetching, self._resets = one, Resets(
-            catalog, requests, staging, pins=self.pins, announced=one.announced, weights=weights,
-            space_of=space_of, also_of=also_of, recovery=recovery, counters=counters, trace=trace,
+        self.prefetching = Prefetching(
+            context, hash_tokens=hash_tokens, staging=staging, switches=switches, weights=weights, pins=self.pins,
+            published=published,
         )  # fmt: skip
-        self._hinting, self._ready = Hinting(catalog, counters, tiers=bool(tiers)), dict[int, int]()  # slots, by rank
+        self._resets = Resets(context, hooks, requests=requests, staging=staging, weights=weights, node=self.node)
+        self._hinting, self._ready = Hinting(context, tiers=bool(tiers)), dict[int, int]()  # usable slots, by rank
+        self._routers = NotifiedRouters(published) if published is not None else None
+        events.subscribe(self._subscribers())
         if trace.detail:
             self.trace_moves()
+        if self.node is not None:
+            tracer.watch_node(self.node.pool)
 
-    def _make_catalog(self, ready: int | None) -> Catalog:
-        """`ready`: how many slots may be used before ranks report how many there are; None: all."""
-        settings, slots, groups = self.settings, self.geometry.slots, len(self.geometry.groups)
-        make = functools.partial(make_policy, settings.policy, fault=self.counters.fault)
-        if settings.quotas:
-            return SharedCatalog(slots, groups, Accounts(settings.quotas, slots, make), self.counters, ready=ready)
-        return Catalog(slots, groups, make(slots), self.counters, ready=ready)
+    def _subscribers(self) -> Iterator[Subscriber]:
+        """Yield the parts that react to the events of requests. Each event calls the parts in this order."""
+        yield self._failed_loads
+        yield self.tracer
+        yield self._hinting  # before the stores, because a hint decides how long a landed chunk stays in memory
+        if self.staging is not None:
+            yield self.staging.stores
+            yield self.staging
+            yield self.prefetching  # only with tiers, because prefetching fetches from tiers
+        if self._routers is not None:
+            yield self._routers
+        yield self.pins
 
-    def _make_jobs(self) -> Jobs:
-        return Jobs(
-            self.catalog,
-            self.counters,
-            self.report,
+    def _make_staging(self, tiers: Sequence[GuardedTier], published: Published | None) -> Staging:
+        """Return the part that looks chunks up in `tiers`, fetches them and stores them."""
+        counters = self.counters
+        finder = Finder(
+            tiers,
             ranks=self._ranks,
-            states=self.geometry.states,
-            saved=self._saved,
-            load_failed=self._load_failed,
-            patience_s=self.settings.stuck_ms_max / 1000 + PATIENCE_S,
+            units_per_chunk=self.geometry.units_per_chunk,
+            fault=lambda tier, use, why: counters.fault("tier_failed", tier=tier, use=use, why=why),
+            share_ranks_max=self.settings.share_ranks_max,
+            durations=counters.durations,
         )
-
-    def _make_staging(self, tiers: Sequence[GuardedTier]) -> Staging:
-        """Look beyond memory, in `tiers`."""
-        slow_ms_max = self.settings.lookup_slow_ms_max if self.switches.saves else self.settings.lookup_ms_max
         return Staging(
-            Finder(
-                tiers,
-                ranks=self._ranks,
-                units_per_chunk=self.geometry.units_per_chunk,
-                fault=self._tier_failed,
-                share_ranks_max=self.settings.share_ranks_max,
-            ),
-            self.catalog,
-            self.prefixes,
-            self.geometry,
+            self.context,
+            finder,
             ranks=self._ranks,
-            lookup_ms_max=self.settings.lookup_ms_max,
-            lookup_slow_ms_max=slow_ms_max,
-            bytes_in_flight_max=int(self.settings.tier_bytes_in_flight_max),
-            counters=self.counters,
             new_id=self.jobs.new_id,
             stores=self.switches.saves,
-            store_idle_s_max=self.settings.store_idle_s_max,
-            published=self._published,
+            loads=self.switches.loads,
+            published=published,
         )
-
-    def _tier_failed(self, tier: str, use: str, why: str) -> None:
-        self.counters.fault("tier_failed", tier=tier, use=use, why=why)
 
     # ---- the engine's calls, in the order of a request's life -----------------------------------------------------
 
     def bind(self, blocks: Blocks) -> None:
-        """Take the truth about block tables. Called before the first step."""
-        self._saving.blocks = blocks
+        """Keep `blocks`, which gives the block tables of requests. The engine calls this before the first step."""
+        self._saving.blocks = self._failed_loads.blocks = blocks
         if self._spans is not None:
             self._spans.blocks = blocks
 
     def trace_moves(self) -> None:
         """Trace the moves of chunks, stages and tier transfers that begin from now on."""
-        report = weakref.proxy(self.report)  # what chunks refer to is never collected before they go
-        self.catalog.watch = lambda *move: report.chunk_moved(*move)  # noqa: PLW0108  (its method would refer to it)
+        tracer = weakref.proxy(self.tracer)  # a strong reference would keep the tracer alive as long as the chunks
+        self.catalog.watch = lambda *move: tracer.chunk_moved(*move)  # noqa: PLW0108  (its method would refer to it)
         if self.staging is not None:
-            self.staging.watch, self.staging.watch_transfer = self.report.stage_moved, self.report.transfer_moved
+            self.staging.watch, self.staging.watch_transfer = self.tracer.stage_moved, self.tracer.transfer_moved
 
     def ranks_ready(self, slots: dict[int, int], weights: Iterable[str], heads: Sequence[int] = ()) -> None:
-        """All ranks have registered their caches. `slots`: how many slots may be used, by rank.
+        """Start to use the caches, because all ranks have registered theirs.
 
-        `weights`: the digest of each rank's weights, in the ranks' order; empty: not all ranks have answered.
-        `heads`: of each group, see `kvpipe.tiers.parts`; empty: each rank stores parts of its own.
+        `slots` has the number of pool slots that may be used, by rank. `weights` has the digest of each rank's weights,
+        in the order of the ranks. `weights` is empty if not all ranks have answered. `heads` has the number of KV heads
+        of each cache group (see `kvpipe.tiers.parts`). If `heads` is empty, each rank stores parts of its own, which
+        only engines of the same layout can use.
         """
-        if self._turns.away:
-            self._turns.take()
+        self.turns.take()
         self.slots_ready(slots)
         if self.staging is not None:
             self.staging.finder.heads = tuple(heads)
@@ -211,40 +201,44 @@ class SchedulerSide:
         else:
             self._resets.name_space()
 
-    def on_new_request(self, request: Request, hints: RawHints | None = None, kind: Hashable = None) -> None:
-        """Start to track `request`. `hints`: those that came with it, unread.
+    def on_new_request(
+        self, request: Request, hints: RawHints | None = None, limits: RequestLimits = NO_LIMITS
+    ) -> None:
+        """Start to track `request`. `hints` are the hints that the request carries, not parsed yet.
 
-        `kind`: whether later prompts contain an answer is learned for each kind of request; None: not learned from it.
+        `limits` hold until the request's end.
         """
-        if self._turns.away:
-            self._turns.take()
-        tracked = self.requests.add(request)
-        if hints is not None:
-            self._hinting.arrived(tracked, hints)
-        if kind is not None and self.settings.learn_answers:
-            self._answers.arrived(tracked, kind)
+        self.turns.take()
+        if self.node is not None:
+            self._alone("node", self.node.poll)
+        self.requests.add(request, hints, limits)
 
-    def lookup(self, request: Request, local_tokens: int, *, elsewhere: bool = False) -> Answer:
-        """Return a `Hit` with the number of tokens that can be loaded beyond `local_tokens`, or `LATER`: ask again.
+    def lookup(self, request: Request, local_tokens: int, *, elsewhere: bool = False) -> LookupAnswer:
+        """Return a `Hit` with the number of tokens to load beyond `local_tokens`, or `LATER`.
 
-        `local_tokens`: what the engine's own prefix cache holds. A lookup takes no lease.
-        `elsewhere`: another connector can bring the whole prompt, but only if this answer is a miss, and only soon.
-        So the answer is never `LATER`, and a hit has the whole prompt but its last unit.
+        `LATER` makes the engine repeat the lookup in a later step. `local_tokens` is the number of tokens that the
+        engine's own prefix cache holds. A lookup takes no lease.
+
+        `elsewhere` says that another connector can load the whole prompt, if this lookup returns a miss at once. In
+        this case the result is never `LATER`. A hit is returned only if the hit covers the prompt up to the prompt's
+        last unit.
         """
-        if self._turns.away:
-            self._turns.take()
+        self.turns.take()
         try:
-            if self.prefetching.announced.prompts:
-                self.prefetching.came(self.prefixes.hashes(request))
-            return self._lookups.answer(request, local_tokens, self._step, elsewhere=elsewhere)
+            answer = self._lookups.answer(request, local_tokens, self.context.steps.planned, elsewhere=elsewhere)
+            if self.events.looked_up is not nobody:
+                self.events.looked_up(self.requests.tracked[request.request_id], answer)
         except Exception:
-            self._lookups.raised(request, local_tokens, self._step)
+            self._lookups.raised(request, local_tokens, self.context.steps.planned)
             raise
+        return answer
 
     def admitted(self, request: Request, tables: Tables, external_tokens: int) -> None:
-        """Blocks were allocated: lease chunks and plan the load of `external_tokens`; 0: note that there is no load."""
-        if self._turns.away:
-            self._turns.take()
+        """The engine has allocated blocks: lease chunks and plan the load of `external_tokens`.
+
+        If `external_tokens` is 0, note that nothing is loaded.
+        """
+        self.turns.take()
         tracked = self.requests.add(request)
         asking = tracked.asking
         asked = asking.state.row != lookup_m.UNASKED
@@ -254,12 +248,12 @@ class SchedulerSide:
             goes_on = not asked and external_tokens <= 0 and tracked.state.row != m.NEW
             if asked:
                 if request.lora_request is not None:
-                    self.adapters.admitted(request, self._step + 1, asking.local)
-                if asking.local:  # of use, too, though the request needs no copy of it
+                    self.adapters.admitted(request, self.context.steps.planned + 1, asking.local)
+                if asking.local:  # a local hit also counts as a use of these chunks
                     units = asking.local // self.geometry.unit_tokens
                     self.catalog.refresh(self.prefixes.chunks_from_the_end(request, units), over=False)
-        except Exception:  # the engine counts on the load all the same
-            self.loading.admit(tracked, tables, external_tokens, self._step)
+        except Exception:  # the engine expects the report of the load even after this error
+            self.loading.admit(tracked, tables, external_tokens, self.context.steps.planned)
             tracked.saving.give_up()
             raise
         if goes_on:
@@ -267,14 +261,13 @@ class SchedulerSide:
                 self._spans.more(request)
             self.requests.go_on(tracked)
             return
-        self.loading.admit(tracked, tables, external_tokens, self._step)
+        self.loading.admit(tracked, tables, external_tokens, self.context.steps.planned)
         if self._spans is not None and self._alone("spans", self._spans.admitted, request, tables) is not False:
-            tracked.saving.give_up()  # what it got is wrong, or not known
+            tracked.saving.give_up()  # the KV of the request's blocks is wrong or unknown
 
     def plan_step(self, step: Step) -> StepPlan:
-        """Plan the step: the loads that were admitted, and a save for every request with newly final units."""
-        if self._turns.away:
-            self._turns.take()
+        """Return the plan of `step`: loads of admitted requests, and saves of requests with newly final units."""
+        self.turns.take()
         self.requests.plan_step(step)
         jobs = self.loading.plan_step(step)
         if self._spans is not None:
@@ -287,52 +280,63 @@ class SchedulerSide:
             self.trace.about("", 0)
             self._alone("pace", staging.patience.pace.step, step.num_scheduled_tokens.values(), time.monotonic())
             self._alone("prefetch", self.prefetching.plan_step, idle=not computes)
+            if staging.tier_blocks is not None:
+                self._alone("tier_blocks", staging.tier_blocks.plan_step)
             orders = self._alone("plan_orders", staging.plan, stores=self.switches.storing, idle=not computes) or ()
             space = staging.space.name
-        self._step += 1
-        if self.weights.awaited and self._step == FIRST_STEPS_MAX:
+        self.context.steps.planned = number = self.context.steps.planned + 1
+        if self.weights.awaited and number == FIRST_STEPS_MAX:
             self.counters.fault("weights_not_on_all_ranks", ranks=self._ranks, reported=0)
-        self.trace.step = self._step + 1  # what comes now belongs to the step that is planned next
-        idle, question, claims = self._idle, self.weights.ask(), self.adapters.claims(jobs)
+        self.trace.step = number + 1  # from here on, events belong to the step that is planned next
+        idle, question, claims = self._idle, self.weights.next_question(), self.adapters.claims(jobs)
         wait_ms = idle.wait_ms(step, loading=bool(self.requests.waiting)) if idle is not None else 0
         if self.catalog.stale:
             self.trace.about("", 0)
             self._alone("sweep", self.catalog.sweep)
         if self.pins.pins:
             self._alone("expire_pins", self.pins.expire)
-        if self.orders.due:  # behind the answers of this pass, which count on what is held
+        if self.orders.due or self.orders.reads:  # after this step's lookups, which rely on the chunks held now
             self._alone("carry_out_orders", self.orders.carry_out)
-        return StepPlan(self._step, tuple(jobs), orders, space, question, claims, wait_ms, computes, self.catalog.fresh)
+        if self.node is not None:
+            self._end_node_step(self.node)
+        used, pool = self.catalog.fresh, self._pool_token
+        return StepPlan(number, tuple(jobs), orders, space, question, claims, wait_ms, computes, used, pool)
 
-    def _stop_at_cuts(self, spans: Spans, step: Step, jobs: list[Job]) -> None:
-        """Save what requests have computed before a span that `step` cuts, and nothing behind it."""
+    def _end_node_step(self, node: NodeCatalog) -> None:
+        """Poll the holder of the node's memory, and end the fetches whose chunks it has published."""
+        self.trace.about("", 0)
+        self._alone("node", node.end_step)
+        if self.staging is not None:
+            self._alone("settle", self.staging.settle)
+
+    def _stop_at_cuts(self, spans: WholeSpans, step: Step, jobs: list[Job]) -> None:
+        """For each span that `step` cuts, save the request's tokens before the span, and nothing after them."""
         try:
             for tracked, first in spans.plan_step(step, self.requests.tracked):
                 if self.switches.saving:
                     jobs += self._saving.save_up_to(tracked, first)
                 tracked.saving.give_up()
-        except Exception as e:  # noqa: BLE001  (the loads of the plan go out; which spans were cut is not known)
+        except Exception as e:  # noqa: BLE001  (the loads of the plan are sent; which spans were cut is unknown)
             self.counters.fault("contained_error", where="spans", error=repr(e))
             for request_id in step.num_scheduled_tokens:
                 if (of := self.requests.tracked.get(request_id)) is not None:
                     of.saving.give_up()
 
     def _alone(self, where: str, part: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """Return what `part` returns. If it raises, count a fault and return None: the call's other work goes on."""
+        """Return the result of `part`. If `part` raises, count a fault and return None."""
         try:
             return part(*args, **kwargs)
-        except Exception as e:  # noqa: BLE001  (the rest of the call counts, too)
+        except Exception as e:  # noqa: BLE001  (the caller's other work is done all the same)
             self.counters.fault("contained_error", where=where, error=repr(e))
             return None
 
     def reported(self, report: Report) -> None:
-        """Take what ranks have reported with a step's output. A job on which all ranks have reported is over.
+        """Process the ranks' reports of one step. A job is over when all ranks have reported it.
 
-        Its chunks are published or released, or it fails. A part of the report that raises keeps no other from being
-        taken: ranks report each thing once.
+        The chunks of a job that is over are published or released, or the job fails. If one part of the report raises,
+        the other parts are processed all the same, because ranks report everything only once.
         """
-        if self._turns.away:
-            self._turns.take()
+        self.turns.take()
         if report.weights:
             self._alone("weighed", self.weighed, report.weights)
         if self.loading.stall is not None and report.rate:
@@ -341,7 +345,7 @@ class SchedulerSide:
             try:
                 if not self.jobs.reported(job_id, tally):
                     self._order_reported(job_id, tally)
-            except Exception as e:  # noqa: BLE001  (other reports of the step count, too)
+            except Exception as e:  # noqa: BLE001  (the step's other reports are processed all the same)
                 self.counters.fault("contained_error", where="reported", job=job_id, error=repr(e))
         self.switches.tier_lost |= report.lost
         if self.staging is not None and (report.tier_rates or report.unreadable):
@@ -352,9 +356,12 @@ class SchedulerSide:
             self._alone("adapters", self.adapters.reported, report.adapters, report.step)
 
     def slots_ready(self, ready: dict[int, int]) -> None:
-        """Take how many slots, from the first on, a rank may use, by rank. Once all have reported, the least counts."""
-        if self._turns.away:
-            self._turns.take()
+        """Update the number of usable slots by rank.
+
+        When all ranks have reported, the pool uses the lowest of these numbers. The usable slots of a rank are its
+        first ones.
+        """
+        self.turns.take()
         self._ready |= ready
         if ready and len(self._ready) == self._ranks:
             self.catalog.use_more(min(self._ready.values()))
@@ -362,96 +369,104 @@ class SchedulerSide:
     def _order_reported(self, order_id: int, tally: Tally) -> None:
         try:
             known = self.staging is not None and self.staging.reported(order_id, tally)
-        except Exception as e:  # noqa: BLE001  (other reports of the step count, too)
+        except Exception as e:  # noqa: BLE001  (the step's other reports are processed all the same)
             self.counters.fault("order_not_landed", order=order_id, error=repr(e))
             return
         if not known:
             self.counters["reported_again"] += 1
 
     def invalidated(self, blocks: set[int]) -> None:
-        """The engine takes sync loads into `blocks` for failed, ours or somebody else's.
+        """The engine treats sync loads into `blocks` as failed. The loads may belong to kvpipe or to another connector.
 
-        Nothing that is being saved is believed. A load of ours has failed now, though its report may come much later.
+        Every save in flight is tainted, because it may save KV that was computed from a failed load. A load of kvpipe
+        into `blocks` fails at once, although ranks may report on that load much later.
         """
-        if self._turns.away:
-            self._turns.take()
+        self.turns.take()
         self.jobs.taint_saves()
         for load in self.jobs.loads_in_step:
             if blocks & load.job.blocks():
                 self._alone("invalidated", self.jobs.fail_load, load)
 
     def finished(self, request: Request) -> None:
-        """The request is over, in whatever state. Its jobs in flight end by themselves."""
-        if self._turns.away:
-            self._turns.take()
-        tracked = self.requests.tracked.get(request.request_id)
-        if tracked is not None and tracked.request is request:
-            chunks: dict[Chunk, None] = {}
-            try:
-                ends = self._saving.ended(request)
-                whole = self.prefixes.chunks_from_the_end(request, len(request.block_hashes))
-                chunks = dict.fromkeys((*ends, *whole))  # now: a request that has ended has no keys of its adapter
-                self.catalog.refresh(chunks, answer=request.num_tokens - request.num_prompt_tokens)
-                if tracked.answer is not None:
-                    self._answers.ended(tracked)
-                if tracked.wishes:
-                    self.prefetching.announce(request, self.prefixes, tracked.wishes)
-            finally:  # whatever its policy raises
-                self._end(tracked)
-            if tracked.wishes:
-                self._hinting.ended(tracked, list(chunks))
+        """The request is over, in any state: release its leases and chunks.
 
-    def _end(self, tracked: Tracked) -> None:
-        """Release what a request holds. A part that raises keeps no other from being released."""
+        The request's jobs in flight end when ranks report them.
+        """
+        self.turns.take()
+        tracked = self.requests.tracked.get(request.request_id)
+        if tracked is None or tracked.request is not request:
+            return
+        chunks: dict[Chunk, None] = {}
+        try:
+            ends = self._saving.ended(request)
+            whole = self.prefixes.chunks_from_the_end(request, len(request.block_hashes))
+            chunks = dict.fromkeys((*ends, *whole))
+            self.catalog.refresh(chunks, answer=request.num_tokens - request.num_prompt_tokens)
+        finally:  # also if the eviction policy raises
+            self._end(tracked, chunks)
+
+    def _end(self, tracked: Tracked, chunks: dict[Chunk, None]) -> None:
+        """Release everything that a request holds. If one part raises, the other parts are released all the same.
+
+        `chunks` are all chunks of the request that memory holds, the last one first.
+        """
         try:
             self.loading.drop(tracked)
-            if self.staging is not None:
-                self.staging.stores.ended(tracked)
         finally:
             try:
                 if self._spans is not None:
                     self._spans.forget(tracked.request.request_id)
             finally:
-                self.requests.finish(tracked)
+                self.requests.finish(tracked, chunks)
 
     def adapter_called(self, number: int) -> None:
-        """The engine loads, or removes, the adapter with this number, by a call between steps."""
-        self.adapters.called(number, self._step)
+        """The engine loads or removes the adapter with this number, by a call between two steps."""
+        self.adapters.called(number, self.context.steps.planned)
 
     def weighed(self, reports: dict[int, tuple[int, str]]) -> None:
-        """Ranks have read their weights again. If these have changed, every chunk is forgotten.
+        """Process the weight digests that ranks have read again. If the weights have changed, every chunk is forgotten.
 
-        `reports`: by rank, (the question that it answers, the digest of its weights).
+        `reports` maps each rank to a pair: the `StepPlan.question` that the rank answers, and the digest of the rank's
+        weights.
         """
-        if self._turns.away:
-            self._turns.take()
+        self.turns.take()
         if reports and self.weights.answered(reports):
             self._resets.weights_changed()
 
     def reset(self) -> bool:
-        """Forget every chunk, for good: what tiers hold is not found again either. Returns True, as vLLM expects."""
-        with self._turns.taken():
+        """Forget every chunk permanently, including the chunks in tiers. Returns True, as vLLM expects."""
+        with self.turns.taken():
             self._resets.reset()
         return True
 
+    def hit_by_tier(self, request: Request) -> dict[str, int]:
+        """Return the tokens of the request's last hit, by tier. Chunks in memory come first."""
+        self.turns.take()
+        return self.requests.tracked[request.request_id].asking.answer.by_tier
+
     @property
     def pending(self) -> bool:
-        """Whether reports of ranks should come soon: an engine without other work makes steps until they have come.
+        """Whether ranks should report soon.
 
-        A rank fails a job that makes no progress for `stuck_ms_max`. A report that has not come some time after that is
-        waited for no longer; if it still comes, then with the next step.
+        An engine without other work then makes empty steps until the reports arrive. A rank fails a job that makes no
+        progress for `stuck_ms_max`. Some seconds later the engine stops making steps for a missing report. A report
+        that arrives later than that is processed with the next step.
 
-        False also gives way to operators' orders: the engine is idle.
+        If nothing is pending, the engine is idle, and operators' orders are carried out now. A sleeping engine makes no
+        steps, so nothing is pending then.
         """
-        if self.weights.awaited and self._step < FIRST_STEPS_MAX:
+        if self.weights.asleep:
+            self.turns.give()
+            return False
+        if self.weights.awaited and self.context.steps.planned < FIRST_STEPS_MAX:
             return True
         if self.jobs.awaited or (self.staging is not None and self.staging.pending):
             return True
-        if self.prefetching.has_work():
+        if self.prefetching.has_work() or (self.node is not None and self.node.pending_reports):
             return True
         if self.staging is not None:
             self.staging.stores.rest()
-        self._turns.give()
+        self.turns.give()
         return False
 
     def stats(self) -> dict[str, int]:
@@ -474,45 +489,12 @@ class SchedulerSide:
         return dict(self.counters) | gauges
 
     def shutdown(self) -> None:
-        """End threads, and refuse operators' orders from now on. Idempotent."""
-        self._turns.take()
+        """Stop the threads, and refuse operators' orders from now on. A second call has no effect."""
+        self.turns.take()
         self.orders.end()
         if self.staging is not None:
             self.staging.stores.end()
             self.staging.finder.stop()
         self.adapters.reader.stop()
-
-    # ---- jobs -----------------------------------------------------------------------------------------------------
-
-    def _tenant(self, request: Request) -> Tenant:
-        """Return whose the KV of `request` is."""
-        return self.catalog.tenants.of(request, self.adapters.digest(request))
-
-    def _published(self, request: Request | None, piece: Piece) -> None:
-        """Notify routers that `piece` can be found now, if there are any."""
-        if self._events is not None and request is not None and piece.chunk.marks:  # else another copy was quicker
-            self._events.published(request, piece.chunk, piece.base)
-
-    def _saved(self, tracked: Tracked, piece: Piece) -> None:
-        self.counters["pieces_published"] += 1
-        over = tracked.state.row == m.FINISHED
-        if over:  # it has ended here, as in `Saving.ended`
-            self.catalog.keep_mark(piece.chunk, piece.key)
-        if tracked.hints:
-            self._hinting.landed(tracked, piece.chunk)
-        if tracked.answer is not None:
-            self._answers.landed(tracked, piece, over=over)
-        if self.staging is not None and piece.base < tracked.stored_units:
-            self.staging.stores.landed(tracked, piece.chunk, piece.stop)
-        if self._events is not None:
-            self._published(tracked.request, piece)
-
-    def _load_failed(self, failed: JobInFlight) -> None:
-        """A load has failed: whatever any request has computed since it was planned may rest on garbage."""
-        kind = Kind(failed.job.kind).name.lower()
-        self.counters.fault("load_failed", request=failed.job.request, job=failed.job.id, kind=kind)
-        if failed.tracked.epoch == failed.job.epoch:
-            failed.tracked.saving.give_up()
-        if failed.job.kind == Kind.LOAD_SYNC:
-            self.jobs.taint_saves(after=failed.job.id)
-            self._recovery.failed(failed.job.blocks(), self.requests.tracked)
+        if self.node is not None:
+            self.node.close()

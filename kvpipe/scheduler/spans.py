@@ -1,8 +1,8 @@
 """Spans of tokens that attend to each other in both directions, as images do in some models.
 
-An engine computes such a span in one step. If a step ends inside a span, what it computes there has not seen the rest
-of the span: that KV is wrong, and so is all KV of the request that is computed from it. None of it is saved, and the
-engine's own prefix cache does not offer it to other requests.
+An engine computes such a span in one step. If a step ends inside a span, the span's tokens in that step have not
+attended to the rest of the span. Their KV is wrong, and so is all KV of the request that is computed from it. No wrong
+KV is saved, and the engine's own prefix cache does not offer it to other requests.
 """
 
 from __future__ import annotations
@@ -14,32 +14,35 @@ from kvpipe.cache.prefixes import uncut
 from kvpipe.scheduler.records import BEYOND_TOKENS, Tracked
 
 if TYPE_CHECKING:
-    from kvpipe.geometry import Geometry
-    from kvpipe.scheduler.base import Blocks, Request, Span, SpansOf, Step, Tables
+    from kvpipe.protocol.engine import Blocks, Request, SpansOf, Step, Tables, WholeSpan
+    from kvpipe.protocol.geometry import Geometry
     from kvpipe.trace.log import Counters
 
 
 class Cut:
-    """A request whose KV is wrong from token `first` on. `blocks`: those that hold such KV."""
+    """A request whose KV is wrong from token `first` on. `blocks` are the ids of the blocks with wrong KV."""
 
     def __init__(self, first: int) -> None:
         """Start without blocks."""
         self.first, self.blocks = first, set[int]()
 
 
-class Spans:
-    """One per scheduler side of an engine that has such spans. `cut`: by request id, living requests with wrong KV."""
+class WholeSpans:
+    """Finds the requests of one engine whose spans were cut.
+
+    `cut` maps the ids of unfinished requests with wrong KV to their `Cut`.
+    """
 
     def __init__(self, of: SpansOf, geometry: Geometry, counters: Counters) -> None:
-        """`of`: returns the spans of a request."""
+        """Start without requests. `of` returns the spans of a request."""
         self._of, self._counters = of, counters
         self._sizes = [group.block_tokens for group in geometry.groups]
         self.blocks: Blocks | None = None
-        self._ahead: dict[str, Sequence[Span]] = {}  # of living requests, until the last span is computed
+        self._ahead: dict[str, Sequence[WholeSpan]] = {}  # spans of unfinished requests, until the last is computed
         self.cut: dict[str, Cut] = {}
 
     def admitted(self, request: Request, tables: Tables) -> bool:
-        """The request has new blocks. Returns whether it got wrong KV with them, from the engine's own prefix cache."""
+        """Return whether the request's new blocks contain wrong KV that the engine's own prefix cache has supplied."""
         self.forget(request.request_id)
         self.more(request)
         first = min((self._shared(one, tables) for one in self.cut.values()), default=None) if self.cut else None
@@ -49,19 +52,22 @@ class Spans:
         return True
 
     def more(self, request: Request) -> None:
-        """The request has more tokens, perhaps with more spans."""
+        """Read the spans of the request again, because the request has more tokens."""
         if spans := self._of(request):
             self._ahead[request.request_id] = spans
 
     def forget(self, request_id: str) -> None:
-        """The request is over, or its blocks are gone: offer none of its wrong KV to other requests."""
+        """Drop the request's spans, and remove its blocks with wrong KV from the engine's prefix cache.
+
+        Called when the request is admitted, is over, or has lost its blocks.
+        """
         self._ahead.pop(request_id, None)
         cut = self.cut.pop(request_id, None)
         if cut is not None and cut.blocks and self.blocks is not None:
             self.blocks.forget(cut.blocks)
 
     def plan_step(self, step: Step, tracked_of: Mapping[str, Tracked]) -> list[tuple[Tracked, int]]:
-        """Return the requests whose spans this step is the first to cut, each with the first token that is wrong."""
+        """Return the requests in which this step cuts a span for the first time, each with its first wrong token."""
         for request_id in step.preempted_req_ids or ():
             if request_id in self.cut:
                 self.forget(request_id)
@@ -90,7 +96,7 @@ class Spans:
         self._offer_none(request_id, first)
 
     def _offer_none(self, request_id: str, start: int) -> None:
-        """Take the request's blocks from token `start` on, if they are wrong, out of the engine's prefix cache."""
+        """Remove the request's blocks with wrong KV, from token `start` on, from the engine's prefix cache."""
         cut, blocks = self.cut[request_id], self.blocks
         if blocks is None:
             return
@@ -104,7 +110,7 @@ class Spans:
         blocks.forget(found)
 
     def _shared(self, cut: Cut, tables: Tables) -> int:
-        """Return the first token of `tables` that lies in a block of `cut`; if none does, `BEYOND_TOKENS`."""
+        """Return the first token of `tables` that lies in a block of `cut`, or `BEYOND_TOKENS` if no token does."""
         places = (
             place * size
             for table, size in zip(tables, self._sizes, strict=True)

@@ -1,87 +1,180 @@
-"""What a waiting request asks of tiers, and an order that ranks carry out for it."""
+"""The fetches from tiers for one prompt, and the orders with which ranks carry out these fetches."""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvpipe.cache.catalog import Owner, Piece
+from kvpipe.cache.chunks import Owner, Piece
 from kvpipe.cache.prefixes import Prefixes
-from kvpipe.messages import TierOrder
-from kvpipe.scheduler.jobs import Reported
+from kvpipe.protocol.messages import TierOrder
+from kvpipe.scheduler.reported import Reported
 from kvpipe.statemachine import stage as m
 from kvpipe.statemachine.core import Compiled, Cursor, Watch
 from kvpipe.tiers.finder import Place, TierLookup
 
 if TYPE_CHECKING:
-    from kvpipe.scheduler.base import Request, Turn
+    from collections.abc import Sequence
+
+    from kvpipe.protocol.engine import Precedence, Request
 
 AHEAD_S_MAX: Final = 30.0
-"""For so long at most chunks of one prompt are brought ahead of requests."""
+"""The longest time in which the chunks of one prompt are fetched ahead of requests, in seconds."""
 _NEVER: Final = float("inf")
-FIRST: Final[Turn] = -_NEVER, 0
-"""No request comes before it."""
+FIRST: Final[Precedence] = -_NEVER, 0
+"""A precedence that compares less than that of every request."""
 _HOLDS_UP: Final = frozenset({m.ASKING, m.FOUND, m.FETCHING})
 
 
-class Stage(Cursor):
-    """The fetches for one waiting request, or for a prompt that no request waits for yet (`ahead`).
+class WantedPrompt(NamedTuple):
+    """A prompt that may have more chunks in tiers than in memory.
 
-    `taken`: tokens fetched, by tier. `waits`: ids of orders that have not landed. `leased`: number of chunks held.
-    `local`: units of the prefix that the engine holds itself. `turn`: of the request: the lowest comes first.
-    `begun_at_s`: when it was made. `again_at_s`: when tiers are asked once more for what a producer may be storing.
-    `short_at_s`: when it came to less than tiers have. `waited_s`: how long the engine would have had room for it.
-    `slow`: some of what is fetched is in a tier that is slower than the engine computes.
-    `request`: named in what routers are notified of; None: nobody is notified. `tenant`: of the fetched chunks.
+    `asked` has the block hashes under which `prefixes` finds the prompt's chunks. Routers are notified about fetched
+    chunks in the name of `request`. If `request` is None, no router is notified. A hit covers at most `units_max`
+    units, and only the tiers with the indices `tiers` are asked. None stands for no limit, and for all tiers.
+    """
+
+    asked: Request
+    prefixes: Prefixes
+    request: Request | None
+    units_max: int | None = None
+    tiers: frozenset[int] | None = None
+
+    @property
+    def stop(self) -> int:
+        """The number of units that a hit may cover."""
+        units = self.prefixes.final_units(self.asked, self.asked.num_tokens)
+        return units if self.units_max is None else min(units, self.units_max)
+
+
+class Stage(Cursor):
+    """The fetches of one prompt: a `RequestStage` or an `AheadStage`.
+
+    `taken` has the number of fetched tokens by tier. `waits` has the ids of tier orders that have not landed. `leased`
+    is the number of chunks that the stage holds. `slow` says that the tier of some fetched chunks is slower than
+    computing these chunks. `tenant` is the owner of fetched chunks. `local` is the number of units of the prefix that
+    the engine's own cache holds. The stage with the lowest `precedence` is served first. `waited_s` is the time in
+    seconds for which the request has waited although the engine had room for it.
     """
 
     __slots__ = (
-        "again_at_s", "announced", "asked", "asked_step", "begun_at_s", "deadline_at_s", "leased", "local", "lookup",
-        "owner", "prefixes", "request", "room", "short_at_s", "slow", "taken", "tenant", "todo", "turn", "waited_s",
-        "waits", "why",
+        "asked",
+        "leased",
+        "local",
+        "lookup",
+        "owner",
+        "precedence",
+        "prefixes",
+        "request",
+        "slow",
+        "taken",
+        "tenant",
+        "todo",
+        "waited_s",
+        "waits",
+        "wanted",
+        "why",
     )  # fmt: skip
 
     def __init__(
-        self, machine: Compiled, number: int, asked: Request, lookup: TierLookup, watch: Watch | None,
-        *, prefixes: Prefixes, request: Request | None, now_s: float, room: int | None = None, announced: bool = False,
+        self, machine: Compiled, number: int, watch: Watch | None, wanted: WantedPrompt, lookup: TierLookup,
+        precedence: Precedence,
     ) -> None:  # fmt: skip
-        """The tiers are asked. `asked`: the prompt, by whose hashes `prefixes` finds it.
-
-        `room`: how many chunks it may hold, where no request waits for them. `announced`: a hint has announced one.
-        """
+        """Start in the state ASKING, in which the tiers process `lookup`."""
         super().__init__(machine, number, watch)
-        self.asked, self.prefixes, self.request, self.lookup, self.room = asked, prefixes, request, lookup, room
-        self.announced, self.local, self.turn, self.short_at_s = announced, 0, FIRST, _NEVER
-        self.owner = Owner(asked.request_id, -number)  # admissions have positive epochs
-        self.begun_at_s = self.again_at_s = now_s
-        self.waited_s, self.deadline_at_s = 0.0, _NEVER if room is None else now_s + AHEAD_S_MAX
-        self.tenant, self.leased = prefixes.tenant(asked), 0
+        self.wanted, self.asked, self.prefixes, self.request = wanted, wanted.asked, wanted.prefixes, wanted.request
+        self.lookup, self.precedence, self.local, self.waited_s = lookup, precedence, 0, 0.0
+        self.owner = Owner(self.asked.request_id, -number)  # admissions have positive epochs
+        self.tenant, self.leased = self.prefixes.tenant(self.asked), 0
         self.waits: set[int] = set()
-        self.todo: deque[Place] = deque()  # what is still to be ordered, in the order of the prefix
+        self.todo: deque[Place] = deque()  # places that are still to be ordered, in the order of the prefix
         self.taken: dict[int, int] = {}
-        self.asked_step, self.slow = -1, False
-        self.why = ""  # it came to nothing, or to less
+        self.slow = False
+        self.why = ""  # why the stage has fetched nothing, or less than was found
 
     @property
     def holds_up(self) -> bool:
-        """Whether the request waits for it; of one that comes before: whether it goes on."""
+        """Whether the stage is still working. A request waits until its stage has ended."""
         return self.state.row in _HOLDS_UP
+
+    def brought(self, names: Sequence[str], tokens: int) -> tuple[tuple[str, int], ...]:
+        """Return pairs (tier's name, number of tokens): the part of a hit of `tokens` tokens that each tier brought.
+
+        `names` are the names of the tiers.
+        """
+        out: list[tuple[str, int]] = []
+        for tier, some in sorted(self.taken.items()):
+            out.append((names[tier], min(some, tokens)))
+            tokens -= out[-1][1]
+        return tuple(one for one in out if one[1])
 
     @property
     def ahead(self) -> bool:
-        """Whether no request waits."""
-        return self.room is not None
+        """Whether this stage fetches ahead of requests, so that no request waits for it."""
+        return isinstance(self, AheadStage)
+
+
+class RequestStage(Stage):
+    """The fetches for one waiting request.
+
+    `begun_at_s` is the time at which the stage was made. `again_at_s` is the time at which tiers are asked again for
+    chunks that a producer may be storing. `short_at_s` is the time at which the stage ended with fewer chunks than
+    tiers hold. `asked_step` is the step in which the engine has last asked for the request.
+    """
+
+    __slots__ = ("again_at_s", "asked_step", "begun_at_s", "short_at_s")
+
+    def __init__(
+        self, machine: Compiled, number: int, watch: Watch | None, wanted: WantedPrompt, lookup: TierLookup,
+        *, precedence: Precedence, step: int, now_s: float,
+    ) -> None:  # fmt: skip
+        """Start the stage in step `step`. Within a step the engine gets the same answer each time."""
+        super().__init__(machine, number, watch, wanted, lookup, precedence)
+        self.begun_at_s = self.again_at_s = now_s
+        self.asked_step, self.short_at_s = step, _NEVER
+
+
+class AheadStage(Stage):
+    """The fetches of a prompt for which no request waits yet. The stage may hold `room` chunks, until `deadline_at_s`.
+
+    `announced` says that a hint has announced a request with this prompt. Otherwise an operator warms the prompt.
+    """
+
+    __slots__ = ("announced", "deadline_at_s", "room")
+
+    def __init__(
+        self, machine: Compiled, number: int, watch: Watch | None, wanted: WantedPrompt, lookup: TierLookup,
+        *, room: int, announced: bool, now_s: float,
+    ) -> None:  # fmt: skip
+        """Create the stage. Every stage for which a request waits is served before this one."""
+        super().__init__(machine, number, watch, wanted, lookup, FIRST)
+        self.room, self.announced, self.deadline_at_s = room, announced, now_s + AHEAD_S_MAX
 
 
 class TierTransfer(Reported):
-    """An order that the ranks have not all reported yet."""
+    """A tier order that not all ranks have reported yet. `space` is the namespace of the order's chunk."""
 
-    __slots__ = ("order", "piece", "space", "stages")
+    __slots__ = ("order", "space")
 
-    def __init__(
-        self, machine: Compiled, order: TierOrder, space: str, watch: Watch | None, piece: Piece | None = None
-    ) -> None:
-        """`space`: the chunk's namespace. `piece`: of a fetch; a store has none."""
+    def __init__(self, machine: Compiled, order: TierOrder, space: str, watch: Watch | None) -> None:
+        """Register an order that is sent with the step that is being planned."""
         super().__init__(machine, order.id, watch)
-        self.order, self.space, self.piece = order, space, piece
+        self.order, self.space = order, space
+
+
+class TierStore(TierTransfer):
+    """A store of a chunk in a tier."""
+
+    __slots__ = ()
+
+
+class TierFetch(TierTransfer):
+    """A fetch of `piece` from a tier. `stages` are the stages that wait for the fetch."""
+
+    __slots__ = ("piece", "stages")
+
+    def __init__(self, machine: Compiled, order: TierOrder, space: str, watch: Watch | None, piece: Piece) -> None:
+        """Start without stages."""
+        super().__init__(machine, order, space, watch)
+        self.piece = piece
         self.stages: list[Stage] = []

@@ -1,42 +1,46 @@
-"""Decides whether a hit is loaded asynchronously, so that other requests do not wait for it.
+"""Decides whether a hit is loaded asynchronously, so that other requests do not wait for the load.
 
-A sync load overlaps with the forward of its own step, layer by layer; for what does not overlap, the whole batch waits.
-With an async load the others run, and its own request runs a step later. So a hit is loaded asynchronously if other
-requests run, and its load, together with the step's other sync loads, would take longer than `stall_ms_max`, or another
-async load is under way.
+A sync load overlaps with the forward of its own step, layer by layer. The whole batch waits for the part of the load
+that does not overlap. During an async load, other requests run, and the load's own request runs a step later. Therefore
+a hit is loaded asynchronously only if other requests run. In addition, another async load must be under way, or the
+step's sync loads together with this one must take longer than `stall_ms_max`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvpipe.geometry import Geometry
+from kvpipe.protocol.geometry import Geometry
 
 if TYPE_CHECKING:
-    from kvpipe.scheduler.base import Step
+    from kvpipe.protocol.engine import Step
 
 IDLE_WAIT_MS_MAX: Final = 5
-"""How long a step that computes nothing waits for a load. A request that arrives meanwhile may start so much later."""
+"""The longest wait of a step that computes nothing for a load, in milliseconds.
+
+A request that arrives during the wait may start later by this time.
+"""
 
 
 class Stall:
-    """Compares the time of a load, by the measured rate, with how long other requests may wait."""
+    """Compares the time of a load, by the measured rate, with the time for which other requests may wait."""
 
     def __init__(self, geometry: Geometry, stall_ms_max: int) -> None:
         """Start without a measured rate, and without running requests."""
         self._token_bytes = geometry.token_bytes
         self._stall_s_max = stall_ms_max / 1000
         self.rate = 0.0
-        """Bytes per second of loads on the slowest rank, as last measured; 0: not measured yet."""
+        """Bytes per second of loads on the slowest rank, as last measured; 0 if not measured yet."""
         self.running = 0
         """The number of requests that the last step computed."""
         self.due = 0
         """Tokens of the sync loads that are planned for the next step."""
 
     def too_long(self, tokens: int, *, loading: bool) -> bool:
-        """Whether a load of `tokens` tokens should be asynchronous. `loading`: another asynchronous one is under way.
+        """Whether a load of `tokens` tokens should be asynchronous.
 
-        Without a measured rate a load counts as instant, unless `stall_ms_max` is 0.
+        `loading` says that another async load is under way. Without a measured rate, a load counts as instant, unless
+        `stall_ms_max` is 0.
         """
         if not self.running:
             return False
@@ -46,16 +50,20 @@ class Stall:
 
 
 class Idle:
-    """Lets a step that computes nothing wait for a load, instead of many steps that find it unfinished."""
+    """Decides how long a step that computes nothing waits for a load.
+
+    Without the wait, many empty steps would find the load unfinished.
+    """
 
     def __init__(self, stall_ms_max: int) -> None:
-        """`stall_ms_max`: an upper bound for the wait, in milliseconds."""
+        """Start without empty steps. `stall_ms_max` is an upper limit of the wait, in milliseconds."""
         self._wait_ms_max, self._empty_steps = min(IDLE_WAIT_MS_MAX, stall_ms_max), 0
 
     def wait_ms(self, step: Step, *, loading: bool) -> int:
-        """Return how many milliseconds `step` is to wait for a load. `loading`: asynchronous ones may be under way.
+        """Return how many milliseconds `step` should wait for a load. `loading` says that async loads may be under way.
 
-        0 for the first step after one that computes: that one's output may be what the engine waits for.
+        The result is 0 for the first step after a step that computes, because the engine may be waiting for the output
+        of that step.
         """
         if step.num_scheduled_tokens:
             self._empty_steps = 0

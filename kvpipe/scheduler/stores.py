@@ -1,38 +1,45 @@
-"""Stores chunks in tiers: chunks are offered, wait in a queue, and are stored by the ranks."""
+"""Stores chunks in tiers. Chunks are offered, wait in a queue, and are stored by the ranks."""
 
 from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Reversible
+from itertools import chain
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvpipe.cache.catalog import Catalog, Chunk, Owner
+from kvpipe.cache.chunks import Chunk, EvictedError, Owner, Piece
 from kvpipe.cache.fair import FairShares
-from kvpipe.geometry import Geometry
-from kvpipe.messages import TierOrder
+from kvpipe.protocol.messages import TierOrder
+from kvpipe.scheduler.events import Subscriber
 from kvpipe.statemachine import chunk as chunk_m
 from kvpipe.statemachine.request import FINISHED
-from kvpipe.tiers.finder import chunk_name
+from kvpipe.tiers.finder import Finder
 from kvpipe.tiers.namespace import Namespace
-from kvpipe.trace.log import Counters, warn
+from kvpipe.tiers.prefix_keys import chunk_name
+from kvpipe.trace.log import warn
 
 if TYPE_CHECKING:
+    from kvpipe.scheduler.context import Context
     from kvpipe.scheduler.records import Tracked
+    from kvpipe.scheduler.tier_blocks import TierBlocks
 
 STORE_SHARE: Final = 0.25
-"""The largest share of the pool that chunks on their way to tiers hold."""
+"""The largest share of the pool that chunks with a store under way may take."""
 OFFERS_MAX: Final = 4096
-"""How many chunks may wait to be stored. If there are more, the tenant with most loses its oldest one."""
+"""The number of chunks that may wait to be stored.
+
+With more, the tenant with the most chunks loses its oldest offer.
+"""
 REST_STEPS: Final = 100
-"""For how many steps nothing is stored in a tier after a failed store: the ranks' breakers would refuse it."""
+"""The number of steps without stores after a failed store: the ranks' breakers would refuse the stores."""
 STORES: Final = "\0store"
-"""The owner of leases of chunks on their way to a tier; no request id has a zero byte."""
+"""The request id in owners of leases on chunks with a store under way. No real request id has a zero byte."""
 _NEVER: Final = float("inf")
 
 
 class Offer(NamedTuple):
-    """A chunk to be stored up to its mark (`units`, `key`)."""
+    """The offer to store a chunk up to one of its marks (`units`, `key`)."""
 
     chunk: Chunk
     units: int
@@ -40,97 +47,167 @@ class Offer(NamedTuple):
 
     @property
     def stands(self) -> bool:
-        """Whether the chunk still has that mark."""
+        """Whether the chunk still has the mark of this offer."""
         if self.chunk.state.row not in {chunk_m.READY, chunk_m.GROWING}:
             return False
         return any(mark.key == self.key and mark.units == self.units for mark in self.chunk.marks)
+
+    @property
+    def waits(self) -> bool:
+        """Whether the chunk cannot be leased yet, because the holder of a node's memory has yet to publish it."""
+        return not self.chunk.is_published and self.stands
 
 
 _OfferKey = tuple[int, Chunk, bytes]
 """(index of the tier, chunk, key)."""
 
 
-class Storing:
-    """One per engine that has tiers."""
+class _TierOffers:
+    """The offers to one tier. All offers of `first` are stored before those of `others`. Each queue is in order of age.
+
+    `under_way` maps the order id of each store that not all ranks have reported to the owner of its lease. Nothing is
+    stored before step `rests`.
+    """
+
+    __slots__ = ("first", "others", "rests", "under_way")
+
+    def __init__(self) -> None:
+        """Start without offers."""
+        self.first: OrderedDict[_OfferKey, None] = OrderedDict()
+        self.others: OrderedDict[_OfferKey, None] = OrderedDict()
+        self.under_way: dict[int, Owner] = {}
+        self.rests = 0
+
+    def put(self, place: _OfferKey, *, first: bool) -> None:
+        """Add an offer. An offer that exists already keeps its place in the queue, except if it moves to `first`."""
+        if first:
+            self.others.pop(place, None)
+            self.first[place] = None
+        elif place not in self.first:
+            self.others[place] = None
+
+    def remove(self, place: _OfferKey) -> None:
+        """Remove an offer."""
+        del (self.first if place in self.first else self.others)[place]
+
+
+class Storing(Subscriber):
+    """Plans the stores of an engine that has tiers."""
 
     def __init__(
         self,
-        catalog: Catalog,
-        geometry: Geometry,
+        context: Context,
+        finder: Finder,
         space: Namespace,
         *,
-        policies: Sequence[str],
-        bytes_in_flight_max: int,
-        counters: Counters,
         new_id: Callable[[], int],
-        split: Callable[[int], int] = lambda _: 0,
-        idle_s_max: float = _NEVER,
-        names: Sequence[str] = (),
+        stores: bool,
+        loads: bool,
     ) -> None:
-        """`policies`: per tier, its configuration key `store`. Nothing is offered before `space` has a name.
+        """Start without offers. Nothing is offered before `space` has a name.
 
-        `idle_s_max`: how long stores are begun in steps that compute nothing. `names`: of the tiers, for the log.
-
-        `bytes_in_flight_max`: of slots, per rank. `split(group)`: the number of parts in which a chunk is stored.
+        `stores` says whether this engine writes to tiers. `loads` says whether this engine loads. An engine that does
+        not load stores chunks of finished requests before others, because another engine waits for these chunks.
         """
-        self._split = split
-        self._catalog, self._space, self._policies = catalog, space, policies
-        self._counters, self._new_id, self._per_chunk = counters, new_id, geometry.units_per_chunk
-        self._states = geometry.states
-        self._in_flight_max = bytes_in_flight_max // geometry.slot_bytes
-        self._offers: OrderedDict[_OfferKey, Offer] = OrderedDict()
-        self._shares = FairShares[_OfferKey](catalog.account_of)  # of `_offers`
-        self._names = names
-        self._rests = [0] * len(policies)  # until which step nothing is stored in a tier
-        self._step = 0
-        self.idle_s_max, self._stops_s, self._rested = idle_s_max, _NEVER, False
-        self.under_way: dict[int, Owner] = {}
-        """By order id, the owner of the lease, for each store that not all ranks have reported."""
+        geometry, settings = context.geometry, context.settings
+        self._context, self._split = context, finder.split
+        self._catalog, self._space, self._counters, self._new_id = context.catalog, space, context.counters, new_id
+        self._policies = policies = [tier.spec.store if stores else "never" for tier in finder.tiers]
+        self._per_chunk, self._states, self._unit = geometry.units_per_chunk, geometry.states, geometry.unit_tokens
+        self._in_flight_max = int(settings.tier_bytes_in_flight_max) // geometry.slot_bytes
+        self._queues = [_TierOffers() for _ in policies]  # one queue for each tier
+        self._offers: dict[_OfferKey, Offer] = {}  # the offers of all queues
+        self._shares = FairShares[_OfferKey](context.catalog.account_of)  # the tenants' shares of `_offers`
+        self._written = max(1, sum(policy != "never" for policy in policies))
+        self._names = [tier.name for tier in finder.tiers]
+        self._finished_first = not loads
+        self.tier_blocks: TierBlocks | None = None  # set if the engine has routers
+        self.idle_s_max, self._stops_s, self._rested = settings.store_idle_s_max, _NEVER, False
 
     @property
     def _max(self) -> int:
-        """How many stores may be under way, of a pool whose size ranks report later."""
-        return max(1, min(int(self._catalog.slots * STORE_SHARE), self._in_flight_max))
+        """The number of stores that may be under way for each tier. It changes when ranks report the size of the pool.
 
-    # ---- what is offered ------------------------------------------------------------------------------------------
+        All tiers have equal limits, so that a tier that hangs does not delay others.
+        """
+        return max(1, min(int(self._catalog.slots * STORE_SHARE), self._in_flight_max) // self._written)
 
-    def landed(self, tracked: Tracked, chunk: Chunk, units: int) -> None:
-        """A piece has landed: offer its chunk if it is whole, or if this request will not fill it any further."""
+    @property
+    def owners(self) -> list[Owner]:
+        """The owners of the leases on chunks with a store under way."""
+        return [owner for queue in self._queues for owner in queue.under_way.values()]
+
+    # ---- offers ---------------------------------------------------------------------------------------------------
+
+    def landed(self, tracked: Tracked, piece: Piece) -> None:
+        """Offer the piece's chunk if it is whole, or if this request will not add units to it."""
+        chunk, units = piece.chunk, piece.stop
         ended = units == self._per_chunk or chunk.group in self._states or tracked.state.row == FINISHED
-        if ended or self._states:  # else only where a state is kept: it is of no use without the attention up to there
+        ended = ended or not (chunk.writers or self._catalog.grows(chunk))
+        # A chunk that the request will fill further is offered only up to the mark of a state. The state is useless
+        # without the attention KV before it.
+        if ended or self._states:
             for mark in chunk.marks:
                 if mark.units == units and (ended or mark.keep):
-                    self._offer("all", chunk, units, mark.key)
+                    self._offer("all", chunk, units, mark.key, finished=tracked.state.row == FINISHED)
 
-    def ended(self, tracked: Tracked) -> None:
-        """The request is over: offer the chunk that it ended in, as far as it is filled."""
+    def finished(self, tracked: Tracked, chunks: dict[Chunk, None]) -> None:
+        """Offer the chunk in which the request ended, as far as the chunk is filled."""
+        if self._finished_first:
+            self._put_first(chunks)
         for opened in tracked.saving.opened:
-            if opened is not None and opened.filled < self._per_chunk and opened.base < tracked.stored_units:
+            if opened is not None and opened.filled < self._per_chunk:
                 for mark in opened.chunk.marks:
-                    self._offer("all", opened.chunk, mark.units, mark.key)
+                    self._offer("all", opened.chunk, mark.units, mark.key, finished=True)
 
-    def used(self, chunks: list[Chunk]) -> None:
-        """A second request uses `chunks`: offer them to tiers with `store=second_use`."""
+    def _put_first(self, chunks: Reversible[Chunk]) -> None:
+        """Move those of `chunks` that wait to the offers that are stored first.
+
+        The prefix's last chunk is first in `chunks`.
+        """
+        waiting = [(tier, queue) for tier, queue in enumerate(self._queues) if queue.others]
+        for chunk in reversed(chunks) if waiting else ():
+            for mark in chunk.marks:
+                for tier, queue in waiting:
+                    if (place := (tier, chunk, mark.key)) in queue.others:
+                        queue.put(place, first=True)
+
+    def leased(self, tracked: Tracked, chunks: list[Chunk]) -> None:
+        """A second request uses `chunks`: offer them to the tiers with `store=second_use`.
+
+        Chunks that end behind the request's limit are not offered.
+        """
+        if "second_use" not in self._policies:
+            return
+        units_max, request = tracked.limits.save_units_max(self._unit), tracked.request
+        allowed: set[bytes] | None = None
+        if units_max is not None:
+            keys, states = self._context.prefixes.unit_keys(request), self._context.prefixes.state_keys(request)
+            allowed = {*keys[:units_max], *states[:units_max]}
         for chunk in chunks:
             for mark in chunk.marks[-1:]:
+                if allowed is not None and mark.key not in allowed:
+                    continue
                 self._offer("second_use", chunk, mark.units, mark.key)
 
     def brought(self, tier: int, offer: Offer) -> None:
-        """A chunk was fetched from the tier with the index `tier`: offer it to the nearer tiers."""
+        """Offer a chunk that was fetched from the tier with index `tier` to the nearer tiers."""
         self._put_off([nearer for nearer in range(tier) if self._policies[nearer] != "never"], offer)
 
-    def _offer(self, policy: str, chunk: Chunk, units: int, key: bytes) -> None:
+    def _offer(self, policy: str, chunk: Chunk, units: int, key: bytes, *, finished: bool = False) -> None:
         if self._space.name:
             tiers = [tier for tier, theirs in enumerate(self._policies) if theirs == policy]
-            self._put_off(tiers, Offer(chunk, units, key))
+            self._put_off(tiers, Offer(chunk, units, key), first=finished and self._finished_first)
 
-    def _put_off(self, tiers: list[int], offer: Offer) -> None:
+    def _put_off(self, tiers: list[int], offer: Offer, *, first: bool = False) -> None:
         for tier in tiers:
-            if self._rests[tier] > self._step:
+            queue = self._queues[tier]
+            if queue.rests > self._context.steps.planned:
                 self._counters["store_dropped_tier_failed"] += 1
             else:
                 place = tier, offer.chunk, offer.key
                 self._offers[place] = offer
+                queue.put(place, first=first)
                 self._shares.put(place, offer.chunk.tenant)
         while len(self._offers) > OFFERS_MAX:
             self._take(self._shares.most())
@@ -138,37 +215,59 @@ class Storing:
 
     def _take(self, place: _OfferKey) -> Offer:
         self._shares.pop(place)
+        self._queues[place[0]].remove(place)
         return self._offers.pop(place)
 
-    # ---- what is stored -------------------------------------------------------------------------------------------
+    # ---- stores ---------------------------------------------------------------------------------------------------
 
     def plan(self, due: list[TierOrder], *, idle: bool = False) -> None:
-        """Append a step's store orders to `due`, as many as may be under way. `idle`: the step computes nothing."""
-        self._step += 1
+        """Append a step's store orders to `due`, as many as may be under way.
+
+        `idle` says that the step computes nothing.
+        """
         if not idle:
             self._stops_s, self._rested = _NEVER, False
         elif self._stops_s == _NEVER:
             self._stops_s = time.monotonic() + self.idle_s_max
-        while self.pending:
-            place = next(iter(self._offers))
-            offer = self._take(place)
-            if not (offer.stands and self._catalog.holds(offer.chunk)):
-                self._counters["store_dropped_evicted"] += 1
-            else:
-                chunk, name = offer.chunk, chunk_name(offer.key)
-                at = place[0], chunk.slot, chunk.group, offer.units
-                order = TierOrder(self._new_id(), True, *at, name, self._split(chunk.group))  # noqa: FBT003
-                owner = self.under_way[order.id] = Owner(STORES, order.id)
-                due.append(order)
-                self._catalog.lease(owner, [chunk])
+        if self._offers:
+            for queue in self._queues:
+                while (place := self._next(queue)) is not None:
+                    self._store(place, due)
+
+    def _next(self, queue: _TierOffers) -> _OfferKey | None:
+        """Return the offer of `queue` that the next step can store or drop first, or None."""
+        if len(queue.under_way) >= self._max or time.monotonic() >= self._stops_s:
+            return None
+        return next((place for place in chain(queue.first, queue.others) if not self._offers[place].waits), None)
+
+    def _store(self, place: _OfferKey, due: list[TierOrder]) -> None:
+        """Remove an offer from its queue. Append its order to `due` if the pool still holds the chunk."""
+        offer = self._take(place)
+        if not (offer.stands and self._catalog.holds(offer.chunk)):
+            self._counters["store_dropped_evicted"] += 1
+            return
+        chunk, tier, name = offer.chunk, place[0], chunk_name(offer.key)
+        at = tier, chunk.slot, chunk.group, offer.units
+        order = TierOrder(self._new_id(), True, *at, name, self._split(chunk.group))  # noqa: FBT003
+        owner = Owner(STORES, order.id)
+        try:
+            self._catalog.lease(owner, [chunk])
+        except EvictedError:
+            self._counters["store_dropped_evicted"] += 1
+            return
+        self._queues[tier].under_way[order.id] = owner
+        due.append(order)
+        if self.tier_blocks is not None:
+            self.tier_blocks.ordered(order, chunk, offer.key)
 
     def over(self, order: TierOrder, *, ok: bool) -> None:
-        """Every rank has reported a store. `ok`: it succeeded on all of them."""
-        self._catalog.release(self.under_way.pop(order.id), hit=False)
+        """Every rank has reported a store. `ok` says that the store has succeeded on all ranks."""
+        queue = self._queues[order.tier]
+        self._catalog.release(queue.under_way.pop(order.id), hit=False)
         self._counters["chunks_stored" if ok else "chunks_not_stored"] += 1
         if not ok:
-            self._rests[order.tier] = self._step + REST_STEPS
-            for place in [place for place in self._offers if place[0] == order.tier]:
+            queue.rests = self._context.steps.planned + REST_STEPS
+            for place in [*chain(queue.first, queue.others)]:
                 self._take(place)
                 self._counters["store_dropped_tier_failed"] += 1
 
@@ -179,25 +278,27 @@ class Storing:
 
     @property
     def pending(self) -> bool:
-        """Whether an offer waits only for the next step."""
-        return bool(self._offers) and len(self.under_way) < self._max and time.monotonic() < self._stops_s
+        """Whether the next step can store any offer."""
+        return bool(self._offers) and any(self._next(queue) is not None for queue in self._queues)
 
     def rest(self) -> None:
-        """The engine makes no more steps until it has other work: offers wait for that, and are counted once."""
+        """Count the waiting offers once, because the engine makes no more steps until it has other work."""
         if self._offers and not self._rested:
             self._rested = True
             why = f"store_idle_s_max={self.idle_s_max:g}" if time.monotonic() >= self._stops_s else "no answer"
+            if any(offer.waits for offer in self._offers.values()):  # an engine with a holder takes steps for these
+                why = "no holder"
             self._counters["stores_put_off"] += len(self._offers)
             self._counters.fault("stores_too_slow", chunks=len(self._offers), tiers=self._waited_for, why=why)
 
     def end(self) -> None:
-        """The engine ends: what is still offered is lost."""
+        """Drop and report all offers, because the engine ends."""
         if self._offers:
             self._counters["store_dropped_engine_ended"] += len(self._offers)
-            warn("stores_lost", chunks=len(self._offers), tiers=self._waited_for, why="the engine ends")
+            warn("stores_lost", chunks=len(self._offers), tiers=self._waited_for, why="the engine is shutting down")
             self.clear()
 
     @property
     def _waited_for(self) -> str:
-        """The names of the tiers that offers are for."""
+        """The names of the tiers to which chunks are offered, separated by commas."""
         return ", ".join(self._names[tier] for tier in sorted({place[0] for place in self._offers}))

@@ -1,19 +1,22 @@
-"""What this engine does: by its role, by operators' switches, and by what its ranks can do."""
+"""Says whether this engine saves, stores and loads: by its role, operators' switches, and the state of its ranks."""
 
 from __future__ import annotations
 
-from kvpipe.config import Settings
+from kvpipe.config.settings import Settings
 from kvpipe.scheduler.weights import Weights
 
 
 class Switches:
-    """One per scheduler side. Operators may change `freeze` and `bypass` at any time."""
+    """The switches of one engine. Operators may change `freeze` and `bypass` at any time."""
 
     def __init__(self, settings: Settings, weights: Weights, *, saves: bool, loads: bool) -> None:
-        """`saves`, `loads`: whether this engine saves and loads, by its `kv_role`."""
+        """Start with the switches of `settings`.
+
+        `saves` and `loads` say what this engine does according to its `kv_role`.
+        """
         self.saves, self.loads = saves, loads
         self.freeze, self.bypass = settings.freeze, settings.bypass
-        self.tier_lost = False  # a rank can neither save nor load any more: nothing is found or planned
+        self.tier_lost = False  # if a rank can neither save nor load any more, nothing is found or planned
         self._weights = weights
 
     @property

@@ -1,9 +1,9 @@
 """The scheduler side's knowledge of the engine's weights: a digest that every rank reports.
 
-After any call that may have changed the weights they are doubtful: nothing is found and nothing is saved until every
-rank has digested its weights again, at the beginning of a step. If they have changed, every chunk is forgotten, and
-tiers are used under the namespace of the new weights. An engine that gets its old weights back finds its old chunks in
-tiers again.
+After any call that may have changed the weights, the digest is in doubt. Nothing is found and nothing is saved until
+every rank has digested its weights again, at the beginning of a step. If the weights have changed, every chunk is
+forgotten, and tiers are used under the namespace of the new weights. An engine that gets its old weights back finds its
+old chunks in tiers again.
 """
 
 from __future__ import annotations
@@ -14,14 +14,19 @@ from kvpipe.trace.log import Counters
 
 
 class Weights:
-    """One per engine, on the scheduler's thread."""
+    """The digest of one engine's weights, and whether that digest is in doubt. Used on the scheduler's thread only."""
 
     def __init__(self, ranks: int, counters: Counters) -> None:
-        """Start without digests, of `ranks` ranks."""
+        """Start without digests, for `ranks` ranks."""
         self._ranks, self._counters, self.awaited = ranks, counters, False
-        """`awaited`: the ranks' first reports come with a step, and have not come. Nothing is found or saved before."""
+        """`awaited` says that the ranks report for the first time with a step, and have not reported yet.
+
+        Nothing is found or saved before the ranks have reported.
+        """
+        self.asleep = False
+        """Whether the ranks' memory is released (vLLM's sleep mode), so that no rank may read its weights now."""
         self.digest = ""
-        """The digest of all ranks' weights; "": some rank's weights are not known."""
+        """The digest of all ranks' weights. It is "" if the weights of some rank are unknown."""
         self._question = self._answered = self._sent = 0
         self._known = False
 
@@ -31,30 +36,32 @@ class Weights:
         return self.awaited or self._answered < self._question
 
     def know(self, reports: Iterable[str]) -> bool:
-        """Take the digests of the ranks' weights, in the ranks' order. Returns whether they have changed.
+        """Record the digests of the ranks' weights, in the order of the ranks.
 
-        False at the first call; later ones come from an engine that has started its ranks again.
+        Returns whether the weights have changed. The first call returns False. A later call means that the engine has
+        started its ranks again.
         """
         before, self.digest = self.digest, _together(reports)
         known, self._known = self._known, True
         return known and (not self.digest or self.digest != before)
 
     def suspect(self, why: str = "") -> None:
-        """A call may have changed the weights; `why` names it, for the counter."""
+        """Note that a call may have changed the weights. `why` names the call in the counter."""
         self._question += 1
         self._counters.count("weights_suspected", why)
 
-    def ask(self) -> int:
-        """Return the number of the question that goes to the ranks with the next step; 0: none."""
-        if self._sent == self._question or not self.doubtful:
+    def next_question(self) -> int:
+        """Return the number of the question that is sent to the ranks with the next step, or 0 if none is sent."""
+        if self.asleep or self._sent == self._question or not self.doubtful:
             return 0
         self._sent = self._question
         return self._question
 
     def answered(self, reports: dict[int, tuple[int, str]]) -> bool:
-        """Take (question, digest of the weights) by rank. Returns whether the weights have changed.
+        """Process the ranks' answers: (question, digest of the weights) by rank.
 
-        Every answer counts, even if another question is open already: steps were computed with those weights.
+        Returns whether the weights have changed. Every answer is used, even if another question is open already,
+        because steps were computed with those weights.
         """
         if len(reports) < self._ranks:
             self._counters.fault("weights_not_on_all_ranks", ranks=self._ranks, reported=len(reports))

@@ -1,7 +1,8 @@
-"""The bytes of LoRA adapters: what reads them, what the scheduler side makes of them, what a rank checks."""
+"""Tests of the bytes of LoRA adapters: reading them, their use on the scheduler side, and the checks of a rank."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -12,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from kvpipe import adapter_files as module
-from kvpipe.adapter_files import FILES, AdapterFiles, AdapterReader, folder_of, read_as
-from kvpipe.messages import BROKEN, Claim, Kind, Report, StepPlan
+from kvpipe.protocol.messages import BROKEN, Claim, Kind, Report, StepPlan
 from kvpipe.scheduler.adapters import ALWAYS, Adapters
-from kvpipe.testing.pipeline_rig import job
 from kvpipe.testing.waiting import WAIT_S
-from kvpipe.tiers.finder import chunk_name
+from kvpipe.threads import adapter_files as module
+from kvpipe.threads.adapter_files import FILES, AdapterFiles, AdapterReader, folder_of, read_as
+from kvpipe.tiers.prefix_keys import chunk_name
 from kvpipe.trace.log import Counters
 from kvpipe.worker.adapters import HeldAdapters, Loaded
+from tests.rigs.pipeline_rig import job
 
 CONFIG, WEIGHTS = FILES[:2]
 
@@ -44,8 +45,11 @@ def _ask(reader: AdapterReader, path: str) -> bytes:
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
-def test_bytes_count_and_nothing_else(tmp_path: Path) -> None:
-    """Adapters of the same bytes are the same wherever they lie; of others they differ, by one byte or one name."""
+def test_digest_of_an_adapter_depends_on_its_files_alone(tmp_path: Path) -> None:
+    """Adapters with equal files in different folders have equal digests.
+
+    Another byte or file name changes the digest.
+    """
     files = AdapterFiles()
     one = files.read(_write(tmp_path / "a")).digest
     assert files.read(_write(tmp_path / "b", at_ns=1)).digest == one
@@ -54,11 +58,11 @@ def test_bytes_count_and_nothing_else(tmp_path: Path) -> None:
     assert files.read(str(tmp_path / "a")).digest != one
 
 
-def test_what_was_overwritten_is_read_again(tmp_path: Path) -> None:
-    """Of equal size, with equal times, a moment after it was read or long after: the new bytes count."""
+def test_overwritten_file_is_read_again(tmp_path: Path) -> None:
+    """A file is overwritten by a file of equal size and times, at once or long after the last reading."""
     files, folder = AdapterFiles(), _write(tmp_path / "a")
     one = files.read(folder).digest
-    _write(tmp_path / "a", b"two")  # so soon that no clock may show it
+    _write(tmp_path / "a", b"two")  # so soon that a clock may not show the difference
     assert (two := files.read(folder).digest) != one
     time.sleep(module.SETTLED_S)
     assert files.read(folder) == (settled := files.read(folder))
@@ -71,7 +75,7 @@ def test_what_was_overwritten_is_read_again(tmp_path: Path) -> None:
 
 
 def test_an_adapter_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is read again; if it never rests, that is reported."""
+    """An adapter that changes while it is read is read again. If it never stops changing, that is reported."""
     folder, changes = _write(tmp_path / "a"), [b"two"]
     read = module.digest_of
 
@@ -94,8 +98,8 @@ def _fifo(folder: Path) -> None:
 
 
 def _socket(folder: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as one:
-        one.bind(os.path.relpath(folder / WEIGHTS))
+    with contextlib.chdir(folder), socket.socket(socket.AF_UNIX) as one:
+        one.bind(WEIGHTS)  # a relative name, because a socket's address has at most 107 bytes
 
 
 def _device(folder: Path) -> None:
@@ -116,8 +120,8 @@ def _huge(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("hostile", [_fifo, _socket, _device, _loop, _folder, _huge])
-def test_hostile_files(tmp_path: Path, hostile: Any) -> None:
-    """What is no regular file, or larger than any adapter, is one error at once: nothing is waited for or read."""
+def test_file_that_is_no_adapters_causes_one_error(tmp_path: Path, hostile: Any) -> None:
+    """A file that is not regular, or larger than any adapter, causes one error at once, without a wait or a read."""
     folder = Path(_write(tmp_path / "a"))
     (folder / WEIGHTS).unlink()
     hostile(folder)
@@ -130,8 +134,8 @@ def test_hostile_files(tmp_path: Path, hostile: Any) -> None:
 @pytest.mark.parametrize(
     "path", ["/nowhere", "", "a\0b", "\udcff", "nobody/nothing", "x" * 5000, "~nobody-at-all/x", "/dev/null"]
 )
-def test_hostile_paths(path: str) -> None:
-    """A path that is none costs one fault, however often it is asked for; other adapters are read."""
+def test_invalid_path_causes_one_fault(path: str) -> None:
+    """An invalid path causes one fault, no matter how often it is requested. Other adapters are read."""
     faults: list[str] = []
     reader = AdapterReader(lambda _, why: faults.append(why))
     assert [_ask(reader, path) for _ in range(3)] == [b""] * 3
@@ -139,8 +143,8 @@ def test_hostile_paths(path: str) -> None:
     reader.stop()
 
 
-def test_what_vllm_does_not_read_does_not_count(tmp_path: Path) -> None:
-    """Names that are no UTF-8, pipes, thousands of files and links to anywhere beside an adapter are not touched."""
+def test_files_that_vllm_does_not_read_are_ignored(tmp_path: Path) -> None:
+    """Names that are not UTF-8, pipes, thousands of files and links beside an adapter are not touched."""
     folder = Path(_write(tmp_path / "a"))
     one = AdapterFiles().read(str(folder)).digest
     Path(os.fsdecode(os.fsencode(folder) + b"/\xff\xfe")).touch()
@@ -154,7 +158,7 @@ def test_what_vllm_does_not_read_does_not_count(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a hub's id it counts what lies in the local cache, link by link; nothing is downloaded for that."""
+    """An adapter with a hub's id is read from the local cache, link by link. Nothing is downloaded."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     home = tmp_path / "models--who--what"
     commit = "0123456789abcdef0123456789abcdef01234567"
@@ -172,7 +176,7 @@ def test_a_folder_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_vllm_reads_no_other_files() -> None:
-    """The files that count are all that vLLM's LoRA code names."""
+    """The files that count are exactly those that vLLM's LoRA code names."""
     import re
 
     import vllm.lora
@@ -188,8 +192,8 @@ def test_vllm_reads_no_other_files() -> None:
 # ---- the reader -----------------------------------------------------------------------------------------------------
 
 
-def test_one_reading_for_all_who_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sixty who ask while an adapter is read share that reading and at most one more, though its files are new."""
+def test_lookups_that_wait_share_the_reading_of_an_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixty lookups of one adapter cause at most two readings, although new files are normally read for each lookup."""
     folder, go, begun = _write(tmp_path / "a"), threading.Event(), threading.Event()
     read = module.digest_of
 
@@ -207,7 +211,7 @@ def test_one_reading_for_all_who_wait(tmp_path: Path, monkeypatch: pytest.Monkey
         asked.append(time.monotonic())
         assert reader.digest(folder, asked[-1]) is None
     go.set()
-    _ask(reader, str(tmp_path / "b"))  # all that was asked before has been read
+    _ask(reader, str(tmp_path / "b"))  # everything that was requested before has been read
     assert len({reader.digest(folder, since_s) for since_s in asked}) == 1
     assert reader.readings == 2
     reader.stop()
@@ -217,25 +221,25 @@ def test_one_reading_for_all_who_wait(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 class _Reader:
-    """Files that have not been read yet, or come to `found`."""
+    """A reader whose files are not read yet, or have the digest `found`."""
 
     def __init__(self) -> None:
         self.found: bytes | None = None
         self.asked: list[float] = []
 
     def digest(self, _: str, since_s: float) -> bytes | None:
-        """Answer as asked."""
+        """Return `found`, or nothing."""
         self.asked.append(since_s)
         return self.found
 
 
 class _World:
-    """A scheduler side's adapters, and one request of adapter 1."""
+    """The scheduler side's adapters, and one request of adapter 1."""
 
     def __init__(
         self, ranks: int = 1, *, seconds_max: float = 1000.0, in_place: bool = False, fused: bool = False
     ) -> None:
-        """Nothing is known."""
+        """Start without known adapters."""
         self.reader = _Reader()
         self.side = Adapters(ranks, seconds_max, Counters())
         self.side.reader = self.reader  # type: ignore[assignment]
@@ -243,43 +247,46 @@ class _World:
             lora_int_id=1, lora_name="a", lora_path="/a", load_inplace=in_place, is_3d_lora_weight=fused
         )
         self.request: Any = SimpleNamespace(request_id="r", lora_request=lora, block_hashes=[b"0", b"1"])
-        self.side.begin(self.request)
+        self.side.begin_use(self.request)
         self.step = 0
 
     def keys(self, *, worth: bool = True) -> list[bytes] | None:
-        """Look up in the next step: the keys, or None if the request waits."""
+        """Look up in the next step. Return the keys, or None if the request waits."""
         self.step += 1
         if self.side.waits(self.request, self.step, worth=worth):
             return None
         return list(self.side.keys(self.request))
 
     def called(self, number: int) -> None:
-        """VLLM loads or removes an adapter, after the last step that was planned."""
+        """Let vLLM load or remove an adapter, after the last planned step."""
         self.side.called(number, self.step)
 
     def noted(self, news: dict[int, dict[int, bytes]], *, after: int = 1) -> None:
-        """Ranks report what they hold, so many steps `after` the last that was planned."""
+        """Let ranks report what they hold. The report is of the step `after` steps after the last planned step."""
         self.side.reported(news, self.step + after)
 
 
 def test_keys_cover_the_bytes() -> None:
-    """Nobody's keys are those of another adapter or of none, in memory or in a tier; they follow the hashes."""
+    """Keys of an adapter differ from those of every other adapter and of none, in memory and in a tier."""
     world = _World()
     world.reader.found = b"d" * 16
     assert world.keys() == [b"0" + b"d" * 16, b"1" + b"d" * 16]
     world.request.block_hashes[1:] = [b"x", b"y"]  # a streaming session
     assert world.keys() == [b"0" + b"d" * 16, b"x" + b"d" * 16, b"y" + b"d" * 16]
     plain: Any = SimpleNamespace(request_id="p", lora_request=None, block_hashes=[b"0"])
-    world.side.begin(plain)
+    world.side.begin_use(plain)
     assert world.side.keys(plain) is plain.block_hashes
     assert world.side.claims([job(1)]) == ()
     assert chunk_name(b"h" * 32) == b"h" * 32 != chunk_name(b"h" * 32 + b"d" * 16) != chunk_name(b"h" * 32 + b"e" * 16)
 
 
 def test_a_request_waits_only_for_what_it_may_find() -> None:
-    """While the files are read a lookup asks for time if something may be found; not for ever, the same in a step."""
+    """A lookup waits for the files only if the request may find something, and not for ever.
+
+    In a step its answer is fixed.
+    """
     world = _World()
-    assert world.keys(worth=False) == []  # computed at once; it is saved as soon as a rank has reported
+    assert world.keys(worth=False) == []  # the request is computed at once, and saved as soon as a rank has reported
     world.noted({0: {1: b"d"}})
     assert world.keys(worth=False) == [b"0d", b"1d"]
     late = _World(seconds_max=0.0)
@@ -287,13 +294,14 @@ def test_a_request_waits_only_for_what_it_may_find() -> None:
     world = _World()
     assert world.keys() is None
     world.reader.found = b"d"
-    assert world.side.waits(world.request, world.step, worth=True)  # as it was answered in this step
+    assert world.side.waits(world.request, world.step, worth=True)  # the answer is the same as before in this step
     assert world.keys() == [b"0d", b"1d"]
-    assert len({world.reader.asked[1], world.reader.asked[2]}) == 1  # one question, however often it is repeated
+    # one request for the digest, however often the lookup is repeated
+    assert len({world.reader.asked[1], world.reader.asked[2]}) == 1
 
 
 def test_the_same_files_taken_for_others_have_other_keys() -> None:
-    """An adapter whose experts the engine takes for fused ones is another, until it is what the ranks hold, too."""
+    """The engine may read an adapter as one of fused experts. Then its keys differ from those of the plain adapter."""
     world = _World(fused=True)
     world.reader.found = b"d" * 16
     other = read_as(b"d" * 16, fused=True)
@@ -308,7 +316,7 @@ def test_the_same_files_taken_for_others_have_other_keys() -> None:
 
 
 def test_an_adapter_that_nobody_can_read_has_no_keys() -> None:
-    """A hub's id that is not here, or files without permission: nothing is found or saved until a rank holds it."""
+    """With an unknown hub id, or files without permission, nothing is found or saved until a rank holds the adapter."""
     world = _World()
     world.reader.found = b""
     assert world.keys() == []
@@ -317,8 +325,8 @@ def test_an_adapter_that_nobody_can_read_has_no_keys() -> None:
     assert list(world.side.keys(world.request)) == [b"0d", b"1d"]
 
 
-def test_ranks_know_better_than_files() -> None:
-    """What all ranks hold counts, whatever lies on disk by now; what they hold differently counts as nothing."""
+def test_digest_that_all_ranks_hold_overrides_that_of_the_files() -> None:
+    """A digest that all ranks hold counts, whatever is on disk. If the ranks' digests differ, there are no keys."""
     world = _World(ranks=2)
     world.reader.found = b"new"
     assert world.keys() == [b"0new", b"1new"]
@@ -328,7 +336,7 @@ def test_ranks_know_better_than_files() -> None:
     world.noted({1: {1: b"old"}})
     assert (
         list(world.side.keys(world.request)) == []
-    )  # what it has computed is of the old, what it looked up of the new
+    )  # the computed KV is of the old bytes, but the lookup was for the new bytes
     assert world.keys() == [b"0old", b"1old"]
     assert world.side.certain(world.request)
     world.noted({1: {1: b"other"}})
@@ -338,8 +346,8 @@ def test_ranks_know_better_than_files() -> None:
     assert world.keys() == [b"0new", b"1new"]
 
 
-def test_an_adapter_that_is_loaded_in_place_is_what_its_files_are() -> None:
-    """VLLM loads it again with every step: the files count, and it is certain when the ranks hold just that."""
+def test_adapter_loaded_in_place_has_the_digest_of_its_files() -> None:
+    """VLLM loads the files of such an adapter in every step. The digest is certain once the ranks hold these bytes."""
     world = _World(in_place=True)
     world.noted({0: {1: b"old"}})
     world.reader.found = b"new"
@@ -350,7 +358,7 @@ def test_an_adapter_that_is_loaded_in_place_is_what_its_files_are() -> None:
 
 
 def _ranks_report(world: _World, stated: dict[int, bytes]) -> None:
-    """Let a rank answer the questions of a step, each adapter as it holds it now."""
+    """Let a rank answer the questions of a step with the digests that it holds now."""
     asked = {claim.adapter for claim in world.side.claims([]) if not claim.job}
     rank = _Rank()
     rank.there = stated
@@ -362,13 +370,16 @@ def _ranks_report(world: _World, stated: dict[int, bytes]) -> None:
 
 
 @pytest.mark.parametrize("now", [b"new", b"old", b""])
-def test_a_call_is_doubt_until_every_rank_has_reported(now: bytes) -> None:
-    """After `add_lora` or `remove_lora` nothing is promised by what ranks held; files count if they hold it no more."""
+def test_adapter_is_in_doubt_after_a_call_until_every_rank_has_reported(now: bytes) -> None:
+    """After `add_lora` or `remove_lora`, earlier reports are ignored.
+
+    If no rank holds the adapter, its files decide.
+    """
     world = _World(ranks=2)
     world.reader.found = b"file"
     world.noted({rank: {1: b"old"} for rank in range(2)})
     assert world.keys() == [b"0old", b"1old"]
-    world.called(2)  # another one
+    world.called(2)  # another adapter
     assert world.keys() == [b"0old", b"1old"]
     world.called(1)
     assert world.keys() is None
@@ -380,8 +391,11 @@ def test_a_call_is_doubt_until_every_rank_has_reported(now: bytes) -> None:
     assert world.side.claims([]) == ()
 
 
-def test_a_step_that_was_under_way_is_no_answer() -> None:
-    """Its ranks report what they held before the call: the adapter's bytes stay unknown until a later step's report."""
+def test_report_of_a_step_that_began_before_the_call_is_ignored() -> None:
+    """In such a step, ranks report the adapters from before the call.
+
+    The bytes stay unknown until a later step is reported.
+    """
     world = _World(ranks=2)
     world.noted({rank: {1: b"old"} for rank in range(2)})
     assert world.keys() == [b"0old", b"1old"]
@@ -394,8 +408,11 @@ def test_a_step_that_was_under_way_is_no_answer() -> None:
     assert world.keys() == [b"0new", b"1new"]
 
 
-def test_who_need_not_wait_has_no_keys_until_ranks_have_reported() -> None:
-    """A lookup that could find nothing, or has waited for long, goes on; what it computes is saved when it is known."""
+def test_request_that_does_not_wait_has_no_keys_until_ranks_have_reported() -> None:
+    """A lookup does not wait if it could find nothing, or has waited too long.
+
+    Its KV is saved once the bytes are known.
+    """
     for world in (late := _World(seconds_max=0.0)), _World():
         world.noted({0: {1: b"old"}})
         if world is late:
@@ -407,7 +424,11 @@ def test_who_need_not_wait_has_no_keys_until_ranks_have_reported() -> None:
 
 
 def test_what_ranks_are_asked_to_check() -> None:
-    """A save from the step on that it was computed in, or from the first if some is vLLM's; a load as of now."""
+    """For a save, the rank must have held the adapter since the save's tokens were computed.
+
+    If vLLM's cache held a part, it must have held the adapter since its first step. For a load, it must hold the
+    adapter now.
+    """
     world = _World()
     world.reader.found = b"d"
     world.keys()
@@ -415,7 +436,7 @@ def test_what_ranks_are_asked_to_check() -> None:
         world.side.admitted(world.request, 7, local)
         jobs = [job(1)._replace(request="r"), job(2, Kind.LOAD_SYNC)._replace(request="r"), job(3)]
         assert world.side.claims(jobs) == (Claim(1, 1, b"d", since), Claim(2, 1, b"d", ALWAYS))
-    world.side.end(world.request)
+    world.side.end_use(world.request)
     assert world.side.claims(jobs) == ()
 
 
@@ -423,10 +444,10 @@ def test_what_ranks_are_asked_to_check() -> None:
 
 
 class _Rank:
-    """A rank that holds what it is asked to."""
+    """A rank that holds the adapters that it is told to load."""
 
     def __init__(self) -> None:
-        """Nothing."""
+        """Start without adapters."""
         self.counters = Counters()
         self.held = HeldAdapters(self.counters)
         self.there: dict[int, bytes] = {}
@@ -434,35 +455,35 @@ class _Rank:
         self.step = 0
 
     def load(self, number: int, digest: bytes, name: str = "a") -> None:
-        """VLLM loads an adapter."""
+        """Let vLLM load an adapter."""
         self.there[number] = digest
         self.held.loaded(Loaded(number, name, f"/{name}", digest))
 
     def takes(self, digest: bytes, since_step: int, kind: int = Kind.SAVE, number: int = 1) -> bool:
-        """Run a step with one job: whether it is carried out."""
+        """Run a step with one job, and return whether the job is carried out."""
         self.step += 1
         one = job(1, kind)
         plan = self.held.checked(StepPlan(self.step, (one,), claims=(Claim(1, number, digest, since_step),)))
-        assert plan.jobs[0].blocks() == one.blocks()  # which are reported if it fails
+        assert plan.jobs[0].blocks() == one.blocks()  # the job's blocks are reported if the job fails
         return bool((plan.jobs[0].table()[:, 1] != BROKEN).all())
 
 
 def test_a_job_of_another_adapter_is_refused() -> None:
-    """Only what the rank holds now counts, and for a save what it has held since."""
+    """The rank must hold the job's adapter now. For a save, it must also have held the adapter since the given step."""
     rank = _Rank()
     assert not rank.takes(b"d", 1)
     rank.load(1, b"d")
     assert rank.takes(b"d", 0)
     assert not rank.takes(b"e", ALWAYS, Kind.LOAD_SYNC)
     assert not rank.takes(b"", ALWAYS, Kind.LOAD_SYNC)
-    rank.load(1, b"d")  # evicted and loaded again, the same
+    rank.load(1, b"d")  # the same adapter, evicted and loaded again
     assert rank.takes(b"d", 0)
     rank.load(1, b"e")
     assert rank.takes(b"e", rank.step + 1)
     assert not rank.takes(b"e", 1)
     changed = rank.step
     rank.load(1, b"d")
-    assert not rank.takes(b"d", changed)  # some of it was computed with the other
+    assert not rank.takes(b"d", changed)  # a part was computed with the other adapter
     assert rank.takes(b"d", changed, Kind.LOAD_SYNC) is False
     assert rank.takes(b"d", ALWAYS, Kind.LOAD_SYNC)
     del rank.there[1]
@@ -470,8 +491,8 @@ def test_a_job_of_another_adapter_is_refused() -> None:
     assert rank.counters.faults["adapter_changed"] == 7
 
 
-def test_a_name_that_is_loaded_again_under_another_number() -> None:
-    """VLLM's own hits go by name and path: they may be of what the name meant before."""
+def test_save_is_refused_when_its_adapters_name_was_loaded_again_meanwhile() -> None:
+    """VLLM's cache knows an adapter by name and path. So its hits may be KV of the bytes that had this name before."""
     rank = _Rank()
     rank.load(1, b"d")
     rank.takes(b"d", 0)
@@ -482,15 +503,15 @@ def test_a_name_that_is_loaded_again_under_another_number() -> None:
     assert rank.takes(b"d", rank.step + 1)
 
 
-def test_reports_show_of_which_step_they_are() -> None:
-    """Added up over ranks, it is that of the rank that is behind."""
+def test_sum_of_reports_has_the_step_of_the_slowest_rank() -> None:
+    """The sum of the reports of several ranks has the step of the slowest rank."""
     report = Report(adapters={0: {1: b"d"}}, step=3)
     report.add(Report(adapters={1: {1: b"d"}}, step=2))
     assert (report.step, set(report.adapters)) == (2, {0, 1})
 
 
 def test_a_rank_reports_what_it_holds() -> None:
-    """Once, when it changes; and once more when the scheduler's side turns out not to know."""
+    """A rank reports its adapters once when they change, and again if the scheduler side does not know them."""
     rank = _Rank()
     assert rank.held.news() == {}
     rank.load(1, b"d")
@@ -505,8 +526,8 @@ def test_a_rank_reports_what_it_holds() -> None:
     assert rank.held.news() == {1: b"", 2: b"e"}
 
 
-def test_more_adapters_than_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An adapter that was forgotten may have changed: what was computed with it before is not believed."""
+def test_forgotten_adapter_counts_as_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forgotten adapter may have changed, so KV that was computed with it before is not used."""
     monkeypatch.setattr("kvpipe.worker.adapters.KNOWN_MAX", 4)
     rank = _Rank()
     for number in range(1, 9):

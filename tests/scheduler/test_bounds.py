@@ -1,4 +1,4 @@
-"""However many salts, sessions and classes come, what the scheduler's side remembers of them is bounded."""
+"""The scheduler side's memory is bounded, however many salts, sessions and classes of requests arrive."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import Any, Final
 
 import pytest
 
-from kvpipe.cache.miss_reasons import Lost
 from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
-from kvpipe.messages import Report, Tally
-from kvpipe.scheduler.hints import RawHints
+from kvpipe.protocol.messages import Report, Tally
+from kvpipe.scheduler.wishes import RawHints
+from kvpipe.trace import durations
+from kvpipe.trace.miss_reasons import LostKeys
 
-TENANTS: Final = 50_000
+TENANTS: Final = 10_000
 CHUNK: Final = 4
 
 
 def _entries(root: object) -> dict[str, int]:
-    """Return how many entries all mappings, lists and sets have to which `root` refers, by their type."""
+    """Return the number of entries in all mappings, lists and sets that `root` refers to, by their type."""
     seen, new, entries = {id(root): root}, [root], dict[str, int]()
     while new:
         one = new.pop()
@@ -33,14 +34,14 @@ def _entries(root: object) -> dict[str, int]:
 
 
 def _serve(world: SchedulerWorld, number: int) -> None:
-    """Run a request of a new salt, session and class, with a hint and an answer; a second turn of every tenth."""
+    """Serve a request with a new salt, session and class, with a hint and an answer. Every tenth gets a second turn."""
     side, salt = world.side, f"salt {number}"
     for turn, units in enumerate((CHUNK, CHUNK + 1)[: 2 - bool(number % 10)]):
         request: Any = world.request(f"{number}/{turn}", 2 * CHUNK + 2)
         request.block_hashes = [f"{number}/{unit}/{turn * (unit >= CHUNK)}".encode() for unit in range(2 * CHUNK + 2)]
         request.num_prompt_tokens = units * UNIT
         request.cache_salt, request.session_id = salt, f"session {number}"
-        side.on_new_request(request, RawHints(None, {"retain": {"ttl_seconds": 9}, salt: {}}), (salt, "class"))
+        side.on_new_request(request, RawHints(None, {"retain": {"ttl_seconds": 9}, salt: {}}))
         world.admit(request)
         side.reported(Report({job.id: Tally(1, 0) for job in world.step(request)}))
         side.finished(request)
@@ -51,11 +52,12 @@ def _serve(world: SchedulerWorld, number: int) -> None:
 
 
 def test_tenants_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After half of them, and after the other half, the same is remembered."""
+    """As many entries are kept after all tenants as after half of the tenants."""
     monkeypatch.setenv("KVPIPE_POLICY", "sessions")
     monkeypatch.setenv("KVPIPE_QUOTAS", '[{"name": "alice", "salt": "alice", "share": 0.5}]')
+    monkeypatch.setattr(durations, "KEPT_MAX", 1024)
     world = SchedulerWorld(chunk_units=CHUNK, slots=64)
-    world.side.catalog.lost_keys = Lost(1, 1024)
+    world.side.catalog.lost_keys = LostKeys(1, 1024)
     sizes = []
     for half in range(2):
         for number in range(half * TENANTS // 2, (half + 1) * TENANTS // 2):

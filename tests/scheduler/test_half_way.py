@@ -1,4 +1,4 @@
-"""Exceptions and ends half way through: what a request, a load or a lookup leaves behind is nothing."""
+"""A request, a load or a lookup that ends or raises half way leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvpipe.connectors.vllm.trial.scheduler_world import (
     UNIT,
     SchedulerWorld,
 )
-from kvpipe.scheduler.base import LATER
+from kvpipe.protocol.engine import LATER
 from kvpipe.statemachine.core import IllegalTransition
 
 
@@ -31,7 +31,7 @@ def _in_turn(*calls: Callable[..., object]) -> Callable[..., object]:
 
 @pytest.mark.parametrize("old", ["hit", "later"])
 def test_a_lookup_that_raises_leaves_no_answer(old: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine goes on as with a miss: what was answered before does not stand, nor that it should ask again."""
+    """The engine continues as after a miss. The answer and the postponement of earlier lookups are forgotten."""
     world = SchedulerWorld(load="async")
     world.publish(world.request("old", 4, shared=4))
     request = world.request("new", 6, shared=4)
@@ -51,7 +51,7 @@ def test_a_lookup_that_raises_leaves_no_answer(old: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("first", ["new", "preempted", "unknown", "untrackable"])
 def test_a_lookup_that_raises_is_a_miss(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine admits the request: an admission begins, it is asked if its KV is to be believed, and it is saved."""
+    """The engine admits the request. The request is tracked, its KV is checked for old weights, and is saved."""
     world = SchedulerWorld(load="async")
     request, stale = world.request("new", 3), list[str]()
     if first == "preempted":
@@ -81,7 +81,7 @@ def test_a_lookup_that_raises_is_a_miss(first: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_lookup_that_raises_while_a_load_is_under_way() -> None:
-    """No answer is made up: blocks are allocated, and the engine asks only before."""
+    """There is no answer, because blocks are allocated and the engine looks up only before that."""
     world = SchedulerWorld(load="async")
     world.publish(world.request("old", 4, shared=4))
     request = world.request("new", 6, shared=4)
@@ -96,7 +96,7 @@ def test_a_lookup_that_raises_while_a_load_is_under_way() -> None:
 @pytest.mark.parametrize("where", ["remedies", "stage", "catalog"])
 @pytest.mark.parametrize("hit", [False, True])
 def test_an_admission_that_fails_half_way_saves_nothing(where: str, hit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody has reported whether its blocks hold KV of weights that are gone."""
+    """Nothing is saved, because it is unknown whether the request's blocks hold KV of old weights."""
     world = SchedulerWorld(load="sync")
     world.publish(world.request("old", 4, shared=4))
     request, side = world.request("new", 6, shared=4), world.side
@@ -116,13 +116,13 @@ def test_an_admission_that_fails_half_way_saves_nothing(where: str, hit: bool, m
 
 @pytest.mark.parametrize("where", ["catalog", "requests", "jobs"])
 def test_a_load_that_cannot_be_planned_to_fail_leaves_nothing(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No lease and no job of it stay behind."""
+    """No lease and no job of the load is left."""
     world = SchedulerWorld()
     request = world.request("one", 2)
     world.admit(request)
     side = world.side
     monkeypatch.setattr(world.remedies, "begin_step", lambda *_, **__: {"gone" if where == "requests" else "one": [1]})
-    broken = {"catalog": (side.catalog, "lease"), "requests": (world, "grow"), "jobs": (type(side.report), "begun")}[
+    broken = {"catalog": (side.catalog, "lease"), "requests": (world, "grow"), "jobs": (type(side.tracer), "begun")}[
         where
     ]
     with monkeypatch.context() as patch:
@@ -136,7 +136,7 @@ def test_a_load_that_cannot_be_planned_to_fail_leaves_nothing(where: str, monkey
 
 
 def test_a_request_that_ends_before_its_load_is_sent() -> None:
-    """It is no move of vLLM's; its load is not sent, nobody waits for it, and it holds nothing."""
+    """The load is not sent, no part waits for it, and the request holds nothing. vLLM itself makes no such call."""
     world = SchedulerWorld()
     world.publish(world.request("old", 4, shared=4))
     request = world.request("new", 6, shared=4)
@@ -151,14 +151,14 @@ def test_a_request_that_ends_before_its_load_is_sent() -> None:
 
 
 def test_a_failed_load_is_over_though_others_cannot_be_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its leases end and its request computes, and other jobs of the report are taken."""
+    """The load's leases end, its request is computed, and other jobs of the report are processed."""
     world = SchedulerWorld(load="sync")
     world.publish(world.request("old", 4, shared=4))
     request, other = world.request("new", 6, shared=4), world.request("other", 2)
     world.admit(request)
     world.admit(other)
     load, *saves = world.step(request, other)
-    monkeypatch.setattr(world.side.jobs, "_load_failed", _boom)
+    monkeypatch.setattr(world.side.events, "load_failed", _boom)
     world.report((load, 0, 1), *((save, 1, 0) for save in saves))
     assert world.side.counters["contained_error"] == 1
     assert world.side.catalog.leases == 0
@@ -168,7 +168,7 @@ def test_a_failed_load_is_over_though_others_cannot_be_reported(monkeypatch: pyt
 
 
 def test_blocks_of_a_request_that_is_over_are_forgotten_only_while_loads_may_fail() -> None:
-    """A load that fails later than all that the request can have read from takes nothing of it out of vLLM's cache."""
+    """When a finished request's loads can no longer fail, its blocks stay in vLLM's cache if a later load fails."""
     world = SchedulerWorld(load="sync")
     world.publish(world.request("old", 4, shared=4))
     first, reader, last = (world.request(name, 6, shared=4) for name in ("first", "reader", "last"))

@@ -1,4 +1,4 @@
-"""Hints: what requests announce of their future is read once, bounded, given to the policy, or ignored and counted."""
+"""Tests of hints: they are read once, bounded, and passed to the policy, or ignored and counted."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from kvpipe.cache.catalog import Chunk
-from kvpipe.cache.hints import Action, Hint
+from kvpipe.cache.chunks import Chunk
+from kvpipe.cache.policy.hints import Action, Hint
 from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, CountingIndex, SchedulerWorld
-from kvpipe.scheduler.hints import ACTIONS_MAX, FIELDS_MAX, RESUME_S_MAX, TTL_S, TTL_S_MAX, RawAction, RawHints, read
+from kvpipe.features.hints import ACTIONS_MAX, FIELDS_MAX, RESUME_S_MAX, TTL_S, TTL_S_MAX, read
+from kvpipe.scheduler.wishes import RawAction, RawHints
 
 CHUNK_UNITS = 4
 NOW_S = 1000.0
@@ -20,10 +21,10 @@ RETAIN, DEMOTE, RESUME = Action.RETAIN, Action.DEMOTE, Action.RESUME
 
 
 class HintedSide:
-    """A scheduler side whose policy writes down what it is given, and whose clock stands still."""
+    """A scheduler side whose policy records its hints, and whose clock does not advance."""
 
     def __init__(self, *, takes_hints: bool = True) -> None:
-        """An empty cache."""
+        """Make an empty cache."""
         self.world = SchedulerWorld(chunk_units=CHUNK_UNITS)
         self.received: list[tuple[bytes, Hint]] = []
         catalog: Any = self.world.side.catalog
@@ -35,14 +36,14 @@ class HintedSide:
         self.received.append((chunk.identity, hint))
 
     def arrive(self, name: str, units: int, own: object, actions: object = None) -> Any:
-        """Return a request of so many units that has come with hints."""
+        """Return a request of `units` units that arrives with hints."""
         request = self.world.request(name, units)
         self.world.side.on_new_request(request, RawHints(actions, own))
         self.world.admit(request)
         return request
 
     def counted(self, what: str) -> dict[str, int]:
-        """Return how often hints were ignored, or given, by reason or action."""
+        """Return how often hints were ignored or applied, by reason or action."""
         stats = self.world.side.stats()
         return {name.partition(".")[2]: n for name, n in stats.items() if name.startswith(f"hints_{what}.")}
 
@@ -60,8 +61,8 @@ class HintedSide:
         ({"resume": {"after_seconds": 20}}, RESUME, 20.0),
     ],
 )
-def test_a_wish(own: object, action: Action, in_s: float) -> None:
-    """The parameter and the envelope mean the same."""
+def test_parameter_and_envelope_have_the_same_meaning(own: object, action: Action, in_s: float) -> None:
+    """The parameter and the envelope have the same meaning."""
     why: list[str] = []
     assert read(RawHints(None, own), why.append) == ((action, in_s),)
     assert isinstance(own, dict)
@@ -108,15 +109,15 @@ _BAD_PAYLOADS: list[object] = [
     ],
     ids=lambda value: repr(value)[:60],
 )
-def test_what_cannot_be_believed_is_ignored(raw: RawHints, why: list[str]) -> None:
-    """With a reason, and without an exception."""
+def test_invalid_hint_is_ignored_and_counted(raw: RawHints, why: list[str]) -> None:
+    """The hint is ignored with a reason, and without an exception."""
     received: list[str] = []
     assert read(raw, received.append) == ()
     assert received == why
 
 
 def test_the_first_of_a_kind_counts() -> None:
-    """The envelope's before the parameter's; others count as they are."""
+    """The envelope's hint takes precedence over the parameter's. Hints of other kinds are applied."""
     received: list[str] = []
     actions = [RawAction("kv.retain", "1.0", {"ttl_seconds": 5}), RawAction("kv.fetch", "1.0", {})]
     own = {"retain": {"ttl_seconds": 6}, "resume": {"after_seconds": 4}}
@@ -124,8 +125,19 @@ def test_the_first_of_a_kind_counts() -> None:
     assert received == ["action", "repeated"]
 
 
+def test_malformed_action_is_counted_once_beside_actions_that_are_not() -> None:
+    """One of two actions is malformed. The other action is applied."""
+    received: list[str] = []
+    actions = [None, RawAction("kv.retain", "1.0", {"ttl_seconds": 5})]
+    assert read(RawHints(actions, None), received.append) == ((RETAIN, 5.0),)
+    assert received == ["malformed"]
+
+
 def test_the_policy_takes_hints_when_chunks_land_and_when_the_request_is_over() -> None:
-    """Of each chunk that lands, from the arrival on; then of all, also the one that it ends in, from that moment on."""
+    """The policy gets a request's hints for each chunk that lands, with times counted from the request's arrival.
+
+    When the request ends, the policy gets the hints again for all chunks, with times counted from the end.
+    """
     hinted = HintedSide()
     request = hinted.arrive("a", 2 * CHUNK_UNITS + 1, {"retain": {"ttl_seconds": 60}, "resume": {"after_seconds": 20}})
     catalog: Any = hinted.world.side.catalog
@@ -143,12 +155,12 @@ def test_the_policy_takes_hints_when_chunks_land_and_when_the_request_is_over() 
 
 
 def test_a_chunk_that_lands_late_is_reported_as_well() -> None:
-    """The last save outlives the request: its hint is of the moment at which the request ended."""
+    """If the last save lands after the request's end, its hint counts from the end of the request."""
     hinted = HintedSide()
     request = hinted.arrive("a", 2 * CHUNK_UNITS, {"resume": {"after_seconds": 20}})
     jobs = hinted.world.step(request)
     hinted.world.side.finished(request)
-    hinted.received.clear()  # the end's chunk, which is being written
+    hinted.received.clear()  # the last chunk, which is being written
     catalog: Any = hinted.world.side.catalog
     catalog._clock = lambda: NOW_S + 7
     ended: list[bool] = []
@@ -162,10 +174,10 @@ def test_a_chunk_that_lands_late_is_reported_as_well() -> None:
 
 @pytest.mark.parametrize("adapter", [False, True])
 def test_of_an_adapters_request_all_chunks_are_reported_as_well(*, adapter: bool) -> None:
-    """Its keys are not known any more once it has ended."""
+    """The adapter's keys are not known any more after the request has ended."""
     hinted = HintedSide()
     world: Any = hinted.world
-    world.check = lambda: None  # which knows of no adapters
+    world.check = lambda: None  # the check does not know adapters
     request = hinted.world.request("a", 2 * CHUNK_UNITS)
     if adapter:
         request.lora_request = SimpleNamespace(
@@ -186,8 +198,8 @@ def test_of_an_adapters_request_all_chunks_are_reported_as_well(*, adapter: bool
 
 
 @pytest.mark.parametrize("end", ["never admitted", "aborted", "preempted"])
-def test_a_request_that_came_to_nothing(end: str) -> None:
-    """There is nothing to give a hint on, or what there is."""
+def test_request_without_chunks_in_the_pool_gets_no_hint(end: str) -> None:
+    """A request that saved nothing, or whose chunks were evicted, gets no hint."""
     hinted = HintedSide()
     request = hinted.world.request("a", CHUNK_UNITS)
     hinted.world.side.on_new_request(request, RawHints(None, {"demote": {}}))
@@ -201,7 +213,7 @@ def test_a_request_that_came_to_nothing(end: str) -> None:
 
 
 def test_a_request_ends_whatever_the_policy_raises() -> None:
-    """It is not tracked any more, and holds nothing."""
+    """The request is not tracked any more and holds nothing."""
     hinted = HintedSide()
     request = hinted.arrive("a", 2 * CHUNK_UNITS, {"demote": {}})
     jobs = hinted.world.step(request)
@@ -221,7 +233,7 @@ def test_a_request_ends_whatever_the_policy_raises() -> None:
 
 
 def test_a_policy_that_takes_none() -> None:
-    """Its requests' hints are not even looked at, whatever they are."""
+    """If the policy takes no hints, the hints of requests are not read, whatever they contain."""
     hinted = HintedSide(takes_hints=False)
     request = hinted.arrive("a", CHUNK_UNITS, {"retain": {}}, [None] * 1000)
     hinted.world.succeed(*hinted.world.step(request))
@@ -231,7 +243,7 @@ def test_a_policy_that_takes_none() -> None:
 
 
 def test_a_request_without_hints_costs_nothing() -> None:
-    """Nobody reads, asks or counts."""
+    """Nothing is read, looked up or counted."""
     hinted = HintedSide()
     hinted.world.publish(hinted.world.request("a", 2 * CHUNK_UNITS))
     assert hinted.received == []
@@ -240,7 +252,7 @@ def test_a_request_without_hints_costs_nothing() -> None:
 
 @pytest.mark.parametrize("own", [{"retain": {}}, {"retain": {}, "resume": {"after_seconds": 1}}])
 def test_what_a_hint_costs(own: dict[str, Any]) -> None:
-    """At the end of the request its chunks are looked up once for all its wishes, as without any."""
+    """At the end of the request its chunks are looked up once for all hints, as without hints."""
     hinted = HintedSide()
     catalog: Any = hinted.world.side.catalog
     index = CountingIndex(catalog._index[0])
@@ -256,7 +268,7 @@ def test_what_a_hint_costs(own: dict[str, Any]) -> None:
 
 
 def _served(hints: object) -> list[int]:
-    """Return what a few requests are promised, in a pool with room for all, when each brings `hints`."""
+    """Return the tokens that several requests are promised, each with `hints`, in a pool with room for all."""
     hinted = HintedSide()
     out = []
     for name in "abca":
@@ -272,5 +284,5 @@ def _served(hints: object) -> list[int]:
     "hints", [{"retain": {}}, {"demote": {}}, {"resume": {"after_seconds": 0}}, "nonsense"], ids=repr
 )
 def test_hints_change_no_answer(hints: object) -> None:
-    """What is held is found, whatever was announced of it."""
+    """A held chunk is found, whatever hints were given for it."""
     assert _served(hints) == _served(None) == [0, 0, 0, 2 * CHUNK_UNITS * UNIT - 1]

@@ -1,4 +1,4 @@
-"""What is with the ranks is over with the last report, and done only if every rank has done it and nobody doubts it."""
+"""A job ends with the last rank's report. It is done only if every rank succeeds and the job is not in doubt."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
-from kvpipe.messages import Tally
-from kvpipe.scheduler.jobs import Reported, awaited
+from kvpipe.protocol.messages import Tally
+from kvpipe.scheduler.reported import Reported, awaited
 from kvpipe.statemachine import job as m
 
 RANKS = 3
@@ -16,8 +16,8 @@ GOOD, BAD = Tally(1, 0), Tally(0, 1)
 
 @pytest.mark.parametrize("reports", itertools.product((GOOD, BAD), repeat=RANKS))
 @pytest.mark.parametrize("tainted_after", [None, 0, 1, 2])
-def test_all_or_nothing(reports: tuple[Tally, ...], tainted_after: int | None) -> None:
-    """In whatever order the ranks report, and whenever it is doubted, one doubt is enough to lose all of it."""
+def test_one_failure_or_doubt_loses_the_job(reports: tuple[Tally, ...], tainted_after: int | None) -> None:
+    """Ranks report in any order. One failed or doubtful report makes the whole job fail."""
     job = Reported(m.JOB.compile(), 1, None)
     for i, report in enumerate(reports):
         if tainted_after == i:
@@ -31,14 +31,14 @@ def test_all_or_nothing(reports: tuple[Tally, ...], tainted_after: int | None) -
 
 @pytest.mark.parametrize("reports", [Tally(3, 0), Tally(2, 1), Tally(0, 3)])
 def test_reports_that_come_together(reports: Tally) -> None:
-    """What the ranks report in one step is added up on the way."""
+    """The reports of all ranks in one step arrive as one sum, which ends the job."""
     job = Reported(m.JOB.compile(), 1, None)
     assert job.count(reports, RANKS)
     assert (job.state.row == m.DONE) == (not reports.bad)
 
 
-def test_only_what_was_sent_last_is_awaited() -> None:
-    """For as long as the patience lasts; nothing that was sent is nothing to wait for."""
+def test_only_jobs_that_were_sent_recently_are_awaited() -> None:
+    """Only jobs that were sent recently are awaited. If no job was sent, there is nothing to await."""
     first, last = Reported(m.JOB.compile(), 1, None), Reported(m.JOB.compile(), 2, None)
     assert not awaited({}, 100.0)
     assert awaited({1: first, 2: last}, 100.0)

@@ -1,4 +1,4 @@
-"""Orders, pins and evictions, on the scheduler's side."""
+"""Tests of orders, pins and evictions on the scheduler side."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from typing import Any
 
 import pytest
 
-from kvpipe.cache.catalog import Owner
+from kvpipe.cache.chunks import Owner
 from kvpipe.cache.leases import oldest_lease_s
 from kvpipe.cache.prefixes import Prefixes
 from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
-from kvpipe.scheduler.orders import ORDERS_MAX, Order, OrderRefusedError, Orders, Work
-from kvpipe.scheduler.pins import PART_CHUNKS, EvictedPrompt, PinnedPrompt
+from kvpipe.features.orders import ORDERS_MAX, Order, OrderRefusedError, Orders, Work
+from kvpipe.features.pins import PART_CHUNKS, EvictedPrompt, PinnedPrompt
 from kvpipe.scheduler.side import SchedulerSide
 from kvpipe.testing.catalog_integrity import check_integrity
 from kvpipe.trace.log import Counters
 
 CHUNK = 16
 NOT_THE_ENGINES = {"stats", "machines", "trace_moves", "bind", "adapter_called"}
-"""They touch neither the catalog nor what pins are made of: any thread may make these calls at any time."""
+"""Calls that touch neither the catalog nor pins. Any thread may make these calls at any time."""
 GIVES_BACK = {"reset"}
-"""vLLM may make these calls when it has asked already whether anything is pending."""
+"""vLLM may make these calls after it has asked whether anything is pending."""
 
 
 class Ordering:
-    """A side with orders, and prompts that were saved."""
+    """A side with orders and with saved prompts."""
 
     def __init__(self, **keys: Any) -> None:
-        """`keys`: of the world."""
+        """Create the side. `keys` are arguments of `SchedulerWorld`."""
         self.world = SchedulerWorld(**keys)
         self.side, self.now_s = self.world.side, 0.0
         self.side.orders.slice_s_max = float("inf")
@@ -38,7 +38,7 @@ class Ordering:
         self.prefixes = Prefixes(self.side.catalog, self.side.geometry, UNIT, lambda asked: asked.block_hashes)
 
     def save(self, name: str, units: int, *, shared: int = 0) -> Any:
-        """Return a request that is saved, and over."""
+        """Return a request that was saved and has finished."""
         request = self.world.request(name, units, shared=shared)
         self.world.admit(request)
         self.world.succeed(*self.world.step(request))
@@ -46,8 +46,8 @@ class Ordering:
         return request
 
     def do(self, make: Any) -> Any:
-        """Order, step until it is over, and return what is answered."""
-        order = self.side.orders.put(make)
+        """Put an order, make steps until it is over, and return its result."""
+        order = self.side.orders.queue_change(make)
         for _ in range(100):
             if order.over:
                 break
@@ -59,8 +59,8 @@ class Ordering:
         return order.result
 
     def idle(self, make: Any) -> Order:
-        """Order, while the engine has nothing to do, and carry out what is due."""
-        order = self.side.orders.put(make)
+        """Put an order while the engine has nothing to do, and carry out due orders."""
+        order = self.side.orders.queue_change(make)
         while self.side.orders.due:
             assert self.side.orders.turns.borrow()
             self.side.orders.carry_out()
@@ -79,12 +79,15 @@ class Ordering:
         return noted
 
     def held(self, request: Any) -> int:
-        """How many units of it are found."""
+        """Return the number of units of the request that are found."""
         return self.prefixes.longest(request)
 
 
 def test_a_pinned_prompt_stays_until_its_deadline() -> None:
-    """However much else is saved; what finds no room beside it is not saved."""
+    """Other saves do not evict the prompt.
+
+    If the pool has no room beside the prompt, chunks of other requests are not saved.
+    """
     one = Ordering(slots=8)
     kept = one.save("a", 3 * CHUNK)
     noted = one.pin(kept, 10)
@@ -103,11 +106,11 @@ def test_a_pinned_prompt_stays_until_its_deadline() -> None:
 
 
 def test_a_pin_ends_at_its_own_deadline_when_an_earlier_pin_lasts_longer() -> None:
-    """Two pins hold the same prompt. The later pin has the first deadline."""
+    """Two pins hold the same prompt. The second pin has the earlier deadline."""
     one = Ordering(slots=8)
     kept = one.save("a", 3 * CHUNK)
     longer = one.pin(kept, 100)
-    one.world.step()  # this step notes the first deadline, which is then 100
+    one.world.step()  # this step records the first deadline, which is then 100
     one.pin(kept, 10)
     one.now_s = 11
     one.world.step()
@@ -119,7 +122,7 @@ def test_a_pin_ends_at_its_own_deadline_when_an_earlier_pin_lasts_longer() -> No
 
 
 def test_the_age_of_the_oldest_lease_counts_no_pins() -> None:
-    """They are meant to be old."""
+    """Leases of pins are left out, because pins are meant to last long."""
     one = Ordering()
     one.pin(one.save("a", CHUNK))
     assert one.side.catalog.leases == 1
@@ -127,7 +130,7 @@ def test_the_age_of_the_oldest_lease_counts_no_pins() -> None:
 
 
 def test_a_pin_that_is_over_takes_no_room() -> None:
-    """Though nobody has stepped since: it is not reported, and the next pin has its room, and its number's."""
+    """A pin whose time is over is not reported, even without a step. The next pin gets its room."""
     one = Ordering(slots=8)
     kept, other = one.save("a", 4 * CHUNK), one.save("b", 2 * CHUNK)
     one.pin(kept, 10)
@@ -142,7 +145,10 @@ def test_a_pin_that_is_over_takes_no_room() -> None:
 @pytest.mark.parametrize("units", [CHUNK + 4, 2 * CHUNK])
 @pytest.mark.parametrize("keys", [{"windows": (None, 4 * UNIT)}, {"windows": (None, None), "states": (1,)}])
 def test_a_pinned_prompt_may_end_with_a_block(keys: dict[str, Any], units: int) -> None:
-    """Others continue it: they read its last unit, and the state behind it. Who sends it alone computes that again."""
+    """A pin includes the prompt's last unit and the state after it.
+
+    Only longer prompts load these, because a request with the same prompt computes its last unit again.
+    """
     one = Ordering(slots=16, **keys)
     continued = one.world.request("a", units, extra=1)
     continued.shared_prefix_boundary = (units - 1) * UNIT
@@ -160,7 +166,7 @@ def test_a_pinned_prompt_may_end_with_a_block(keys: dict[str, Any], units: int) 
 
 @pytest.mark.parametrize("keys", [{"windows": (None, 4 * UNIT)}, {"windows": (None, None), "states": (1,)}])
 def test_a_pin_holds_what_a_hit_needs(keys: dict[str, Any]) -> None:
-    """The window's and the state's, and no more."""
+    """A pin holds only the window and the state that a hit needs."""
     one = Ordering(slots=16, **keys)
     request = one.world.request("a", 3 * CHUNK + 2, extra=1)
     one.world.admit(request)
@@ -177,7 +183,7 @@ def test_a_pin_holds_what_a_hit_needs(keys: dict[str, Any]) -> None:
 
 
 def test_pins_are_bounded() -> None:
-    """By the share of the pool, the seconds, and by what is there; a refused one holds nothing."""
+    """The share of the pool, the seconds, and the held chunks limit a pin. A refused pin holds nothing."""
     one = Ordering(slots=2 * (PART_CHUNKS + 4))
     long = one.save("a", (PART_CHUNKS + 5) * CHUNK)
     with pytest.raises(OrderRefusedError, match="pins may hold 20 chunks"):
@@ -189,7 +195,7 @@ def test_pins_are_bounded() -> None:
         one.pin(one.world.request("b", CHUNK))
     half = one.save("c", 12 * CHUNK)
     assert one.pin(half).chunks == 12
-    assert one.pin(half) == PinnedPrompt(3, 12 * CHUNK * UNIT, 12, 10)  # the same chunks: no more room is needed
+    assert one.pin(half) == PinnedPrompt(3, 12 * CHUNK * UNIT, 12, 10)  # the same chunks need no more room
     assert one.side.pins.chunks == 12
     with pytest.raises(OrderRefusedError, match="there is no pin 7"):
         one.do(lambda: one.side.pins.unpin(7))
@@ -200,7 +206,7 @@ def test_pins_are_bounded() -> None:
 
 
 def test_a_pin_has_no_gaps() -> None:
-    """What is evicted while it is made, it holds nothing behind: it is refused."""
+    """A pin is refused if one of its chunks is evicted while the pin is made. The refused pin holds nothing."""
     one = Ordering(slots=8 * PART_CHUNKS)
     request = one.save("a", 3 * PART_CHUNKS * CHUNK)
     work = one.side.pins.pin(one.prefixes, request, 10)
@@ -208,13 +214,13 @@ def test_a_pin_has_no_gaps() -> None:
     gone = one.side.catalog.find(0, one.prefixes.key(request.block_hashes, 2 * PART_CHUNKS * CHUNK))
     assert gone is not None
     assert one.side.catalog.evict(gone)
-    with pytest.raises(OrderRefusedError, match="has gone meanwhile"):
+    with pytest.raises(OrderRefusedError, match="evicted meanwhile"):
         list(work)
     assert (one.side.catalog.leases, one.side.pins.listed(), one.side.pins.chunks) == (0, [], 0)
 
 
-def test_evicted_is_from_a_token_on() -> None:
-    """The chunk that has it goes, and all behind it."""
+def test_eviction_from_a_token_on_keeps_the_chunks_before_it() -> None:
+    """The chunk with the token and all later chunks are evicted."""
     one = Ordering()
     request, other = one.save("a", 4 * CHUNK + 3), one.save("b", 2 * CHUNK)
     assert one.evict(request, 2 * CHUNK * UNIT + 5) == EvictedPrompt(3, 0, 0)
@@ -226,7 +232,7 @@ def test_evicted_is_from_a_token_on() -> None:
 
 
 def test_what_is_being_saved_is_evicted_too() -> None:
-    """It is not found once it has landed; the slot is free then."""
+    """The chunk is not found after its save has landed. Then its slot is free."""
     one = Ordering()
     request = one.world.request("a", 2 * CHUNK)
     one.world.admit(request)
@@ -236,8 +242,8 @@ def test_what_is_being_saved_is_evicted_too() -> None:
     assert (one.held(request), one.side.catalog.used) == (0, 0)
 
 
-def test_what_is_evicted_is_pinned_no_more() -> None:
-    """Else its slots would stay taken, of use to nobody."""
+def test_eviction_of_a_chunk_ends_its_pins() -> None:
+    """The other slots of the pin become free, because a pin without this chunk gives no hit."""
     one = Ordering()
     request, beside = one.save("a", 3 * CHUNK), one.save("b", CHUNK)
     one.pin(request)
@@ -250,7 +256,7 @@ def test_what_is_evicted_is_pinned_no_more() -> None:
 
 
 def test_a_reset_ends_pins() -> None:
-    """Also one that is being made: it is refused."""
+    """A reset ends all pins. A pin that is being made is refused."""
     one = Ordering(slots=4 * PART_CHUNKS)
     request = one.save("a", 2 * PART_CHUNKS * CHUNK)
     one.pin(request)
@@ -261,13 +267,13 @@ def test_a_reset_ends_pins() -> None:
     next(work)
     assert one.side.catalog.leases == PART_CHUNKS
     one.side.reset()
-    with pytest.raises(OrderRefusedError, match="forgotten meanwhile"):
+    with pytest.raises(OrderRefusedError, match="evicted or reset"):
         next(work)
     assert (one.side.catalog.leases, one.side.catalog.used) == (0, 0)
 
 
-def test_pins_have_owners_that_nobody_else_is() -> None:
-    """Whatever a request is called."""
+def test_owner_of_a_pin_differs_from_every_requests_owner() -> None:
+    """A request with the name of a pin's owner has another owner, in every epoch."""
     one = Ordering()
     request = one.save("a", CHUNK)
     one.pin(request)
@@ -277,12 +283,12 @@ def test_pins_have_owners_that_nobody_else_is() -> None:
 
 
 def test_too_many_orders_are_refused_but_not_the_ends_of_pins() -> None:
-    """Those that wait are bounded; a pin whose time is over ends all the same."""
+    """The number of waiting orders is limited. A pin whose time is over ends all the same."""
     one = Ordering()
     request = one.save("a", CHUNK)
     one.pin(request)
-    waiting = [one.side.orders.put(lambda: one.side.pins.unpin(99)) for _ in range(ORDERS_MAX)]
-    refused = one.side.orders.put(lambda: one.side.pins.unpin(1))
+    waiting = [one.side.orders.queue_change(lambda: one.side.pins.unpin(99)) for _ in range(ORDERS_MAX)]
+    refused = one.side.orders.queue_change(lambda: one.side.pins.unpin(1))
     assert (refused.over, refused.failed, refused.refused) == (True, True, f"{ORDERS_MAX} orders wait already")
     one.now_s = 100
     for _ in range(20):
@@ -292,7 +298,7 @@ def test_too_many_orders_are_refused_but_not_the_ends_of_pins() -> None:
 
 
 def test_ends_of_pins_leave_orders_their_room() -> None:
-    """However many there are."""
+    """Ends of pins do not take room from orders, however many there are."""
     one = Ordering()
     request = one.save("a", CHUNK)
     for _ in range(ORDERS_MAX + 1):
@@ -300,12 +306,12 @@ def test_ends_of_pins_leave_orders_their_room() -> None:
     one.now_s = 100
     one.side.pins.expire()
     assert len(one.side.orders.due) == ORDERS_MAX + 1
-    order = one.side.orders.put(lambda: one.side.pins.unpin(99))
+    order = one.side.orders.queue_change(lambda: one.side.pins.unpin(99))
     assert not order.over
 
 
 def test_an_order_that_fails_is_answered() -> None:
-    """And counted; those behind it go on."""
+    """The failure is answered and counted, and later orders are carried out."""
 
     def broken() -> Work:
         yield
@@ -318,19 +324,23 @@ def test_an_order_that_fails_is_answered() -> None:
     counters = Counters()
     orders = Orders(counters)
     orders.slice_s_max = float("inf")
-    first, second = orders.put(broken), orders.put(good)
+    first, second = orders.queue_change(broken), orders.queue_change(good)
     orders.carry_out()
-    assert (first.failed, first.refused, second.result) == (True, "it failed; the reason is in the engine's log", 7)
+    assert (first.failed, first.refused, second.result) == (
+        True,
+        "the request failed; the reason is in the engine's log",
+        7,
+    )
     assert counters["contained_error"] == 1
 
 
-def test_the_end_refuses() -> None:
-    """What waits, and what comes."""
+def test_orders_are_refused_when_the_engine_ends() -> None:
+    """Orders that wait at the end, and later orders, are refused."""
     one = Ordering()
-    orders: list[Order] = [one.side.orders.put(lambda: one.side.pins.unpin(1))]
+    orders: list[Order] = [one.side.orders.queue_change(lambda: one.side.pins.unpin(1))]
     one.side.shutdown()
-    orders.append(one.side.orders.put(lambda: one.side.pins.unpin(1)))
-    assert [(order.over, order.refused) for order in orders] == [(True, "the engine ends")] * 2
+    orders.append(one.side.orders.queue_change(lambda: one.side.pins.unpin(1)))
+    assert [(order.over, order.refused) for order in orders] == [(True, "the engine is shutting down")] * 2
 
 
 def _calls() -> list[str]:
@@ -343,7 +353,7 @@ def _calls() -> list[str]:
 
 @pytest.mark.parametrize("name", _calls())
 def test_every_call_takes_the_turn(name: str) -> None:
-    """Before it does anything: another thread may be at the catalog, whenever the engine had nothing to do."""
+    """Each call takes the turn before it does anything, because another thread may use the catalog."""
     one = Ordering()
     assert not one.side.pending
     turns = one.side.orders.turns
@@ -360,7 +370,7 @@ def test_every_call_takes_the_turn(name: str) -> None:
 
 
 def test_an_idle_engine_gives_the_turn_back_after_a_reset() -> None:
-    """A pause ends with one, when vLLM has asked already whether anything is pending."""
+    """VLLM's pause first asks whether anything is pending, and then resets the caches. No step follows."""
     one = Ordering()
     one.save("a", CHUNK)
     one.side.reset()
@@ -372,7 +382,7 @@ def test_an_idle_engine_gives_the_turn_back_after_a_reset() -> None:
 
 
 def test_the_turn_is_given_when_nothing_is_pending() -> None:
-    """And not before: a save that ranks owe the report of is the engine's."""
+    """The turn is not given away while ranks owe the report of a save."""
     one = Ordering()
 
     def pending() -> bool:

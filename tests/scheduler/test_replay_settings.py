@@ -1,4 +1,4 @@
-"""`make bench-traces`: any capacity, bandwidth and compute rate, each by the name that the model has for it."""
+"""Settings of `make bench-traces`: capacities, bandwidths and compute rates, by their names in the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.replay.workload import Workload, coding_agents
 
 @pytest.fixture
 def load(monkeypatch: pytest.MonkeyPatch) -> Workload:
-    """A few sessions, whatever is asked for; replays in this process, and no pictures."""
+    """Replace the load by a few sessions, and replay in this process, without pictures."""
     few = coding_agents(5, sessions=3, hours=0.1, chunk_tokens=512)
     monkeypatch.setattr(report, "load_of", lambda *_: few)
     monkeypatch.setattr(report, "measure", lambda todo, _: (one.row() for one in todo))
@@ -26,7 +26,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Workload:
 
 
 def test_the_defaults_are_the_models(load: Workload) -> None:
-    """What is not set is as in `model.py`, and as in the file of the repository."""
+    """A parameter that is not set has the default of `model.py`. The repository's file was made with these defaults."""
     setting = Setting()
     assert (setting.model, setting.host(load)) == (Model(), Host(load.slots(0.10)))
     assert setting.stores("disk, network", load) == (disk(load.slots(0.25)), network(load.chunks))
@@ -35,7 +35,7 @@ def test_the_defaults_are_the_models(load: Workload) -> None:
 
 
 def test_every_parameter_can_be_set(load: Workload) -> None:
-    """Capacities, ways in both directions, latencies, the device and the model on it."""
+    """Capacities, bandwidths in both directions, latencies, the device and the model can be set."""
     setting = (
         Setting()
         .with_set("model", ["flop_per_s=4e14", "layers=80"])
@@ -61,7 +61,7 @@ def test_every_parameter_can_be_set(load: Workload) -> None:
     ],
 )
 def test_what_cannot_be_is_refused(part: str, given: str, wording: str) -> None:
-    """By its name, before anything is replayed."""
+    """An impossible value is refused by name, before anything is replayed."""
     with pytest.raises(ValueError, match=wording):
         Setting().with_set(part, [given])
 
@@ -75,7 +75,7 @@ def _rows(folder: Path, *more: str) -> dict[str, Any]:
 
 
 def test_a_replay_is_as_it_was_set(load: Workload, tmp_path: Path) -> None:
-    """A quarter of the compute rate makes first tokens later; capacities are those that were asked for."""
+    """With a quarter of the compute rate, first tokens are later. Capacities are those that were set."""
     usual = _rows(tmp_path)
     slow = _rows(tmp_path, "--share", "0.005", "0.3", "--model", "flop_per_s=4e14", "--disk", "share=0.5")
     assert [row["share"] for row in usual["yardstick"]] == [0.01, 0.02, 0.05, 0.1]
@@ -92,7 +92,7 @@ def test_a_replay_is_as_it_was_set(load: Workload, tmp_path: Path) -> None:
 
 
 def test_a_file_has_one_set_of_parameters(load: Workload, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows of another set are not put beside others', least of all into the repository's."""
+    """Rows of another set of parameters are not added to a file, in particular not to the repository's."""
     assert load.prompts
     _rows(tmp_path)
     for file in (tmp_path / "0.json", report.RESULTS):

@@ -1,4 +1,4 @@
-"""What reviews found on the scheduler side, one test per claim; vLLM is played by plain namespaces."""
+"""Regression tests of the scheduler side, one for each fault that a review found. Plain namespaces replace vLLM."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvpipe.cache import miss_reasons
-from kvpipe.cache.catalog import Chunk
+from kvpipe.cache.chunks import Chunk
 from kvpipe.connectors.vllm.trial.scheduler_world import (
     ASYNC,
     SAVE,
@@ -19,25 +18,29 @@ from kvpipe.connectors.vllm.trial.scheduler_world import (
     SchedulerWorld,
     slots_of,
 )
-from kvpipe.messages import BROKEN, Job
-from kvpipe.scheduler.base import MISS, Recovery
+from kvpipe.protocol.engine import MISS, Recovery
+from kvpipe.protocol.messages import BROKEN, Job
 from kvpipe.scheduler.gauges import totals
 from kvpipe.statemachine import lookup as lookup_m
 from kvpipe.statemachine import request as request_m
+from kvpipe.trace import miss_reasons
 from kvpipe.trace.events import RequestAdmitted
 from kvpipe.trace.recorder import Recorder
 
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_nobody_continues_a_chunk_that_another_prefix_has_grown(apart: bool) -> None:
-    """A chunk is continued only from the prefix hash at its tail: equal unit counts are not equal prefixes (ABA)."""
+    """A chunk is continued only from the prefix hash at its end.
+
+    Equal unit counts are not equal prefixes (ABA).
+    """
     world = SchedulerWorld(ranks=2)
     first, fork = world.request("first", 3, shared=3), world.request("fork", 4, shared=3)
     world.admit(first)
     (j1,) = world.step(first)
     world.grow(first, 4)
     (j2,) = world.step(first)
-    if apart:  # the second piece comes before the first, so it is lost and its claim given back
+    if apart:  # the second piece comes before the first, so it is lost and its slot is released
         world.report((j2, 2, 0))
         world.report((j1, 2, 0))
     else:
@@ -48,7 +51,7 @@ def test_nobody_continues_a_chunk_that_another_prefix_has_grown(apart: bool) -> 
     world.grow(first, 5)
     (j4,) = world.step(first)
     assert not set(slots_of(j3)) & set(slots_of(j4))
-    assert (set(slots_of(j1)) == set(slots_of(j3))) is apart  # the fork adopts the chunk where its tail is the fork's
+    assert (set(slots_of(j1)) == set(slots_of(j3))) is apart  # the fork uses the chunk if the chunk's end is the fork's
     world.succeed(j3, j4)
     assert world.side.catalog.find(0, fork.block_hashes[3]) is not None
     assert world.side.catalog.find(0, first.block_hashes[4]) is not None
@@ -90,7 +93,7 @@ def _half_leased(world: SchedulerWorld, request: Any) -> int:
 def test_a_load_that_cannot_be_planned_is_reported_as_failed(
     promise: Callable[[SchedulerWorld, Any], int], load: str, *, traced: bool
 ) -> None:
-    """Every load that was granted is counted on: one that cannot be planned goes out with rows no rank accepts."""
+    """VLLM relies on every promised load. A load that cannot be planned is sent with rows that no rank accepts."""
     trace = Recorder(lifecycle=traced, transitions=traced, detail=traced)
     world = SchedulerWorld(ranks=2, load=load, trace=trace)
     world.publish(world.request("old", 4, shared=4))
@@ -108,7 +111,7 @@ def test_a_load_that_cannot_be_planned_is_reported_as_failed(
     other = world.request("other", 2)
     world.admit(other)
     (save,) = world.step(other)
-    world.report((jobs[0], 0, 2), (save, 2, 0))  # the other job's news is not lost on the way
+    world.report((jobs[0], 0, 2), (save, 2, 0))  # the outcome of the other job is not lost
     assert world.side.catalog.leases == 0
     assert not world.side.pending
     assert world.side.lookup(request, 0) == (0, False), "a request whose load has failed never loads again"
@@ -116,7 +119,7 @@ def test_a_load_that_cannot_be_planned_is_reported_as_failed(
 
 @pytest.mark.parametrize("load", ["sync", "async"])
 def test_an_illegal_admission_costs_no_other_load_of_its_step(load: str) -> None:
-    """A load for a request that runs goes out to fail; what others were promised goes out beside it."""
+    """A load for a running request is sent as a load that fails. The other loads of the step are sent as planned."""
     world = SchedulerWorld(load=load)
     world.publish(world.request("old", 4, shared=4))
     odd, good = world.request("odd", 6), world.request("good", 6, shared=4)
@@ -134,7 +137,7 @@ def test_an_illegal_admission_costs_no_other_load_of_its_step(load: str) -> None
 
 @pytest.mark.parametrize("load", ["sync", "async"])
 def test_an_admission_that_fails_half_way_loses_no_load(load: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine counts on it: it goes out to fail."""
+    """VLLM relies on the load, so it is sent as a load that fails."""
     world = SchedulerWorld(load=load)
     world.publish(world.request("old", 4, shared=4))
     request = world.request("new", 6, shared=4)
@@ -149,7 +152,10 @@ def test_an_admission_that_fails_half_way_loses_no_load(load: str, monkeypatch: 
 
 
 def test_an_illegal_notice_of_a_preemption_costs_no_load_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An admission that failed half way leaves a request that may not be preempted; others load in their step."""
+    """An admission that failed half way leaves a request that may not be preempted.
+
+    Other loads of the step are sent.
+    """
     world = SchedulerWorld(load="sync")
     world.publish(world.request("old", 4, shared=4))
     odd, good = world.request("odd", 6), world.request("good", 6, shared=4)
@@ -172,7 +178,7 @@ def _boom(*_: object) -> None:
 
 @pytest.mark.parametrize("load", ["sync", "async"])
 def test_a_hit_that_vanished_is_emitted_as_broken(load: str) -> None:
-    """A promised chunk that is gone at admission is in the job all the same, in rows that fail on every rank."""
+    """A promised chunk that is gone at admission is in the job, in rows that fail on every rank."""
     world = SchedulerWorld(load=load, chunk_units=2)
     old = world.request("old", 4, shared=4)
     world.publish(old)
@@ -191,7 +197,7 @@ def test_a_hit_that_vanished_is_emitted_as_broken(load: str) -> None:
 
 
 def test_one_failed_save_plan_costs_nobody_else_anything() -> None:
-    """An exception while a save is planned loses neither loads nor other saves of the step, nor any claimed piece."""
+    """An exception while one save is planned loses no load, no other save of the step, and no claimed piece."""
     world = SchedulerWorld(windows=(None, None))
     world.publish(world.request("old", 2, shared=2))
     loading, broken, fine = world.request("loading", 4, shared=2), world.request("broken", 3), world.request("fine", 3)
@@ -214,7 +220,7 @@ def test_one_failed_save_plan_costs_nobody_else_anything() -> None:
 
 @pytest.mark.parametrize("bad", [0, 1])
 def test_a_reset_ends_the_saving_of_running_requests(bad: int) -> None:
-    """The KV that a running request goes on with may be what the reset is to forget: it saves after readmission."""
+    """A running request may continue with KV that the reset drops, so it saves nothing before its next admission."""
     world = SchedulerWorld()
     request = world.request("running", 3)
     world.admit(request)
@@ -235,7 +241,7 @@ def test_a_reset_ends_the_saving_of_running_requests(bad: int) -> None:
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_a_hit_satisfies_every_sliding_window(order: tuple[int, int]) -> None:
-    """A hit is shortened until all windows are held, not until one of them is."""
+    """A hit is shortened until all windows are held, not only one of them."""
     world = SchedulerWorld(windows=(None, 2 * UNIT + 1, 2 * UNIT + 1), chunk_units=2)
     old = world.request("old", 8, shared=8)
     world.publish(old)
@@ -247,13 +253,13 @@ def test_a_hit_satisfies_every_sliding_window(order: tuple[int, int]) -> None:
     world.side.admitted(request, world.allocate(request, null=4), 6 * UNIT)
     (load,) = world.step()
     assert BROKEN not in slots_of(load)
-    world.drop(whole, old.block_hashes[5])  # now the one holds units 4 and 5, the other 6 and 7
+    world.drop(whole, old.block_hashes[5])  # now one group holds units 4 and 5, the other group units 6 and 7
     assert world.side.lookup(world.request("newer", 8, shared=8, extra=1), 0) == (4 * UNIT, True)
 
 
 @pytest.mark.parametrize("load", ["sync", "async"])
 def test_a_whole_prompt_hit_of_a_windowed_model_leaves_one_unit(load: str) -> None:
-    """The window of the recomputed last token reaches further back than the window that the hit was checked for."""
+    """The window of the recomputed last token begins before the window that the hit was checked for."""
     world = SchedulerWorld(windows=(2 * UNIT + 1,), chunk_units=2, load=load)
     old = world.request("old", 8, shared=8)
     world.publish(old)
@@ -288,7 +294,10 @@ def _bad_news_last(world: SchedulerWorld, load: Job, save: Job) -> None:
 
 @pytest.mark.parametrize("order", [_together, _one_rank_first, _save_lands_first, _bad_news_last])
 def test_saves_planned_after_a_failed_load_are_not_believed(order: Callable[[SchedulerWorld, Job, Job], None]) -> None:
-    """What was computed on a failed load is not published though every rank reports ok, nor is anything after it."""
+    """Saves of a step whose load has failed are not published, though every rank reports the saves as ok.
+
+    The request plans no save before it is admitted again.
+    """
     world = SchedulerWorld(ranks=2)
     world.publish(world.request("old", 4, shared=4))
     request, beside = world.request("new", 6, shared=4), world.request("beside", 2)
@@ -302,7 +311,7 @@ def test_saves_planned_after_a_failed_load_are_not_believed(order: Callable[[Sch
     assert world.found(beside) == 0, "another request of the step may have hit the garbage in vLLM's own cache"
     assert load.blocks() <= world.forgotten
     assert world.side.catalog.leases == world.side.catalog.writing == 0
-    request.num_computed_tokens = 0  # vLLM takes them back
+    request.num_computed_tokens = 0  # vLLM takes these tokens back
     world.grow(request, 8)
     assert world.step(request) == []
     world.preempt(request)
@@ -312,14 +321,17 @@ def test_saves_planned_after_a_failed_load_are_not_believed(order: Callable[[Sch
 
 
 def test_nothing_is_saved_between_the_first_bad_news_and_the_last_rank() -> None:
-    """A request whose load one rank has failed saves nothing more, though the load has not landed yet."""
+    """A request whose load has failed on one rank saves nothing more.
+
+    Other ranks have not reported the load yet.
+    """
     world = SchedulerWorld(ranks=2)
     world.publish(world.request("old", 4, shared=4))
     request = world.request("new", 6, shared=4)
     world.admit(request)
     load, save = world.step(request)
     world.report((load, 0, 1))
-    request.num_computed_tokens = 0  # vLLM takes them back
+    request.num_computed_tokens = 0  # vLLM takes these tokens back
     world.grow(request, 7)
     assert world.step(request) == []
     world.report((save, 2, 0))
@@ -333,7 +345,10 @@ def test_nothing_is_saved_between_the_first_bad_news_and_the_last_rank() -> None
 
 @pytest.mark.parametrize("windows", [(None, 1024), (None, 1024, 4096), (1024,)])
 def test_a_long_prompt_is_looked_up_in_linear_time(windows: tuple[int | None, ...]) -> None:
-    """128k tokens that the full group holds and the window groups do not: index probes are linear in the chunks."""
+    """The full group holds 128k tokens and the window groups none.
+
+    The number of index probes is linear in the chunks.
+    """
     chunks, per_chunk = 512, 16
     world = SchedulerWorld(windows=windows, chunk_units=per_chunk)
     request = world.request("long", chunks * per_chunk)
@@ -349,7 +364,7 @@ def test_a_long_prompt_is_looked_up_in_linear_time(windows: tuple[int | None, ..
 
 
 def test_a_reused_request_id_has_leases_of_its_own() -> None:
-    """Two requests of one id, the first still loading, never share an owner: a landing frees its own leases only."""
+    """Two requests with one id, of which the first still loads, have different owners. Their leases end separately."""
     world = SchedulerWorld()
     world.publish(world.request("old", 4, shared=4))
     loads = []
@@ -370,7 +385,7 @@ def test_a_reused_request_id_has_leases_of_its_own() -> None:
 
 
 def test_a_producer_saves_again_after_a_preemption() -> None:
-    """A connector that never loads still learns from the admission that a preempted request has new blocks."""
+    """A producer never loads, but learns from the admission that a preempted request has new blocks."""
     world = SchedulerWorld(loads=False)
     request = world.request("r", 3)
     assert world.admit(request) == 0
@@ -386,7 +401,7 @@ def test_a_producer_saves_again_after_a_preemption() -> None:
 
 
 def test_blocks_reported_as_invalid_fail_their_load_before_its_report() -> None:
-    """A load that timed out is known by its blocks, its report comes much later: all follows from the blocks."""
+    """The engine reports the blocks of a load that timed out, long before ranks report it. The load fails at once."""
     world = SchedulerWorld()
     world.publish(world.request("old", 4, shared=4))
     request = world.request("new", 6, shared=4)
@@ -407,11 +422,11 @@ def test_blocks_reported_as_invalid_fail_their_load_before_its_report() -> None:
 
 
 def test_a_request_that_reads_no_cache_is_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It needs every token of its prompt: no probe, no question to a tier, no hit; what it computes is saved."""
+    """The request computes its whole prompt: no probe, no tier lookup, and no hit. Its KV is saved."""
     world = SchedulerWorld()
     world.publish(world.request("old", 4, shared=4))
     monkeypatch.setattr(world.side.prefixes, "longest", lambda _: pytest.fail("looked up"))
-    monkeypatch.setattr(world.side, "staging", object())  # asked for anything, it raises
+    monkeypatch.setattr(world.side, "staging", object())  # any access raises
     request = world.request("new", 6, shared=4)
     request.skip_reading_prefix_cache = True
     assert world.ask(request) == 0
@@ -421,13 +436,13 @@ def test_a_request_that_reads_no_cache_is_not_looked_up(monkeypatch: pytest.Monk
     assert job.kind == SAVE
     world.succeed(job)
     assert world.found(request) == 6
-    assert world.side.report.misses["not_read"] == 1
-    assert not any(world.side.report.hit_tokens.values())
+    assert world.side.tracer.misses["not_read"] == 1
+    assert not any(world.side.tracer.hit_tokens.values())
     assert world.side.catalog.leases == 0
 
 
 def test_a_request_that_reads_no_cache_waits_for_nothing() -> None:
-    """VLLM takes no hit for it, and no `LATER`: it is admitted though nobody knows which weights count."""
+    """For such a request vLLM accepts neither a hit nor `LATER`, so it is admitted while the weights are unknown."""
     world = SchedulerWorld()
     request = world.request("new", 6)
     request.skip_reading_prefix_cache = True
@@ -440,18 +455,22 @@ def test_a_request_that_reads_no_cache_waits_for_nothing() -> None:
 
 @pytest.mark.parametrize(("load", "answers"), [("auto", (4 * UNIT, False)), ("async", (0, False))])
 def test_a_request_that_another_connector_has_let_down_is_asked_for_anew(load: str, answers: tuple[int, bool]) -> None:
-    """Its hit is loaded within the step, though others run: between steps vLLM might never admit it again."""
+    """Another connector's load has failed.
+
+    A load between steps might then never end, so the hit is loaded in the step.
+    """
     world = SchedulerWorld(load=load)
     world.publish(world.request("old", 4, shared=4))
     request = world.request("new", 6, shared=4)
     hit = world.ask(request)
     assert hit == 4 * UNIT
-    world.side.admitted(request, world.allocate(request), 0)  # for the other's load, which fails
+    world.side.admitted(request, world.allocate(request), 0)  # for the other connector's load, which fails
     for tables in world.tables:
         del tables["new"]
     world.step()
     if world.side.loading.stall is not None:
-        world.side.loading.stall.running, world.side.loading.stall.rate = 1, 1.0  # somebody would wait very long
+        # a running request would wait very long
+        world.side.loading.stall.running, world.side.loading.stall.rate = 1, 1.0
     assert world.side.lookup(request, 0) == world.side.lookup(request, 0) == answers
     world.side.admitted(request, world.allocate(request), answers[0])
     jobs = world.step(request)
@@ -464,7 +483,7 @@ def test_a_request_that_another_connector_has_let_down_is_asked_for_anew(load: s
 
 @pytest.mark.parametrize("kind", [SAVE, SYNC, ASYNC])
 def test_a_report_that_is_lost_does_not_keep_the_engine_up(kind: int) -> None:
-    """Some time after ranks must have reported a job, nobody steps for it any more; if it comes, it counts."""
+    """After a time limit the engine makes no more steps for the report. A late report is still processed."""
     world = SchedulerWorld(ranks=2)
     first, other = world.request("first", 4, shared=4), world.request("other", 4, shared=4)
     world.admit(first)
@@ -488,7 +507,7 @@ def test_a_report_that_is_lost_does_not_keep_the_engine_up(kind: int) -> None:
 
 
 def test_a_later_job_is_waited_for_beside_a_lost_one() -> None:
-    """A lost report does not make the engine forget what is still under way."""
+    """After a lost report the engine still makes steps for jobs that are in flight."""
     world = SchedulerWorld()
     first, other = world.request("first", 4), world.request("other", 4)
     world.admit(first)
@@ -503,7 +522,7 @@ def test_a_later_job_is_waited_for_beside_a_lost_one() -> None:
 
 
 def test_slots_are_used_when_every_rank_has_them_ready() -> None:
-    """A rank that has reported nothing, or has got less far than others, holds all of them back."""
+    """A rank that has not reported, or has fewer ready slots, limits the slots that are used."""
     side = SchedulerWorld(ranks=2, slots=8, touch="ahead").side
     assert side.catalog.ready == 0
     side.slots_ready({0: 5})
@@ -518,7 +537,7 @@ def test_slots_are_used_when_every_rank_has_them_ready() -> None:
 
 
 def test_the_tail_of_a_request_does_not_evict_its_head() -> None:
-    """What vLLM's own prefix cache holds is of use: in a full pool others' chunks give way to the request's tail."""
+    """Chunks whose tokens vLLM's own cache holds count as used, so a full pool evicts other chunks first."""
     world = SchedulerWorld(chunk_units=4, slots=4)
     world.publish(world.request("head", 8, shared=8))
     world.publish(world.request("other", 8))
@@ -532,7 +551,7 @@ def test_the_tail_of_a_request_does_not_evict_its_head() -> None:
 
 
 def test_a_conversation_is_one_chain() -> None:
-    """To a policy of sessions the chunk in which a turn ends, and the next goes on, is no branch left behind."""
+    """For a policy of sessions, the chunk in which a turn ends and the next turn continues is no separate branch."""
     world = SchedulerWorld(chunk_units=4, slots=64, policy="sessions")
     for turn in range(1, 9):
         world.publish(world.request("chat", 6 * turn + 1))
@@ -542,7 +561,7 @@ def test_a_conversation_is_one_chain() -> None:
 
 @pytest.mark.parametrize("why", [miss_reasons.NO_ROOM, miss_reasons.ADAPTER])
 def test_a_hit_whose_load_may_not_begin_is_reported(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is held: whoever reads that nobody has saved it would look in the wrong place."""
+    """The miss has its own reason. The reason `not_saved` would mislead operators."""
     world = SchedulerWorld(load="async")
     world.publish(world.request("old", 4, shared=4))
     if why == miss_reasons.NO_ROOM:
@@ -561,13 +580,13 @@ def test_a_hit_whose_load_may_not_begin_is_reported(why: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("old", ["step_planned", "extra_loads"])
 def test_a_recovery_of_an_older_version_is_refused(old: str) -> None:
-    """Its method would never be called: what it repairs would stay broken, silently."""
+    """A method with a former name would never be called, so its remedy would silently be missing."""
     with pytest.raises(TypeError, match=rf"Mine: rename {old} to .*begin_step\("):
         type("Mine", (Recovery,), {old: lambda *_: None})
 
 
 def test_the_policy_is_told_how_long_the_answer_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the request is over: what it has computed behind its prompt."""
+    """When a request ends, the policy is notified of the number of computed tokens after the prompt."""
     world, told = SchedulerWorld(), list[int]()
     monkeypatch.setattr(world.side.catalog, "_answered", told.append)
     request = world.request("a", 3)

@@ -9,22 +9,22 @@ import pytest
 
 from kvpipe.cache.prefixes import uncut
 from kvpipe.connectors.vllm.trial.scheduler_world import SAVE, UNIT, SchedulerWorld
-from kvpipe.messages import Job
-from kvpipe.scheduler.base import Request, Span
+from kvpipe.protocol.engine import Request, WholeSpan
+from kvpipe.protocol.messages import Job
 
-IMAGE: Span = (2 * UNIT + 4, 5 * UNIT - 3)
-"""Of units 2, 3 and 4: none of its ends is that of a unit."""
+IMAGE: WholeSpan = (2 * UNIT + 4, 5 * UNIT - 3)
+"""A span in units 2, 3 and 4. Neither of its ends is the end of a unit."""
 
 
-def _world(*spans: Span, windows: tuple[int | None, ...] = (None,), **kwargs: Any) -> SchedulerWorld:
-    def of(request: Request) -> list[Span]:
+def _world(*spans: WholeSpan, windows: tuple[int | None, ...] = (None,), **kwargs: Any) -> SchedulerWorld:
+    def of(request: Request) -> list[WholeSpan]:
         return [] if request.request_id == "text" else list(spans)
 
     return SchedulerWorld(spans_of=of, chunk_units=4, windows=windows, **kwargs)
 
 
 def _step(world: SchedulerWorld, request: Any, tokens: int) -> list[Job]:
-    """Schedule so many tokens of `request`, and complete what the step plans."""
+    """Schedule `tokens` tokens of `request`, and complete the jobs of the step."""
     jobs: list[Job] = []
     plan = world.side.plan_step(_Step({request.request_id: tokens}))
     for job in plan.jobs:
@@ -45,7 +45,7 @@ class _Step:
 
 
 def test_a_prefix_is_shortened_to_the_start_of_the_span_that_it_cuts() -> None:
-    """A prefix that ends at either end of a span cuts none."""
+    """A prefix that ends at the beginning or at the end of a span does not cut the span."""
     spans = [(4, 8), (8, 12), (20, 30)]
     cut = dict.fromkeys(range(5, 8), 4) | dict.fromkeys(range(9, 12), 8) | dict.fromkeys(range(21, 30), 20)
     assert [uncut(spans, tokens) for tokens in range(40)] == [cut.get(tokens, tokens) for tokens in range(40)]
@@ -54,7 +54,7 @@ def test_a_prefix_is_shortened_to_the_start_of_the_span_that_it_cuts() -> None:
 @pytest.mark.parametrize("windows", [(None,), (None, 2 * UNIT)], ids=["full", "window"])
 @pytest.mark.parametrize("held", range(1, 9))
 def test_a_hit_ends_before_the_span_that_it_would_cut(held: int, windows: tuple[int | None, ...]) -> None:
-    """Units that hold a part of the image are loaded with all of it, or not at all."""
+    """Units with a part of the image are loaded with the whole image or not at all."""
     world = _world(IMAGE, windows=windows, load="async")
     world.publish(world.request("text", held, shared=held))
     hit = world.ask(world.request("new", 12, shared=held))
@@ -64,14 +64,14 @@ def test_a_hit_ends_before_the_span_that_it_would_cut(held: int, windows: tuple[
 
 
 def test_a_hit_ends_inside_a_span_when_the_engine_has_none() -> None:
-    """Models whose images attend to earlier tokens alone keep such hits."""
+    """Models whose images attend only to earlier tokens keep such hits."""
     world = SchedulerWorld(chunk_units=4)
     world.publish(world.request("text", 3, shared=3))
     assert world.ask(world.request("new", 12, shared=3)) == 3 * UNIT
 
 
 def test_nothing_behind_a_cut_is_saved() -> None:
-    """The step ends inside the image: the image and all that is computed from it are wrong, what lies before is not."""
+    """The step ends inside the image. The image and later KV are wrong; earlier KV is right and is saved."""
     world = _world(IMAGE)
     request = world.request("new", 12)
     world.side.admitted(request, world.allocate(request), world.ask(request))
@@ -84,7 +84,7 @@ def test_nothing_behind_a_cut_is_saved() -> None:
 
 
 def test_all_is_saved_when_each_span_is_computed_in_one_step() -> None:
-    """A step may begin inside an image, where the engine's own cache holds the first part: the rest sees all of it."""
+    """A step may begin inside an image whose first part vLLM's own cache holds. The rest then sees the whole image."""
     world = _world(IMAGE, (7 * UNIT, 8 * UNIT))
     request = world.request("new", 12)
     world.admit_local(request, 3 * UNIT)
@@ -96,7 +96,7 @@ def test_all_is_saved_when_each_span_is_computed_in_one_step() -> None:
 
 
 def test_a_span_that_a_local_hit_cuts_is_wrong_from_where_its_rest_is_cut() -> None:
-    """The engine goes on inside the image, and splits the rest: only the rest has not seen all of it."""
+    """The engine continues inside the image and splits the rest. Only the rest has not attended to the whole image."""
     world = _world(IMAGE)
     request = world.request("new", 12)
     world.admit_local(request, 3 * UNIT)
@@ -106,7 +106,7 @@ def test_a_span_that_a_local_hit_cuts_is_wrong_from_where_its_rest_is_cut() -> N
 
 
 def test_wrong_kv_leaves_the_engines_own_cache() -> None:
-    """Also blocks that are computed later, and again at the end, as the engine may have cached some meanwhile."""
+    """Wrong blocks are removed from vLLM's cache, and again at the request's end, because vLLM may cache them again."""
     world = _world(IMAGE)
     request = world.request("new", 12)
     world.side.admitted(request, world.allocate(request), world.ask(request))
@@ -123,7 +123,7 @@ def test_wrong_kv_leaves_the_engines_own_cache() -> None:
 
 
 def test_a_request_that_shares_wrong_blocks_saves_nothing() -> None:
-    """The engine may have given it such blocks in the scheduling pass in which the span was cut."""
+    """The request may have got such blocks in the scheduling pass in which the span was cut."""
     world = _world(IMAGE)
     first, other = world.request("first", 12, shared=12), world.request("text", 14, shared=12)
     world.side.admitted(first, world.allocate(first), world.ask(first))
@@ -138,7 +138,7 @@ def test_a_request_that_shares_wrong_blocks_saves_nothing() -> None:
 
 
 def test_a_preempted_request_is_saved_again() -> None:
-    """Its wrong blocks are gone; it has new ones, in which no span is cut."""
+    """The wrong blocks are gone, and no span is cut in the request's new blocks."""
     world = _world(IMAGE)
     request = world.request("new", 12)
     world.side.admitted(request, world.allocate(request), world.ask(request))
@@ -154,8 +154,8 @@ def test_a_preempted_request_is_saved_again() -> None:
 
 
 def test_input_that_comes_later_has_spans_of_its_own() -> None:
-    """A session's next turn may be the first with an image."""
-    turns: list[Span] = []
+    """A session's next turn may be the first turn with an image."""
+    turns: list[WholeSpan] = []
     world = SchedulerWorld(spans_of=lambda _: turns, chunk_units=4)
     request = world.request("session", 4)
     world.side.admitted(request, world.allocate(request), world.ask(request))
@@ -168,7 +168,7 @@ def test_input_that_comes_later_has_spans_of_its_own() -> None:
 
 
 def test_nothing_is_saved_when_cuts_cannot_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk that is missing is a miss; a wrong one is a wrong answer."""
+    """A missing chunk is only a miss, but a wrong chunk is a wrong answer."""
     world = _world(IMAGE)
     request = world.request("new", 12)
     world.side.admitted(request, world.allocate(request), world.ask(request))
@@ -179,9 +179,9 @@ def test_nothing_is_saved_when_cuts_cannot_be_found(monkeypatch: pytest.MonkeyPa
 
 
 def test_nothing_is_saved_when_spans_cannot_be_read() -> None:
-    """What the engine has as its media may be anything."""
+    """The engine's media may be any object, so an exception while spans are read is contained."""
 
-    def of(_request: Request) -> list[Span]:
+    def of(_request: Request) -> list[WholeSpan]:
         raise TypeError
 
     world = SchedulerWorld(chunk_units=4, spans_of=of)
@@ -192,7 +192,7 @@ def test_nothing_is_saved_when_spans_cannot_be_read() -> None:
 
 
 def test_work_is_bounded_when_no_request_has_spans() -> None:
-    """A step looks at the requests that have spans ahead, and at no other."""
+    """A step reads only requests that have spans ahead."""
     world = _world(IMAGE)
     text = world.request("text", 12)
     world.side.admitted(text, world.allocate(text), world.ask(text))
@@ -208,7 +208,7 @@ def test_work_is_bounded_when_no_request_has_spans() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_units_are_saved_exactly_when_they_have_seen_all_of_their_spans(seed: int) -> None:
-    """Random spans and steps, against an oracle: all before the first token that a step has cut off from its span."""
+    """Random spans and steps are compared with an oracle: a unit is saved if it lies before the first cut token."""
     rng = random.Random(seed)
     ends = sorted(rng.sample(range(1, 20 * UNIT), 6))
     spans = [(ends[0], ends[1]), (ends[2], ends[3]), (ends[4], ends[5])]

@@ -1,23 +1,28 @@
-"""The scheduler side of tiers without an engine: namespaces, stores, and lanes of prefetches."""
+"""Tests of the scheduler side of tiers without an engine: namespaces, stores, and lanes of prefetches."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvpipe.connectors.vllm.trial.scheduler_world import SchedulerWorld
-from kvpipe.messages import ONE_BAD, ONE_OK
-from kvpipe.scheduler.base import LATER
+from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
+from kvpipe.protocol.engine import LATER
+from kvpipe.protocol.messages import ONE_BAD, ONE_OK
 from kvpipe.scheduler.fetches import ORDERS_PER_LANE
-from kvpipe.scheduler.stores import REST_STEPS
+from kvpipe.scheduler.stores import REST_STEPS, Storing
 from kvpipe.testing.held_tier import DictSpec, HeldTier
 from kvpipe.testing.waiting import PATIENT, eventually
 from kvpipe.tiers.base import Key
-from kvpipe.tiers.finder import chunk_name
 from kvpipe.tiers.guard import FIND, guarded
+from kvpipe.tiers.namespace import Namespace
+from kvpipe.tiers.prefix_keys import chunk_name
 
 SPACE, CHUNK, LANES = "1" * 32, 4, 2
 
@@ -35,7 +40,7 @@ def tiered(*tiers: HeldTier, **world: Any) -> Iterator[tuple[SchedulerWorld, Any
 
 
 def prompt_in(tier: HeldTier, world: SchedulerWorld, name: str, chunks: int) -> Any:
-    """Return a request for a prompt of so many chunks, all of which the tier holds."""
+    """Return a request whose prompt has `chunks` chunks, all of which the tier holds."""
     request = world.request(name, chunks * CHUNK)
     for key in request.block_hashes[CHUNK - 1 :: CHUNK]:
         tier.values[Key(SPACE, chunk_name(key), 0, 0, 1).text] = b""
@@ -53,14 +58,14 @@ def test_both_namespaces_follow_the_weights(*, restarted: bool) -> None:
                 world.side.ranks_ready({0: 256}, [digest])
             else:
                 world.side.weights.suspect()
-                world.side.weighed({0: (world.side.weights.ask(), digest)})
+                world.side.weighed({0: (world.side.weights.next_question(), digest)})
             assert staging.space.name == digest
             assert staging.space.also == (f"layout of {digest}" if digest else "")
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_last_chunk_of_a_request_is_stored_when_its_save_lands(*, late: bool) -> None:
-    """The request may end before that, or after it. A chunk that the request may still fill is not stored."""
+    """The save may land before or after the request's end. A chunk that the request may still fill is not stored."""
     with tiered(HeldTier()) as (world, staging):
         request = world.request("a", CHUNK + 2)
         world.admit(request)
@@ -77,27 +82,29 @@ def test_last_chunk_of_a_request_is_stored_when_its_save_lands(*, late: bool) ->
 
 
 def _stored_in(staging: Any, steps: int) -> list[int]:
-    """Report all stores that so many steps plan, and return their tiers."""
+    """Report all stores that the next `steps` steps plan as done, and return their tiers."""
     tiers = []
     for _ in range(steps):
         for order in staging.plan(stores=True):
             tiers.append(order.tier)
             staging.reported(order.id, ONE_OK)
+        staging.stores._context.steps.planned += 1
     return tiers
 
 
 def test_tier_gets_its_stores_when_a_store_in_another_tier_fails() -> None:
-    """The other tier gets none for some steps, and what was offered to it is dropped."""
+    """The failed tier gets no store for some steps, and its offers are dropped."""
     with tiered(HeldTier("near"), HeldTier("far")) as (world, staging):
         requests = [world.request(name, CHUNK) for name in "abcd"]
         for request in requests:
             world.admit(request)
         staging.space.base, staging.stores._in_flight_max = SPACE, 1
         world.succeed(*world.step(*requests[:2]))
-        (order,) = staging.plan(stores=True)
-        assert order.tier == 0
-        staging.reported(order.id, ONE_BAD)
-        assert _stored_in(staging, 3) == [1, 1]
+        near, far = staging.plan(stores=True)
+        assert (near.tier, far.tier) == (0, 1)
+        staging.reported(near.id, ONE_BAD)
+        staging.reported(far.id, ONE_OK)
+        assert _stored_in(staging, 3) == [1]
         world.succeed(*world.step(requests[2]))
         assert _stored_in(staging, 3) == [1]
         assert world.side.counters["store_dropped_tier_failed"] == 2
@@ -106,8 +113,84 @@ def test_tier_gets_its_stores_when_a_store_in_another_tier_fails() -> None:
         assert _stored_in(staging, 3) == [0, 1]
 
 
+@pytest.mark.parametrize("hangs", [0, 1])
+def test_tier_gets_all_its_stores_when_another_tier_hangs(hangs: int) -> None:
+    """The hanging tier holds only its own half of the limit on stores in flight."""
+    with tiered(HeldTier("near"), HeldTier("far")) as (world, staging):
+        requests = [world.request(name, CHUNK) for name in "abcdefghijkl"]
+        for request in requests:
+            world.admit(request)
+        staging.space.base, staging.stores._in_flight_max = SPACE, 4
+        world.succeed(*world.step(*requests))
+        kept = [0, 0]
+        for _ in requests:
+            orders = staging.plan(stores=True)
+            assert len(orders) + kept[hangs] <= 4
+            for order in orders:
+                kept[order.tier] += 1
+                if order.tier != hangs:
+                    staging.reported(order.id, ONE_OK)
+        assert (kept[hangs], kept[1 - hangs]) == (2, len(requests))
+        assert not staging.stores.pending
+
+
+@pytest.mark.parametrize(("bound", "each"), [(1, 1), (2, 1), (5, 2), (1000, 32)])
+def test_tiers_have_equal_parts_of_the_bound_on_stores(bound: int, each: int) -> None:
+    """Each tier may have at least one store in flight, and all tiers together at most a quarter of the pool.
+
+    Read-only tiers have no part.
+    """
+    with tiered(HeldTier("near"), HeldTier("far"), HeldTier("read")) as (world, staging):
+        side, keys = world.side, {"tier_bytes_in_flight_max": bound * world.side.geometry.slot_bytes}
+        context = dataclasses.replace(side.context, settings=side.settings.model_copy(update=keys))
+        specs = [SimpleNamespace(store=when) for when in ("all", "second_use", "never")]
+        finder: Any = SimpleNamespace(tiers=[SimpleNamespace(name="", spec=spec) for spec in specs], split=None)
+        stores = Storing(context, finder, staging.space, new_id=side.jobs.new_id, stores=True, loads=True)
+        assert (world.side.catalog.slots, stores._max) == (256, each)
+
+
+@pytest.mark.parametrize("producer", [True, False])
+def test_producer_stores_chunks_of_finished_requests_first(*, producer: bool) -> None:
+    """A router sends a finished prompt to the decode engine at once.
+
+    The chunks of a request are stored in their order.
+    """
+    with tiered(HeldTier(), loads=not producer) as (world, staging):
+        requests = [world.request(name, 2 * CHUNK) for name in "abcd"]
+        for request in requests:
+            world.admit(request)
+        staging.space.base, staging.stores._in_flight_max = SPACE, 1
+        *jobs, late = world.step(*requests)
+        world.succeed(*jobs)
+        for at in (2, 3):
+            world.side.finished(requests[at])
+        world.succeed(late)
+        world.side.finished(requests[1])
+        stored = []
+        while orders := staging.plan(stores=True):
+            (order,) = orders
+            stored.append(order.chunk)
+            staging.reported(order.id, ONE_OK)
+        turns = (2, 3, 1, 0) if producer else (0, 1, 2, 3)
+        assert stored == [chunk_name(key) for at in turns for key in requests[at].block_hashes[CHUNK - 1 :: CHUNK]]
+
+
+def test_producer_stores_a_chunk_first_when_one_of_its_two_requests_has_finished() -> None:
+    """The running request has saved the chunk, and a finished request uses it, too."""
+    with tiered(HeldTier(), loads=False) as (world, staging):
+        running, finished = [world.request(name, 2 * CHUNK, shared=CHUNK) for name in "ab"]
+        for request in (running, finished):
+            world.admit(request)
+        staging.space.base, staging.stores._in_flight_max = SPACE, 4
+        jobs = world.step(running, finished)
+        world.succeed(*jobs)
+        world.side.finished(finished)
+        both, ends = running.block_hashes[CHUNK - 1], [one.block_hashes[-1] for one in (finished, running)]
+        assert [order.chunk for order in staging.plan(stores=True)] == [chunk_name(key) for key in (both, *ends)]
+
+
 def test_prefetches_leave_lanes_of_a_tier_to_requests() -> None:
-    """A prefetch takes one order per lane. A request that comes then is fetched at once, up to the tier's limit."""
+    """A prefetch takes one order per lane. A request that arrives then is fetched at once, up to the tier's limit."""
     tier = HeldTier()
     with tiered(tier) as (world, staging):
         staging.space.base = SPACE
@@ -125,3 +208,114 @@ def test_prefetches_leave_lanes_of_a_tier_to_requests() -> None:
         world.step()
         assert world.side.counters["chunks_fetching"] == LANES * ORDERS_PER_LANE
         assert len(waiting.waits) == LANES * (ORDERS_PER_LANE - 1)
+
+
+def test_wait_of_a_lookup_is_measured_until_its_answer() -> None:
+    """A request that was answered at once waited for 0 seconds. Each call of a tier is measured, too."""
+    tier = HeldTier()
+    with tiered(tier) as (world, staging):
+        take = world.side.counters.durations.take
+        world.admit(world.request("first", 1))
+        assert take() == {"lookup_wait_seconds": {"": [0.0]}}
+        staging.space.base = SPACE
+        request, began_s = prompt_in(tier, world, "second", 1), time.monotonic()
+        _fetched(world, staging, request)
+        answered_s = time.monotonic() - began_s
+        assert world.admit(request) == CHUNK * UNIT - 1
+        took = take()
+        assert len(took["lookup_seconds"][tier.name]) > 0
+        (waited_s,) = took["lookup_wait_seconds"][""]
+        assert 0 < waited_s < answered_s
+        assert take() == {}
+
+
+def _fetched(world: SchedulerWorld, staging: Any, request: Any) -> list[Any]:
+    """Fetch the chunks that tiers hold of a request's prompt. Return the orders, all of which succeeded."""
+    assert world.side.lookup(request, 0) is LATER
+    stage: Any = world.side.requests.tracked[request.request_id].stage
+    assert eventually(lambda: stage.lookup.done)
+    orders = []
+    while world.side.lookup(request, 0) is LATER:
+        planned = staging.plan(stores=True)
+        for order in planned:
+            staging.reported(order.id, ONE_OK)
+        orders += planned
+    return orders
+
+
+def test_hits_of_a_tier_are_counted_from_zero() -> None:
+    """The first load from a tier counts exactly its tokens."""
+    tier = HeldTier()
+    with tiered(tier) as (world, staging):
+        staging.space.base = SPACE
+        request = prompt_in(tier, world, "a", 2)
+        assert len(_fetched(world, staging, request)) == 2
+        tokens = world.admit(request)
+        assert tokens
+        assert world.side.tracer.hit_tokens == {"memory": 0, tier.name: tokens}
+
+
+def test_chunks_outside_of_a_window_are_not_fetched() -> None:
+    """The last two chunks are fetched for a window of one chunk.
+
+    The window may begin in the chunk before the last.
+    """
+    tier = HeldTier()
+    with tiered(tier, windows=(None, CHUNK * UNIT)) as (world, staging):
+        staging.space.base = SPACE
+        request = prompt_in(tier, world, "a", 3)
+        names = [chunk_name(key) for key in request.block_hashes[CHUNK - 1 :: CHUNK]]
+        for name in names:
+            tier.values[Key(SPACE, name, 1, 0, 1).text] = b""
+        orders = _fetched(world, staging, request)
+        assert sorted(names.index(order.chunk) for order in orders if order.group == 0) == [0, 1, 2]
+        assert sorted(names.index(order.chunk) for order in orders if order.group == 1) == [1, 2]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_chunk_counts_as_prefetched_when_no_request_waits_for_it(*, waits: bool) -> None:
+    """If a request waits for the chunk, its fetch does not count as a prefetch."""
+    tier = HeldTier()
+    with tiered(tier) as (world, staging):
+        staging.space.base = SPACE
+        request = prompt_in(tier, world, "a", 1)
+        if waits:
+            (order,) = _fetched(world, staging, request)
+        else:
+            stage = staging.ahead(request, world.side.prefixes, None)
+            assert eventually(lambda: stage.lookup.done)
+            staging.look(stage)
+            (order,) = staging.plan(stores=True)
+            staging.reported(order.id, ONE_OK)
+        assert world.side.counters["chunks_fetched"] == 1
+        assert world.side.counters["chunks_prefetched"] == (not waits)
+        assert len(world.side.catalog.ahead.chunks) == (not waits)
+
+
+def test_namespace_reports_a_change_of_the_reason_for_one_layout() -> None:
+    """A new reason is reported, and the former reason is reported as ended."""
+    space = Namespace()
+    changed = [space.bind(why) for why in ("", "caches", "caches", "weights", "", "")]
+    assert changed == [False, True, False, True, True, False]
+    assert space.bound == {"caches": 0.0, "weights": 0.0}
+
+
+def test_request_takes_the_room_of_one_that_came_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The later request gives up its stage, even if the stage holds only chunks that were already in memory."""
+    tier = HeldTier()
+    with tiered(tier) as (world, staging):
+        world.publish(world.request("old", CHUNK, shared=CHUNK))
+        staging.space.base = SPACE
+        first, last = prompt_in(tier, world, "first", 1), world.request("last", 2 * CHUNK, shared=CHUNK)
+        tier.values[Key(SPACE, chunk_name(last.block_hashes[-1]), 0, 0, 1).text] = b""
+        world.side.on_new_request(first)  # so it comes first in turn, though it is looked up last
+        monkeypatch.setattr(type(staging), "_held_max", 1)
+        for request in (last, first):
+            world.side.lookup(request, 0)
+            stage: Any = world.side.requests.tracked[request.request_id].stage
+            assert eventually(functools.partial(getattr, stage.lookup, "done"))
+            for _ in range(2):
+                world.step()
+                world.side.lookup(request, 0)
+        assert world.side.counters["tier_gave_way"] == 1
+        assert len(stage.waits) == 1

@@ -1,7 +1,8 @@
-"""Which states tiers are asked for: few of them, in two calls, and hits are as long as if all had been asked for."""
+"""Tiers are asked for few states, in two calls, and hits are as long as if all states had been looked up."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Sequence
@@ -11,18 +12,20 @@ import pytest
 
 from kvpipe.connectors.vllm.trial.scheduler_world import SchedulerWorld
 from kvpipe.scheduler.fetches import Staging
+from kvpipe.scheduler.lacking import needed_chunks
 from kvpipe.testing.held_tier import DictSpec, HeldTier
 from kvpipe.testing.waiting import PATIENT, WAIT_S, eventually
 from kvpipe.tiers.base import Key
-from kvpipe.tiers.finder import Finder, Place, TierLookup, chunk_name
+from kvpipe.tiers.finder import Finder, Place, TierLookup
 from kvpipe.tiers.guard import FIND, guarded
+from kvpipe.tiers.prefix_keys import PrefixKeys, chunk_name
 
 PER_CHUNK, UNITS, SPACE = 4, 24, "1" * 32
 FULL, WINDOW, STATES = 0, 1, (2, 3, 4)
 
 
 class _Counting(HeldTier):
-    """Counts the keys of each call."""
+    """A tier that counts the keys of each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +38,7 @@ class _Counting(HeldTier):
 
 
 class _Case:
-    """A prompt of which memory and a tier hold something."""
+    """A prompt of which memory and a tier hold some chunks."""
 
     def __init__(self, world: SchedulerWorld, ranks: int) -> None:
         self.world, self.ranks, self.tier = world, ranks, _Counting()
@@ -47,24 +50,19 @@ class _Case:
             fault=lambda *_: None,
         )
         side = world.side
+        settings = side.settings.model_copy(update={"lookup_ms_max": 60_000})
         self.staging = Staging(
+            dataclasses.replace(side.context, settings=settings),
             self.finder,
-            side.catalog,
-            side.prefixes,
-            side.geometry,
             ranks=ranks,
-            lookup_ms_max=60_000,
-            bytes_in_flight_max=1 << 30,
-            counters=side.counters,
             new_id=itertools.count(1).__next__,
             stores=False,
-            published=lambda *_: None,
         )
         self.staging.space.base = SPACE
         self.request: Any = world.request("a", UNITS, extra=1)
 
     def remember(self, group: int, units: int) -> None:
-        """Let memory hold a chunk that ends there."""
+        """Let memory hold a chunk that ends at a unit."""
         catalog, base = self.world.side.catalog, (units - 1) // PER_CHUNK * PER_CHUNK
         chunk = catalog.reserve(group)
         assert chunk is not None
@@ -72,22 +70,22 @@ class _Case:
         assert catalog.landed(catalog.write(chunk, stop, self.request.block_hashes[units - 1], keep=True))
 
     def store(self, group: int, units: int, ranks: Sequence[int]) -> None:
-        """Let the tier hold those ranks' parts of a chunk that ends there."""
+        """Let the tier hold the given ranks' parts of a chunk that ends at a unit."""
         for rank in ranks:
             name = chunk_name(self.request.block_hashes[units - 1])
             self.tier.values[Key(SPACE, name, group, rank, self.ranks).text] = b""
 
     def reach(self) -> tuple[int, list[int]]:
-        """Return how many units a lookup finds, with memory, and how many keys each call had."""
+        """Return the number of units that a lookup finds together with memory, and the number of keys of each call."""
         self.tier.asked.clear()
-        stage, _ = self.staging.ask(None, self.request, 0, 1, turn=(0, 1))
+        stage, _ = self.staging.ask(None, self.request, 0, 1, precedence=(0, 1))
         if stage is None:
             return self.world.side.prefixes.longest(self.request), []
         self._wait(stage.lookup)
         return self.staging._reach(stage), list(self.tier.asked)
 
     def reach_of_all(self) -> tuple[int, int]:
-        """Return the same if every boundary of every group were asked for, and how many keys that takes."""
+        """Return the units and keys if every boundary of every group were looked up."""
         self.tier.asked.clear()
         keys = self.request.block_hashes
         wanted: list[Place] = []
@@ -95,8 +93,8 @@ class _Case:
             step = 1 if group in STATES else PER_CHUNK
             index = self.world.side.catalog.index(group)
             wanted += [(group, end) for end in range(step, UNITS + 1, step) if keys[end - 1] not in index]
-        lookup = TierLookup(keys, tuple(wanted), groups=(FULL, WINDOW), space=SPACE, seconds_max=WAIT_S)
-        self.finder.ask(lookup)
+        lookup = TierLookup(PrefixKeys(keys, (FULL, WINDOW)), tuple(wanted), space=SPACE, seconds_max=WAIT_S)
+        self.finder.look_up(lookup)
         self._wait(lookup)
         extra: tuple[dict[bytes, object], ...] = tuple({} for _ in self.world.side.geometry.groups)
         for place in lookup.found:
@@ -114,7 +112,7 @@ def _make(ranks: int) -> _Case:
 
 
 def _fill(case: _Case, drawn: random.Random) -> None:
-    """Let memory and the tier hold some of everything, as prompts that end here and there would leave it."""
+    """Let memory and the tier hold some chunks of every group, as prompts of several lengths would leave them."""
     ends = sorted(drawn.sample(range(1, UNITS), drawn.randrange(1, 6)))
     for group in (FULL, WINDOW):
         whole = range(PER_CHUNK, drawn.choice((UNITS, *ends)) + 1, PER_CHUNK)
@@ -131,8 +129,8 @@ def _fill(case: _Case, drawn: random.Random) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_no_hit_is_shorter_than_if_all_had_been_asked_for(ranks: int) -> None:
-    """Whatever memory and the tier hold; in two calls, and with no more keys."""
+def test_hits_are_as_long_as_if_all_states_were_looked_up(ranks: int) -> None:
+    """With any contents of memory and the tier, a lookup needs at most two calls and no more keys than a search."""
     hits = 0
     for seed in range(60):
         case = _make(ranks)
@@ -148,8 +146,8 @@ def test_no_hit_is_shorter_than_if_all_had_been_asked_for(ranks: int) -> None:
     assert hits > 10
 
 
-def test_how_much_is_asked_for() -> None:
-    """As much of states as of one group, whether the tier has nothing or all of a prompt: with all groups' last one."""
+def test_lookup_asks_for_as_many_state_keys_as_one_group_has() -> None:
+    """A lookup needs as many state keys as one group has, whether the tier has nothing or everything."""
     case = _make(1)
     try:
         whole = 2 * UNITS // PER_CHUNK
@@ -168,18 +166,20 @@ def test_how_much_is_asked_for() -> None:
         case.finder.stop()
 
 
-def test_states_come_behind_what_they_follow() -> None:
-    """What lands first says what a chunk follows, for the policy: of states it is not known."""
+def test_attention_chunks_come_before_states() -> None:
+    """Attention chunks come before states, because only attention chunks tell the policy which chunk they follow."""
     world = SchedulerWorld(windows=(None, None), states=(0,), chunk_units=PER_CHUNK)
     case = _Case(world, 1)
     try:
         for end in range(PER_CHUNK, UNITS + 1, PER_CHUNK):
             case.store(1, end, [0])
         case.store(0, UNITS, [0])
-        stage, _ = case.staging.ask(None, case.request, 0, 1, turn=(0, 1))
+        stage, _ = case.staging.ask(None, case.request, 0, 1, precedence=(0, 1))
         assert stage is not None
         case._wait(stage.lookup)
-        wanted = [place for place, _ in case.staging._needed(stage)]
+        staging = case.staging
+        reach = staging._reach(stage)
+        wanted = [place for place, _ in needed_chunks(staging._catalog, staging._geometry, stage, reach)]
         assert wanted == [*((1, end) for end in range(PER_CHUNK, UNITS + 1, PER_CHUNK)), (0, UNITS)]
     finally:
         case.finder.stop()

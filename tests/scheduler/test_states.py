@@ -1,27 +1,25 @@
-"""Recurrent states on the scheduler's side: what is saved of them, and how long a hit is that needs them."""
+"""Tests of recurrent states on the scheduler side: which states are saved, and the length of hits that need them."""
 
 from __future__ import annotations
 
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvpipe.cache.catalog import Chunk
+from kvpipe.cache.chunks import Chunk, Piece
 from kvpipe.connectors.vllm.trial import scheduler_world
 from kvpipe.connectors.vllm.trial.scheduler_world import SAVE, UNIT, SchedulerWorld
-from kvpipe.geometry import Geometry, Group, Layer
-from kvpipe.messages import BROKEN
+from kvpipe.protocol.geometry import Geometry, Group, Layer
+from kvpipe.protocol.messages import BROKEN
 from kvpipe.scheduler.stores import Storing
 from kvpipe.tiers.namespace import Namespace
-from kvpipe.trace.log import Counters
 
 ATTENTION, STATE, OTHER = 0, 1, 2
 
 
 def _world(**options: Any) -> SchedulerWorld:
-    """Attention, and two groups of states."""
+    """Return a world with attention and two groups of states."""
     return SchedulerWorld(windows=(None, None, None), states=(STATE, OTHER), chunk_units=4, **options)
 
 
@@ -32,7 +30,7 @@ def _states(world: SchedulerWorld, request: Any, group: int = STATE) -> list[int
 
 
 def _sit_out(world: SchedulerWorld, request: Any, *boundaries: int) -> None:
-    """Plan a step without the request, in which the states of `boundaries` are offered."""
+    """Plan a step without the request, in which vLLM offers the states of `boundaries`."""
     offered = {request.request_id: [world._offer(request, g, at) for g in (STATE, OTHER) for at in boundaries]}
     states = SimpleNamespace(boundary_state_offloads=offered)
     plan = world.side.plan_step(
@@ -46,28 +44,28 @@ def _sit_out(world: SchedulerWorld, request: Any, *boundaries: int) -> None:
 
 
 def _run(world: SchedulerWorld, request: Any, *boundaries: int) -> None:
-    """Compute the request to its end; the states of `boundaries` become final."""
+    """Compute the request to its end. The states of `boundaries` become final."""
     world.admit(request)
     world.succeed(*world.step(request, boundaries=boundaries))
     world.side.finished(request)
 
 
 def test_a_hit_ends_at_a_boundary_whose_states_are_held() -> None:
-    """Attention is held to unit 9: of states only the one after 6 units, of every group."""
+    """Attention is held up to unit 9, and of every group only the state after 6 units."""
     world = _world()
     first = world.request("a", 9, extra=1)
-    first.num_prompt_tokens = 6 * UNIT + 1  # the rest is its answer
+    first.num_prompt_tokens = 6 * UNIT + 1  # the other tokens are its answer
     _run(world, first, 6)
     assert _states(world, first) == _states(world, first, OTHER) == [6]
     again = world.request("b", 9, shared=9, extra=1)
     again.block_hashes[:] = first.block_hashes
     assert world.ask(again) == 6 * UNIT
-    assert world.ask(again, 4 * UNIT) == 2 * UNIT  # beyond what the engine holds itself
+    assert world.ask(again, 4 * UNIT) == 2 * UNIT  # beyond the tokens that the engine holds itself
     assert world.ask(again, 6 * UNIT) == 0
 
 
 def test_a_state_is_saved_though_its_request_sits_the_step_out() -> None:
-    """A stage of a pipeline decodes a request every few steps: what is confirmed in between is offered in between."""
+    """A pipeline stage decodes a request only in some steps. vLLM offers the states that become final in between."""
     world = _world()
     first = world.request("a", 4, extra=1)
     world.admit(first)
@@ -77,13 +75,13 @@ def test_a_state_is_saved_though_its_request_sits_the_step_out() -> None:
     assert _states(world, first) == _states(world, first, OTHER) == [4]
     assert world.found(first) == held == 4
     world.side.finished(first)
-    _sit_out(world, first, 4)  # nobody knows it any more
+    _sit_out(world, first, 4)  # no part tracks it any more
     assert not world.side.counters["scheduled_unknown_request"]
 
 
 @pytest.mark.parametrize("group", [ATTENTION, STATE, OTHER])
 def test_a_hit_needs_every_group(group: int) -> None:
-    """Without one group's state, or with attention that ends before the boundary, the boundary before is tried."""
+    """If the state of one group is missing, or attention ends before the boundary, an earlier boundary is tried."""
     world = _world()
     first = world.request("a", 9, extra=1)
     first.num_prompt_tokens = 3 * UNIT + 1
@@ -98,7 +96,7 @@ def test_a_hit_needs_every_group(group: int) -> None:
 
 
 def test_a_state_that_has_the_last_token_is_of_no_use() -> None:
-    """The last token is computed anew: a state that it is in already would count it twice."""
+    """The last token is computed again. A state that already includes it would then include it twice."""
     world = _world()
     first = world.request("a", 8)
     _run(world, first, 7, 8)
@@ -112,7 +110,7 @@ def test_a_state_that_has_the_last_token_is_of_no_use() -> None:
 
 
 def test_what_is_loaded_of_a_state_is_one_block() -> None:
-    """Into the block in which the boundary lies, from a slot of its own; attention comes whole."""
+    """A state is loaded from its own slot into the block of the boundary. Attention is loaded for all tokens."""
     world = _world()
     first = world.request("a", 8, extra=1)
     _run(world, first, 8)
@@ -129,7 +127,7 @@ def test_what_is_loaded_of_a_state_is_one_block() -> None:
 
 @pytest.mark.parametrize("short", [1, UNIT], ids=["in-a-block", "at-another-boundary"])
 def test_less_than_was_promised_fails(short: int) -> None:
-    """The engine allocates for fewer tokens than were promised: nobody has that state, and the load fails."""
+    """VLLM allocates for fewer tokens than promised. No state for that boundary exists, so the load fails."""
     world = _world()
     first = world.request("a", 8, extra=1)
     _run(world, first, 8)
@@ -142,7 +140,7 @@ def test_less_than_was_promised_fails(short: int) -> None:
 
 
 def test_no_block_for_the_state_fails() -> None:
-    """A state that cannot be loaded is never left out."""
+    """A state that cannot be loaded is never left out: the load fails."""
     world = _world()
     first = world.request("a", 8, extra=1)
     _run(world, first, 8)
@@ -157,7 +155,7 @@ def test_no_block_for_the_state_fails() -> None:
 
 
 def test_what_is_saved() -> None:
-    """Where the prompt ends or branches, and what comes after: no state of the steps of a prefill."""
+    """States are saved at the ends and branches of prompts and at boundaries of answers, but not inside a prefill."""
     world = _world()
     first = world.request("a", 12, extra=1)
     first.num_prompt_tokens, first.shared_prefix_boundary = 9 * UNIT + 1, 4 * UNIT
@@ -168,12 +166,12 @@ def test_what_is_saved() -> None:
     world.admit(again)
     world.succeed(*world.step(again))
     before = world.side.counters["states_saved"]
-    assert not [job for job in world.step(again, boundaries=(9,)) if job.kind == SAVE]  # it is held
+    assert not [job for job in world.step(again, boundaries=(9,)) if job.kind == SAVE]  # the state is held already
     assert world.side.counters["states_saved"] == before
 
 
 def test_offers_of_what_is_not_final_or_not_whole() -> None:
-    """A boundary within a unit, one beyond the tokens that are final, one of a group that has no states."""
+    """A boundary within a unit, beyond the final tokens, or of a group without states is not saved."""
     world = _world()
     one = world.request("a", 4, extra=1)
     world.admit(one)
@@ -184,7 +182,7 @@ def test_offers_of_what_is_not_final_or_not_whole() -> None:
 
 
 def test_a_request_that_was_given_up_saves_no_state() -> None:
-    """What goes on through a reset may hold what was to be forgotten."""
+    """A request that runs through a reset may hold KV that the reset was to forget, so its states are not saved."""
     world = _world()
     one = world.request("a", 4, extra=1)
     world.admit(one)
@@ -193,7 +191,10 @@ def test_a_request_that_was_given_up_saves_no_state() -> None:
 
 
 def test_a_failed_save_loses_the_state_only() -> None:
-    """Nothing is found of it, and it is counted; attention is saved again, the state when it is offered again."""
+    """The failed state is counted, and is not found.
+
+    Attention is saved again. The state is saved again if vLLM offers it again.
+    """
     world = _world()
     one = world.request("a", 4, extra=1)
     world.admit(one)
@@ -204,19 +205,19 @@ def test_a_failed_save_loses_the_state_only() -> None:
     assert world.side.counters["states_not_saved"] == 2
     world.grow(one, 5)
     world.report((world.step(one)[0], 0, 1))
-    assert world.side.counters["states_not_saved"] == 2  # there was none in it
+    assert world.side.counters["states_not_saved"] == 2  # the failure of both states is counted once
     world.succeed(*world.step(one))
     assert world.found(one) == 5
     assert world.ask(world.request("b", 4)) == 0
     again = world.request("c", 5, extra=1)
     again.block_hashes[:] = one.block_hashes
     _run(world, again, 4, 5)
-    assert _states(world, again) == [5]  # where the prompt ends
+    assert _states(world, again) == [5]  # the end of the prompt
     assert world.side.counters["states_not_saved"] == 2
 
 
 def test_a_state_whose_save_cannot_be_planned_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What goes wrong between the claim and the job loses what was claimed."""
+    """A failure between the claim of states and the planning of their job loses these states. They are counted."""
     world = _world()
     one = world.request("a", 4, extra=1)
     world.admit(one)
@@ -228,13 +229,13 @@ def test_a_state_whose_save_cannot_be_planned_is_counted(monkeypatch: pytest.Mon
 
 
 def test_a_branch_is_found_when_its_chunk_has_grown() -> None:
-    """Where prompts were seen to part a state is kept, and so is the attention up to there, in mid-chunk."""
+    """At a branch of prompts a state is kept, and so is the attention up to there, within a chunk."""
     world = _world()
     _run(world, world.request("a", 9, shared=6, extra=1))
     second = world.request("b", 9, shared=6, extra=1)
     second.shared_prefix_boundary = 6 * UNIT
     world.admit(second)
-    second.num_tokens = 6 * UNIT  # its step ends there
+    second.num_tokens = 6 * UNIT  # the request's step ends at the branch
     world.succeed(*world.step(second, boundaries=(6,)))
     second.num_tokens = 9 * UNIT + 1
     world.succeed(*world.step(second))
@@ -243,8 +244,8 @@ def test_a_branch_is_found_when_its_chunk_has_grown() -> None:
 
 
 @pytest.mark.parametrize("resumable", [False, True])
-def test_of_sessions_nothing_is_saved(resumable: bool) -> None:
-    """An engine cuts a session's tokens back when its next input comes; its state has the token that was cut."""
+def test_session_saves_nothing_when_the_model_has_states(resumable: bool) -> None:
+    """A session loses its last token when its next input comes, but the session's state contains that token."""
     world = _world()
     session = world.request("a", 6, extra=1)
     session.resumable = resumable
@@ -252,8 +253,20 @@ def test_of_sessions_nothing_is_saved(resumable: bool) -> None:
     assert any(job.kind == SAVE for job in world.step(session, boundaries=(6,))) is not resumable
 
 
+def test_answer_of_a_short_prompt_keeps_no_mark_behind_the_prompt() -> None:
+    """A prompt of less than one unit has no boundary, so the answer's chunk is found only at its end."""
+    world = _world()
+    request = world.request("a", 1)
+    request.num_prompt_tokens = 5
+    world.admit(request)
+    world.succeed(*world.step(request))
+    world.grow(request, 2)
+    world.succeed(*world.step(request))
+    assert _states(world, request, ATTENTION) == [2]
+
+
 def test_states_count_as_used_with_their_attention() -> None:
-    """A prefix that the engine holds itself keeps both from being evicted, the last state before the chunks."""
+    """A prefix that vLLM holds itself keeps attention and states from being evicted, and states are evicted last."""
     world = _world()
     first = world.request("a", 9, extra=1)
     _run(world, first, 9)
@@ -262,32 +275,33 @@ def test_states_count_as_used_with_their_attention() -> None:
 
 
 def test_attention_up_to_a_state_is_stored_in_mid_chunk() -> None:
-    """A chunk that goes on behind a prompt's end is offered to tiers as far as that, too: the state needs no more."""
+    """A chunk continues after a prompt's end.
+
+    Tiers also get the part up to this end, which is all that the state needs.
+    """
     world = _world()
     side, space = world.side, Namespace()
     space.base = "space"
-    stores = Storing(
-        side.catalog,
-        side.geometry,
-        space,
-        policies=["all"],
-        bytes_in_flight_max=1 << 30,
-        counters=Counters(),
-        new_id=itertools.count(1).__next__,
-    )
+    tier = SimpleNamespace(name="near", spec=SimpleNamespace(store="all"))
+    finder: Any = SimpleNamespace(tiers=[tier], split=None)
+    stores = Storing(side.context, finder, space, new_id=side.jobs.new_id, stores=True, loads=True)
     first = world.request("a", 5, extra=1)
     world.admit(first)
     world.succeed(*world.step(first, boundaries=(5,)))
     for group in (ATTENTION, STATE, OTHER):
         for chunk in set(side.catalog.index(group).values()):
             assert isinstance(chunk, Chunk)
-            stores.landed(side.requests.tracked["a"], chunk, chunk.marks[-1].units)
+            last = chunk.marks[-1]
+            stores.landed(side.requests.tracked["a"], Piece(chunk, 0, last.units, last.key, last.keep))
     offered = sorted((offer.chunk.group, offer.units) for offer in stores._offers.values())
     assert offered == [(ATTENTION, 1), (ATTENTION, 4), (STATE, 1), (OTHER, 1)]
 
 
 def test_a_state_in_a_block_that_others_have_by_now_is_not_saved() -> None:
-    """An offer may be older than the step that is planned: then its block may be written in that very step."""
+    """VLLM may have made an offer before the step that is planned now.
+
+    Another request may write the block in this step.
+    """
     world = _world()
     one = world.request("a", 4, extra=1)
     world.admit(one)
@@ -298,14 +312,17 @@ def test_a_state_in_a_block_that_others_have_by_now_is_not_saved() -> None:
 
 
 def test_with_a_drafter_states_end_at_their_boundary_and_attention_behind_it() -> None:
-    """Attention of a unit has a key when the unit behind it is known, a state at once: a hit needs both."""
+    """The key of attention's unit contains the next token, so it is known later than the state's key.
+
+    A hit needs both.
+    """
     world = _world(ahead_tokens=1)
     first = world.request("a", 6, extra=1)
     _run(world, first, 5, 6)
     assert _states(world, first) == [5, 6]
     other = world.request("b", 6, extra=1)
     other.block_hashes[:5] = first.block_hashes[:5]
-    assert world.ask(other) == 0  # it parts in the unit that the attention before it depends on
+    assert world.ask(other) == 0  # the prompt differs in unit 6, on which the attention of unit 5 depends
     again = world.request("c", 7)
     again.block_hashes[:6] = first.block_hashes
     assert world.ask(again) == 5 * UNIT
@@ -315,16 +332,19 @@ def test_with_a_drafter_states_end_at_their_boundary_and_attention_behind_it() -
 
 
 class _Divided(SchedulerWorld):
-    """A block of attention is divided among four ranks, and is four units."""
+    """A world in which four ranks divide a block of attention, which is four units."""
 
     def check(self) -> None:
-        """Pages are of blocks, not of units: what lies in them is not looked at."""
+        """Do not check pages, which are blocks here, not units."""
 
 
 def test_a_request_that_ended_within_a_block_is_found_to_the_block_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though another has gone on in the same chunk: the end is saved up to three units before the last one."""
+    """Another request continues the first request's chunk.
+
+    The first request is still found, up to three units before its last unit.
+    """
     groups = (Group((Layer("a", 64),), 4 * UNIT, ranks=4), Group((Layer("s", 64),), UNIT, state=True))
-    monkeypatch.setattr(scheduler_world, "make_geometry", lambda *_: Geometry(groups, 16 * UNIT, 64 * 4096))
+    monkeypatch.setattr(scheduler_world, "geometry_of_windows", lambda *_: Geometry(groups, 16 * UNIT, 64 * 4096))
     world = _Divided(windows=(None, None), states=(1,))
     goes_on, ends = (world.request(name, 2, shared=9, extra=1) for name in ("goes on", "ends"))
     for one in (goes_on, ends):
@@ -343,10 +363,10 @@ def test_a_request_that_ended_within_a_block_is_found_to_the_block_before(monkey
 
 
 def test_a_state_within_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hit ends there, and the state goes into the block that its last token is in; all before that is null."""
+    """The hit ends within a block. The state is loaded into the block with its last token; earlier blocks are null."""
     groups = (Group((Layer("a", 64),), 2 * UNIT), Group((Layer("s", 64),), 4 * UNIT, state=True))
     made = Geometry(groups, 16 * UNIT, 64 * 4096, match_tokens=UNIT)
-    monkeypatch.setattr(scheduler_world, "make_geometry", lambda *_: made)
+    monkeypatch.setattr(scheduler_world, "geometry_of_windows", lambda *_: made)
     assert (made.unit_tokens, made.units_per_block, made.whole_units) == (UNIT, (2, 4), 4)
     world = _Divided(windows=(None, None), states=(1,))
     first = world.request("a", 7, extra=1)
@@ -368,7 +388,7 @@ def test_a_state_within_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
     again.block_hashes[:7] = first.block_hashes
     assert world.ask(again) == 7 * UNIT
     tables = world.allocate(again, null=1)
-    del tables[1][2:]  # as many as hold 7 units
+    del tables[1][2:]  # the blocks of 7 units stay
     world.side.admitted(again, tables, 7 * UNIT)
     (load,) = world.step()
     assert [row[3] for row in load.table().tolist() if row[0] == 1] == [tables[1][1].block_id]

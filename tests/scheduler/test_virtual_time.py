@@ -1,4 +1,4 @@
-"""The scheduler side, replayed in virtual time: every token is accounted for, and time runs forwards."""
+"""The scheduler side is replayed in virtual time: every token is accounted for, and time runs forwards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def load() -> Workload:
 
 @cache
 def replayed(*tiers: Store, slots: int = 400, policy: str = "lru") -> tuple[Engine, Outcome]:
-    """Replay them on a device that holds little."""
+    """Replay the sessions on a device with little memory."""
     engine = Engine(load(), policy, model=SMALL, host=Host(slots), tiers=tiers)
     return engine, engine.run()
 
@@ -40,15 +40,15 @@ def replayed(*tiers: Store, slots: int = 400, policy: str = "lru") -> tuple[Engi
     ("policy", "tiers"),
     [("lru", ()), ("s3fifo", ()), ("lru", (DISK,)), ("lru", (NETWORK,)), ("s3fifo", (DISK, NETWORK))],
 )
-def test_every_token_comes_from_somewhere(policy: str, tiers: tuple[Store, ...]) -> None:
-    """All requests are served, from places that there are; what was loaded was carried; nothing is left behind."""
+def test_every_token_is_accounted_for(policy: str, tiers: tuple[Store, ...]) -> None:
+    """Each token is computed or comes from a cache. Each loaded chunk was transferred. Nothing is left at the end."""
     engine, out = replayed(*tiers, policy=policy)
     assert out.requests == len(load().prompts)
     assert sum(out.tokens.values()) == load().tokens
     assert set(out.tokens) <= {DEVICE, COMPUTED, "memory", *(tier.name for tier in tiers)}
     loaded = sum(tokens for where, tokens in out.tokens.items() if where not in {DEVICE, COMPUTED})
     assert loaded > 0
-    in_part = out.requests  # of the last chunk of a hit one token may be computed
+    in_part = out.requests  # one token of the last chunk of a hit may be computed
     assert 0 <= out.moved["memory to device"] - loaded * SMALL.bytes_per_token <= in_part * SMALL.bytes_per_token
     for tier in tiers:
         assert out.moved[f"{tier.name} to memory"] >= out.tokens[tier.name] * SMALL.bytes_per_token
@@ -58,8 +58,8 @@ def test_every_token_comes_from_somewhere(policy: str, tiers: tuple[Store, ...])
     assert engine.device.used == 0
 
 
-def test_tiers_bring_what_memory_has_lost() -> None:
-    """The more that is behind memory, the less is computed; without kvpipe, most."""
+def test_more_tiers_mean_fewer_computed_tokens() -> None:
+    """The more tiers there are behind memory, the less is computed. Without kvpipe most is computed."""
     none, memory, behind = (
         replayed(*tiers, slots=slots)[1].tokens[COMPUTED] for slots, tiers in ((0, ()), (400, ()), (400, (DISK,)))
     )
@@ -68,8 +68,8 @@ def test_tiers_bring_what_memory_has_lost() -> None:
     assert not any(replayed(slots=0)[1].moved.values())
 
 
-def test_what_comes_sooner_than_it_is_computed_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts take longer to bring than `lookup_ms_max`. Few wait for a disk that is slower than the device."""
+def test_request_waits_for_chunks_that_arrive_sooner_than_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a wait may exceed `lookup_ms_max`. Few requests wait for a disk that is slower than the device computes."""
 
     def computed(bytes_per_s: float) -> int:
         tiers = [replace(DISK, read_bytes_per_s=bytes_per_s)]
@@ -83,13 +83,13 @@ def test_what_comes_sooner_than_it_is_computed_is_waited_for(monkeypatch: pytest
 
 
 def test_a_replay_repeats_itself() -> None:
-    """In all but how long the scheduler has taken."""
+    """Two replays are equal, except for the time that the scheduler takes."""
     again = Engine(load(), "lru", model=SMALL, host=Host(400), tiers=[DISK]).run()
     assert replace(again, scheduler_s=0.0) == replace(replayed(DISK)[1], scheduler_s=0.0)
 
 
 def test_no_first_token_before_its_prompt_is_computed() -> None:
-    """TTFT is not less than computing what had to be; the real clock is back afterwards."""
+    """No TTFT is shorter than computing the missing tokens. The real clock is restored afterwards."""
     _, out = replayed(DISK)
     assert min(out.ttft_s) >= SMALL.step_s
     assert out.ttft(0.5) <= out.ttft(0.9) <= out.ttft(1.0) == max(out.ttft_s)
@@ -97,7 +97,10 @@ def test_no_first_token_before_its_prompt_is_computed() -> None:
 
 
 def test_a_hit_is_as_quick_as_in_the_model() -> None:
-    """Alone on the engine: a prompt that is computed, one that throws it off the device, and the first again."""
+    """Requests run one at a time.
+
+    A prompt is computed, another evicts it from the device, and the first is repeated.
+    """
     first, second = ([f"{which}/{at}".encode() for at in range(40)] for which in "ab")
     alone = Workload("alone", 256, [
         Prompt(at_s, 40 * 256 + 100, 1, keys) for at_s, keys in ((0.0, first), (60.0, second), (120.0, first))
@@ -111,7 +114,7 @@ def test_a_hit_is_as_quick_as_in_the_model() -> None:
 
 
 def test_time_runs_forwards() -> None:
-    """What is due is called in the order of its time, at its time; what is due earlier than now, now."""
+    """Due calls run in the order of their times, at their times. A call for an earlier time than now runs now."""
     clock, called = Clock(), list[tuple[str, float]]()
     note: Any = lambda name: lambda: called.append((name, clock.monotonic()))  # noqa: E731
     clock.at(2.0, note("b"))
@@ -126,22 +129,22 @@ def test_time_runs_forwards() -> None:
         clock.go(2.0)
 
 
-def test_what_is_carried_takes_its_turn() -> None:
-    """The latencies of two hide behind each other, their bytes do not."""
+def test_bytes_of_two_transfers_do_not_overlap() -> None:
+    """The latencies of two transfers overlap, but their bytes do not."""
     link = Link(10.0, latency_s=1.0)
     assert [link.carry(20, 0.0), link.carry(20, 0.0), link.carry(20, 10.0)] == [3.0, 5.0, 13.0]
     assert link.moved == 60
 
 
 def test_a_prompt_costs_the_same_in_parts() -> None:
-    """However it is cut into steps; and a long one more per token."""
+    """The cost does not depend on the division into steps. A longer prompt costs more per token."""
     model = Model()
     assert model.prefill_s(0, 700) + model.prefill_s(700, 1000) == pytest.approx(model.prefill_s(0, 1000))
     assert model.prefill_s(100_000, 101_000) > 2 * model.prefill_s(0, 1000)
 
 
 def test_the_page_is_fresh() -> None:
-    """It has what the JSON has; regenerate it with `python -m benchmarks.replay --page`."""
+    """The page has the numbers of the JSON file. `python -m benchmarks.replay --page` regenerates the page."""
     found = json.loads(report.RESULTS.read_text(encoding="utf-8"))
     assert report.RESULTS.with_suffix(".html").read_text(encoding="utf-8") == page.html(found)
-    assert report.RESULTS.with_suffix(".svg").read_text(encoding="utf-8") == page.picture(found)
+    assert report.RESULTS.with_name("traces-agents.svg").read_text(encoding="utf-8") == page.picture(found)

@@ -1,29 +1,28 @@
-"""Which announced prompts a request begins with is found by waypoints."""
+"""Waypoints find the announced prompts with which a request begins."""
 
 from __future__ import annotations
 
 import random
 from typing import Any
 
-from kvpipe.scheduler import announced as a
-from kvpipe.scheduler.announced import Announcement, Announcements
-from kvpipe.scheduler.prefetch import KnownPrompt
+from kvpipe.features import announced as a
+from kvpipe.features.announced import Announcement, Announcements, KnownPrompt
 from kvpipe.trace.log import Counters
 
 
 class Counted(list[bytes]):
-    """Hashes that count how often they are looked at."""
+    """Hashes that count how often they are read."""
 
     looks = 0
 
     def __getitem__(self, at: Any) -> Any:
-        """Count, and look."""
+        """Count the access, and return the hash."""
         self.looks += 1
         return super().__getitem__(at)
 
 
 def test_prompts_that_come_are_found_whatever_is_announced() -> None:
-    """All those with which a prompt begins, among as many that begin alike, in a few looks at its hashes."""
+    """All announced prompts that a request begins with are found among similar prompts, with few reads of hashes."""
     draw, all_, long = random.Random(7), Announcements(Counters()), 700
     trunk = [f"t/{at}".encode() for at in range(long)]
 

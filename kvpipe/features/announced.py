@@ -1,8 +1,9 @@
-"""Which prompts come back, and when: of requests that ended with a resume hint. Prefetching takes them in turn.
+"""The prompts that clients have announced, and the times for which they are announced.
 
-In its turn a prompt gets back what memory has lost of it, and what is left is put behind what is evicted first. It has
-its first turn some time before it is announced for; the others come as the hint may be wrong, and as memory may have
-lost it again.
+A resume hint announces that a later request will continue the prompt. Prefetching takes the prompts in turn. In a
+prompt's turn, its chunks that memory has lost are fetched, and its chunks in memory are refreshed, so that they are
+evicted later. The first turn is some time before the announced time. Further turns follow, because the hint may be
+wrong, and because memory may have lost the chunks again.
 """
 
 from __future__ import annotations
@@ -13,34 +14,70 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvpipe.cache.fair import FairShares
-from kvpipe.cache.tenants import ANYBODY, Tenant
+from kvpipe.cache.tenants import ANYBODY, AdapterIdentity, Tenant
 
 if TYPE_CHECKING:
-    from kvpipe.scheduler.base import Request
-    from kvpipe.scheduler.prefetch import KnownPrompt
+    from kvpipe.protocol.engine import Request
     from kvpipe.trace.log import Counters
 
 ANNOUNCED_MAX: Final = 512
-"""Prompts. If there are more, the tenant that has announced most loses the prompt that is to come last."""
+"""The largest number of announced prompts.
+
+With more, the tenant with the most prompts loses its prompt with the latest time.
+"""
 HASHES_MAX: Final = 1 << 19
-"""Hashes of all prompts together. If there are more, the tenant with most loses a prompt. A hash takes 75 bytes."""
+"""The largest number of block hashes of all prompts together.
+
+With more, the tenant with the most hashes loses a prompt. A hash takes 75 bytes.
+"""
 HASHES_MAX_WITH_REQUESTS: Final = 1 << 16
-"""The same where their requests are kept for routers: a block's tokens take ten times as much."""
+"""The largest number of block hashes if requests are kept for routers.
+
+The tokens of a block take ten times as much memory as the block's hash.
+"""
 TURNS: Final = (0.9, 1.5)
-"""When a prompt has its turns, in shares of its pause. Earlier ones take room of others' that come before."""
+"""The times of a prompt's turns, as shares of its pause.
+
+A turn at an earlier time would take room from prompts that are announced for an earlier time.
+"""
 LEAD_S_MIN: Final = 2.0
-"""Before it is announced for: then it has its first turn at the latest."""
+"""The shortest time from a prompt's first turn to its announced time, in seconds."""
 BETWEEN_S_MIN: Final = 1.0
-"""From one turn to the next."""
+"""The shortest time between two turns of a prompt, in seconds."""
 IDLE_S: Final = 120.0
-"""An engine that has nothing to do makes no steps: what comes within so long has its first turn before that."""
+"""A prompt whose announced time is this near, in seconds, has its first turn before an engine becomes idle.
+
+An idle engine makes no more steps.
+"""
 _NEVER: Final = float("inf")
 
 
-class Announcement:
-    """One prompt of `tenant` that is to come back at `at_s`; its next turn is due at `due_s`. `turns`: it has had.
+class KnownPrompt:
+    """A prompt that does not belong to a request of the engine.
 
-    `request`: of whom routers are told, if anybody. `place`, `key`: all requests that come back have this hash there.
+    Each of its block hashes is a whole key, which ends with the digest of the prompt's adapter.
+    """
+
+    request_id, lora_request = "", None
+    num_computed_tokens = num_preemptions = 0
+    skip_reading_prefix_cache = resumable = False
+
+    def __init__(
+        self, keys: Sequence[bytes], tokens: int, salt: str = "", adapter: AdapterIdentity | None = None
+    ) -> None:
+        """Create a prompt of `tokens` tokens.
+
+        `keys` are the keys of its blocks, which also depend on `salt` and `adapter`.
+        """
+        self.block_hashes, self.cache_salt, self.adapter = keys, salt, adapter
+        self.num_tokens = self.num_prompt_tokens = tokens
+
+
+class Announcement:
+    """A prompt of `tenant` that is announced for time `at_s`. Its next turn is due at `due_s`.
+
+    `turns` is the number of turns that the prompt has had. Routers are notified in the name of `request`; if it is
+    None, no router is notified. Every request that continues the prompt has the hash `key` at index `place`.
     """
 
     __slots__ = ("asked", "at_s", "due_s", "key", "pause_s", "place", "request", "request_id", "tenant", "turns")
@@ -49,7 +86,7 @@ class Announcement:
         self, asked: KnownPrompt, request_id: str, request: Request | None, place: int, now_s: float, pause_s: float,
         tenant: Tenant = ANYBODY,
     ) -> None:  # fmt: skip
-        """The request `request_id` is over at `now_s`, and another is to come `pause_s` later."""
+        """Announce that the prompt of request `request_id`, over at `now_s`, is continued `pause_s` seconds later."""
         self.asked, self.request_id, self.request, self.tenant = asked, request_id, request, tenant
         self.place, self.key = place, asked.block_hashes[place]
         self.at_s, self.pause_s, self.turns = now_s + pause_s, pause_s, 0
@@ -57,23 +94,23 @@ class Announcement:
 
     @property
     def waypoints(self) -> list[bytes]:
-        """Its hashes after so many blocks as `place + 1` is with one or more of its last binary digits cleared."""
+        """The hashes after n blocks, where n is `place + 1` with some of the lowest binary digits cleared."""
         size = self.place + 1
         return [
             self.asked.block_hashes[(size >> bit << bit) - 1] for bit in range(size.bit_length()) if size >> bit & 1
         ]
 
     def end_turn(self, now_s: float) -> bool:
-        """It has its turn now. Returns whether it will have another."""
+        """Count the turn that begins now, and set the time of the next turn. Returns whether there is a next turn."""
         self.turns += 1
-        if now_s >= self.due_s:  # else the engine had nothing to do
+        if now_s >= self.due_s:  # an idle engine may take the turn early
             later = (self.at_s + self.pause_s * (share - 1) for share in TURNS[1:])
             self.due_s = next((due_s for due_s in later if due_s >= now_s + BETWEEN_S_MIN), _NEVER)
         return self.due_s < _NEVER
 
 
 class _Times:
-    """Keys of prompts by a time of each, the earliest first."""
+    """Keys of prompts, sorted by one of the prompts' times."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[float, bytes]] = []
@@ -89,34 +126,34 @@ class _Times:
         return self._rows[0][0] if self._rows else _NEVER
 
     def until(self, at_s: float) -> list[bytes]:
-        """Return the keys up to a time, that included."""
+        """Return the keys whose time is at most `at_s`."""
         return [key for _, key in self._rows[: bisect_right(self._rows, at_s, key=lambda row: row[0])]]
 
 
 class Announcements:
-    """One per scheduler side; all times are of the catalog's clock. `prompts`: by the hash that they are known by.
+    """The announced prompts of one engine, by the hash `key` of each. All times are of the catalog's clock.
 
-    Whatever is announced, a call takes no more than some logarithms of it: `came` follows waypoints.
-    No tenant takes places or turns from another that has announced less (`FairShares`).
+    The time of a call grows only with the logarithm of the number of announced blocks, because `came` follows
+    waypoints. No tenant takes places or turns from a tenant that has announced less (`FairShares`).
     """
 
     def __init__(
         self, counters: Counters, *, hashes_max: int = HASHES_MAX, account: Callable[[Tenant], object] = lambda _: None
     ) -> None:
-        """Nothing is announced. `account`: as for `FairShares`."""
+        """Start without prompts. `account` is explained in `FairShares`."""
         self.prompts: dict[bytes, Announcement] = {}
         self._counters, self._hashes_max = counters, hashes_max
         self._shares, self._hashes = FairShares[bytes](account), FairShares[bytes](account)
         self._waypoints = Counter[bytes]()
-        self._due, self._fresh = _Times(), _Times()  # by `due_s`; by `at_s`, before any turn
+        self._due, self._fresh = _Times(), _Times()  # by `due_s`; by `at_s`, for prompts before their first turn
 
     @property
     def due_s(self) -> float:
-        """When the next turn is."""
+        """The time of the next turn."""
         return self._due.first_s
 
     def add(self, one: Announcement) -> None:
-        """Remember one, in place of another of the same prompt."""
+        """Add an announcement, which replaces an earlier announcement of the same prompt."""
         if one.key in self.prompts:
             self._forget(one.key, "replaced")
         self._counters["resumes_announced"] += 1
@@ -132,14 +169,14 @@ class Announcements:
             self._forget(self._hashes.most(), "too_many")
 
     def came(self, hashes: Sequence[bytes]) -> list[Announcement]:
-        """Forget those with which a prompt with these hashes begins; return them, the shortest first."""
+        """Forget and return the announced prompts that are beginnings of `hashes`, the shortest first."""
         found = sorted(self._beginnings(hashes, 0, len(hashes).bit_length()), key=lambda one: one.place)
         for one in found:
             self._forget(one.key, "came" if one.turns else "early")
         return found
 
     def _beginnings(self, hashes: Sequence[bytes], size: int, bits: int) -> Iterator[Announcement]:
-        """Yield those that go on behind the waypoint after `size` blocks, for less than 2 ** `bits` blocks."""
+        """Yield the announcements that continue the waypoint after `size` blocks by less than 2 ** `bits` blocks."""
         for bit in range(bits):
             stop = size + (1 << bit)
             if stop > len(hashes):
@@ -151,18 +188,18 @@ class Announcements:
                 yield from self._beginnings(hashes, stop, bit)
 
     def has_turn(self, now_s: float, *, idle: bool) -> bool:
-        """Whether a prompt's turn is due. `idle`: the engine has nothing else to do."""
+        """Whether a prompt's turn is due. `idle` says that the engine has no other work."""
         return now_s >= self._due.first_s or (idle and now_s >= self._fresh.first_s - IDLE_S)
 
     def take(self, now_s: float, *, idle: bool) -> Announcement | None:
-        """Return the announcement that has its turn now, if a turn is due.
+        """Return the announcement that has its turn now, or None if no turn is due.
 
-        Tenants have their turns one after the other. A tenant's due prompt that is to come first is taken.
+        Tenants have their turns one after the other. The tenant's due prompt with the earliest time is taken.
         """
         due = self._due.until(now_s) + (self._fresh.until(now_s + IDLE_S) if idle else [])
         if not due:
             return None
-        # a prompt that is late may never come
+        # Late prompts are last, because their requests may never come.
         one = min(
             (self.prompts[key] for key in due),
             key=lambda one: (self._shares.turn(one.key), one.at_s < now_s, one.at_s),
@@ -178,7 +215,7 @@ class Announcements:
         return one
 
     def clear(self) -> None:
-        """Forget all: nothing is found again of what was kept so far."""
+        """Forget all prompts, because no chunk that was kept so far is found again."""
         for key in [*self.prompts]:
             self._forget(key, "reset")
 

@@ -1,4 +1,4 @@
-"""The scheduler side's report of each request: events for the trace, counts for the metrics."""
+"""Reports each request of the scheduler side: events for the trace, and counts for the metrics."""
 
 from __future__ import annotations
 
@@ -6,56 +6,35 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
-from kvpipe.messages import ROW_BYTES, Kind
-from kvpipe.scheduler.records import MEMORY, NO_RESULT
+from kvpipe.protocol.messages import ROW_BYTES, Kind
+from kvpipe.scheduler.events import Subscriber
+from kvpipe.scheduler.records import MEMORY, NO_RESULT, RequestContext
 from kvpipe.statemachine import lookup as lookup_m
+from kvpipe.statemachine import node_link as link_m
 from kvpipe.statemachine import request as m
 from kvpipe.statemachine.core import Cursor, Edge, State
 from kvpipe.trace import events as e
+from kvpipe.trace.durations import LOOKUP_WAIT, Durations
 from kvpipe.trace.recorder import Recorder
 
 if TYPE_CHECKING:
-    from kvpipe.cache.catalog import Chunk
-    from kvpipe.scheduler.base import Request
-    from kvpipe.scheduler.jobs import JobInFlight
-    from kvpipe.scheduler.records import Asking, LookupResult, Tracked, Watches
+    from kvpipe.cache.chunks import Chunk
+    from kvpipe.node.client import NodePool
+    from kvpipe.protocol.engine import Request, Tables
+    from kvpipe.scheduler.in_flight import JobInFlight
+    from kvpipe.scheduler.records import Asking, Tracked, Watches
     from kvpipe.scheduler.stages import Stage, TierTransfer
 
 TRACEPARENT_CHARS_MAX = 64
 _NS_PER_MS = 1e6
 
 
-class RequestContext:
-    """What the events of one request need: times in nanoseconds of the monotonic clock, loads in tokens."""
+class RequestTracer(Subscriber):
+    """The reporter of one scheduler side. It watches the cursors of requests, and reports what these cursors do."""
 
-    __slots__ = (
-        "added_ns", "admissions", "answer", "epoch", "failures", "loaded", "loading", "loading_ns", "loading_since",
-        "number", "pages_saved", "sampled", "traceparent",
-    )  # fmt: skip
-
-    def __init__(self, number: int) -> None:
-        """`number`: the request's cursor in traces, unlike its id never used again. It starts outside of the sample."""
-        self.number, self.traceparent, self.sampled = number, "", False
-        self.added_ns = time.monotonic_ns()
-        self.answer: LookupResult | None = None
-        self.epoch = self.admissions = self.failures = self.loading = self.loaded = self.pages_saved = (
-            0  # in tokens, the loads
-        )
-        self.loading_since = self.loading_ns = 0
-
-    def end_loading(self) -> None:
-        """End the time of an asynchronous load, if there is one."""
-        if self.loading_since:
-            self.loading_ns += time.monotonic_ns() - self.loading_since
-            self.loading_since = 0
-
-
-class RequestReporter:
-    """One per scheduler side. It watches the cursors, so what is reported is what they do."""
-
-    def __init__(self, trace: Recorder) -> None:
-        """Count hits by tier and misses by reason, and put events into `trace`."""
-        self.trace = trace
+    def __init__(self, trace: Recorder, durations: Durations) -> None:
+        """Count hits by tier and misses by reason, and record events in `trace`."""
+        self.trace, self._waited = trace, durations.of(LOOKUP_WAIT)
         self._numbers = 0
         self.hit_tokens: dict[str, int] = {MEMORY: 0}
         self.missed_tokens: dict[str, int] = {}
@@ -63,7 +42,7 @@ class RequestReporter:
         self._others: Watches = self._request_moved if trace.transitions else None, None, None
 
     def added(self, request: Request) -> tuple[RequestContext, Watches]:
-        """A request has arrived. Return its context and the watches for its cursors."""
+        """Return the context and the cursors' watches of a request that has just arrived."""
         self._numbers += 1
         life, trace = RequestContext(self._numbers), self.trace
         if trace.lifecycle and (headers := getattr(request, "trace_headers", None)):
@@ -81,7 +60,7 @@ class RequestReporter:
         return self._request_moved, partial(self._lookup_moved, life), saving
 
     def begun(self, planned: JobInFlight) -> None:
-        """A job was planned: watch its cursor from now on."""
+        """Watch the cursor of a newly planned job from now on."""
         job, life, trace = planned.job, planned.tracked.life, self.trace
         if not (trace.lifecycle or life.sampled):
             return
@@ -101,18 +80,18 @@ class RequestReporter:
                 trace.put(e.LeasesTaken(*common, chunks=planned.leases))
                 trace.put(e.LoadPlanned(*common, job=job.id, kind=kind, pages=pages, tokens=planned.tokens))
 
-    # ---- what watches ---------------------------------------------------------------------------------------------
+    # ---- the watches of cursors -----------------------------------------------------------------------------------
 
     def _request_moved(self, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
         tracked = cast("Tracked", cursor)
         trace, life = self.trace, tracked.life
-        failure = edge.rejects or (edge.moves and edge.to.row == m.RECOMPUTING)  # reported also beyond the sample
+        failure = edge.rejects or (edge.moves and edge.to.row == m.RECOMPUTING)  # also reported beyond the sample
         if failure or (life.sampled and (edge.moves or trace.detail)):
             request_id = tracked.request.request_id
             trace.took(request_id, tracked.epoch, trace.step, cursor, life.number, was, edge, why)
 
     def _lookup_moved(self, life: RequestContext, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
-        """Report a lookup's answer. The engine may repeat the lookup in every step; only changes are reported."""
+        """Report a lookup's answer if it has changed. The engine may repeat a lookup in every step."""
         trace, asking = self.trace, cast("Asking", cursor)
         if edge.event != lookup_m.ADMIT and (answer := asking.answer) != life.answer:
             life.answer = answer
@@ -123,12 +102,12 @@ class RequestReporter:
         if trace.detail:
             trace.took(str(asking.key), life.epoch, trace.step, cursor, life.number, was, edge, why)
 
-    def admitted(self, tracked: Tracked, *, loads: bool) -> None:
-        """Blocks were allocated; called before the lookup's answer is used up. Counts every request, traced or not."""
-        life, trace, asking = tracked.life, self.trace, tracked.asking
+    def admitted(self, tracked: Tracked, tables: Tables) -> None:  # noqa: ARG002  (as of the event)
+        """The request got blocks. Its hit and its miss are counted, whether or not the request is traced."""
+        life, trace, asking, loads = tracked.life, self.trace, tracked.asking, tracked.state.row == m.ALLOCATED
         asked = asking.state.row == lookup_m.ASKED
         if not asked and not loads:
-            return  # more blocks for the same admission
+            return  # the same admission has got more blocks
         again, life.answer = life.admissions > 0, None
         life.admissions += 1
         traced = life.sampled if again else trace.lifecycle
@@ -136,6 +115,8 @@ class RequestReporter:
         if loads:
             for tier, tokens in answer.by_tier.items():
                 self.hit_tokens[tier] = self.hit_tokens.get(tier, 0) + tokens
+        if asked:
+            self._waited(asking.waited_s)
         if asked and (why := asking.why):
             self.misses[why] = self.misses.get(why, 0) + 1
             self.missed_tokens[why] = self.missed_tokens.get(why, 0) + asking.missed
@@ -161,12 +142,12 @@ class RequestReporter:
         if life.sampled and trace.detail:
             trace.took(job.request, job.epoch, trace.step, cursor, job.id, was, edge, why)
 
-    def finished(self, tracked: Tracked) -> None:
-        """The request is over."""
+    def finished(self, tracked: Tracked, chunks: dict[Chunk, None]) -> None:  # noqa: ARG002  (as of the event)
+        """The request is over: record its summary."""
         trace, life, request = self.trace, tracked.life, tracked.request
         if not trace.lifecycle:
             return
-        life.end_loading()  # though its load may go on
+        life.end_loading()  # the load itself may still be under way
         status = getattr(request, "status", None)
         trace.put(e.RequestDone(
             *trace.of(request.request_id, tracked.epoch),
@@ -178,19 +159,40 @@ class RequestReporter:
         ))  # fmt: skip
 
     def chunk_moved(self, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
-        """A chunk took an edge, on behalf of the request that the recorder is about."""
+        """A chunk has made a transition.
+
+        The trace shows the transition under the request that the recorder now handles.
+        """
         trace, chunk = self.trace, cast("Chunk", cursor)
         trace.took(trace.request, trace.epoch, trace.step, cursor, chunk.slot, was, edge, why)
 
     def stage_moved(self, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
-        """A stage took an edge."""
+        """A stage has made a transition: record the transition."""
         trace, stage = self.trace, cast("Stage", cursor)
         trace.took(stage.owner.request, 0, trace.step, cursor, -stage.owner.epoch, was, edge, why)
 
     def transfer_moved(self, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
-        """A tier transfer took an edge."""
+        """A tier transfer has made a transition: record the transition."""
         trace, transfer = self.trace, cast("TierTransfer", cursor)
         trace.took("", 0, trace.step, cursor, transfer.order.id, was, edge, why)
+
+    def watch_node(self, pool: NodePool) -> None:
+        """Record the moves of the connection to the node's holder and, if `trace.detail`, of granted slots."""
+        link = pool.link
+        link.watch = self._link_moved
+        if link.state.name == link_m.ATTACHED:  # before there was a trace
+            was = link.machine.initial
+            self._link_moved(link, was, was.on[link_m.WELCOME], "")
+        if self.trace.detail:
+            pool.stock.watch = self._grant_moved
+
+    def _link_moved(self, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
+        if edge.moves or edge.rejects:
+            self.trace.took("", 0, self.trace.step, cursor, 0, was, edge, why)
+
+    def _grant_moved(self, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
+        trace = self.trace
+        trace.took(trace.request, trace.epoch, trace.step, cursor, cast("int", cursor.key), was, edge, why)
 
     def _saving_moved(self, life: RequestContext, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
         trace = self.trace

@@ -1,7 +1,7 @@
 """Operators' orders on the pool: pin a prompt until a deadline, end a pin, evict a prompt or tenants.
 
-A pin is a set of leases with an owner of its own. It ends at its deadline, when it is released, when any of its chunks
-is evicted, and at a reset. Work is done part by part: see `kvpipe.scheduler.orders`.
+A pin is a set of leases with owners of its own. A pin ends at its deadline, when an operator releases it, when any of
+its chunks is evicted, and at a reset. The work is done in parts: see `kvpipe.features.orders`.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvpipe.cache.catalog import Chunk, Owner
-from kvpipe.scheduler.orders import OrderRefusedError, Work
+from kvpipe.cache.chunks import Chunk, Owner
+from kvpipe.features.orders import OrderRefusedError, Work
+from kvpipe.scheduler.events import Subscriber
 
 if TYPE_CHECKING:
-    from kvpipe.cache.catalog import Catalog
     from kvpipe.cache.prefixes import Prefixes
     from kvpipe.cache.tenants import Tenant
-    from kvpipe.config import Settings
-    from kvpipe.geometry import Geometry
-    from kvpipe.scheduler.base import Request
-    from kvpipe.scheduler.orders import Orders
+    from kvpipe.features.orders import Orders
+    from kvpipe.protocol.engine import Request
+    from kvpipe.scheduler.context import Context
 
 PINS_MAX: Final = 256
 PART_CHUNKS: Final = 16
@@ -31,7 +30,7 @@ PART_CHUNKS: Final = 16
 PART_SLOTS: Final = 256
 """How many slots one part of an order examines."""
 EPOCHS: Final = 1 << 62
-"""Owners of pins have epochs from here on; those of admissions, stages and stores are smaller."""
+"""The first epoch of owners of pins. Owners of admissions, stages and stores have lower epochs."""
 
 
 class Pin:
@@ -46,7 +45,7 @@ class Pin:
 
 
 class PinnedPrompt(NamedTuple):
-    """A pin, as reported to operators: its number, the `tokens` of its prefix, the `chunks` it holds, seconds left."""
+    """A pin as reported to operators: its number, the tokens of its prefix, its number of chunks, its seconds left."""
 
     pin: int
     tokens: int
@@ -55,41 +54,45 @@ class PinnedPrompt(NamedTuple):
 
 
 class EvictedPrompt(NamedTuple):
-    """The result of an eviction: how many `chunks`; `held`: of them, those whose slots are still read or written."""
+    """The result of an eviction: the number of evicted `chunks`, and of pins that were ended.
+
+    `held` is the number of evicted chunks whose slots are still being read or written.
+    """
 
     chunks: int
     held: int
     pins_ended: int
 
 
-class PromptPins:
-    """One per scheduler side. Only for the thread that has the turn, except `listed`.
+class PromptPins(Subscriber):
+    """The pins of one engine. Only the thread that has the turn may use the pins.
 
-    `Work` methods raise `OrderRefusedError` if they cannot be carried out.
+    The `Work` methods raise `OrderRefusedError` if an order cannot be carried out.
     """
 
-    def __init__(self, settings: Settings, geometry: Geometry, catalog: Catalog, orders: Orders) -> None:
-        """Start without pins. `settings`: `manage_pinned_share_max` and `manage_pin_s_max`."""
+    def __init__(self, context: Context, orders: Orders) -> None:
+        """Start without pins."""
+        settings = context.settings
         self._share_max, self._seconds_max = settings.manage_pinned_share_max, settings.manage_pin_s_max
-        self._geometry, self._catalog, self._orders = geometry, catalog, orders
-        self._per_chunk = geometry.units_per_chunk
+        self._context, self._orders = context, orders
+        self._per_chunk = context.geometry.units_per_chunk
         self.clock: Callable[[], float] = time.monotonic
         self.pins: dict[int, Pin] = {}
-        self._pinned: Counter[Chunk] = Counter()  # by how many pins
+        self._pinned: Counter[Chunk] = Counter()  # the number of pins of each chunk
         self._numbers, self._epochs = 0, itertools.count(EPOCHS)
-        self._first_s = 0.0  # no pin ends before
+        self._first_s = 0.0  # no pin ends before this time
 
     # ---- pins -----------------------------------------------------------------------------------------------------
 
     def check(self, seconds: float) -> None:
-        """Raise OrderRefusedError if no pin may last so long."""
+        """Raise OrderRefusedError if `seconds` is longer than a pin may last."""
         if seconds > self._seconds_max:
             raise OrderRefusedError(f"seconds: {seconds:g} are more than manage_pin_s_max ({self._seconds_max})")
 
     def pin(self, prefixes: Prefixes, asked: Request, seconds: float) -> Work:
-        """Pin what memory holds of a prompt's prefix, for at most `seconds`. Returns a `PinnedPrompt`.
+        """Pin the chunks of a prompt's prefix that memory holds, for at most `seconds`. Returns a `PinnedPrompt`.
 
-        It holds all chunks of the hit of a request with this prompt, and of one with a longer prompt.
+        The pin holds all chunks of the hit of a request with this prompt, and of the hit of a longer prompt.
         """
         self.check(seconds)
         now_s = self.clock()
@@ -114,30 +117,30 @@ class PromptPins:
         yield from self._hold(pin, part)
         if any(now < before for now, before in zip(self._reaches(prefixes, asked), reaches, strict=True)):
             yield from self._end(pin)
-            raise OrderRefusedError("some of this prompt has gone meanwhile")
-        pin.tokens = reaches[0] * self._geometry.unit_tokens
+            raise OrderRefusedError("some chunks of this prompt were evicted meanwhile")
+        pin.tokens = reaches[0] * self._context.geometry.unit_tokens
         return self._report(pin)
 
     def _hold(self, pin: Pin, part: list[Chunk]) -> Work:
-        chunks = [chunk for chunk in part if self._catalog.holds(chunk)]
+        chunks = [chunk for chunk in part if self._context.catalog.holds(chunk)]
         most, held = self.chunks_max, len(self._pinned)
         if held + sum(1 for chunk in chunks if chunk not in self._pinned) > most:
             yield from self._end(pin)
             raise OrderRefusedError(
-                f"pins may hold {most} chunks (manage_pinned_share_max): it needs more than are left"
+                f"pins may hold {most} chunks (manage_pinned_share_max): this prompt needs more than are left"
             )
         if chunks:
             owner = Owner(f"pin:{pin.number}", next(self._epochs))
             pin.parts.append(owner)
             pin.chunks |= dict.fromkeys(chunks)
             self._pinned.update(chunks)
-            self._catalog.lease(owner, chunks, timed=False)
+            self._context.catalog.lease(owner, chunks, timed=False)
         yield
         if pin.over:
-            raise OrderRefusedError("its time is over, or what it holds was evicted or forgotten meanwhile")
+            raise OrderRefusedError("the pin has ended: its time is over, or its chunks were evicted or reset")
 
     def unpin(self, number: int) -> Work:
-        """End a pin. Returns the `PinnedPrompt` that it was."""
+        """End a pin. Returns a `PinnedPrompt` that describes the pin before its end."""
         pin = self.pins.get(number)
         if pin is None:
             raise OrderRefusedError(f"pin: there is no pin {number}")
@@ -156,27 +159,27 @@ class PromptPins:
 
     def _end_soon(self, pin: Pin) -> None:
         pin.over = True
-        self._orders.put(functools.partial(self._end, pin), always=True)
+        self._orders.queue_change(functools.partial(self._end, pin), always=True)
 
-    def forget(self) -> None:
-        """End all pins at once: the catalog is reset."""
+    def reset(self) -> None:
+        """End all pins at once."""
         for pin in list(self.pins.values()):
             for _ in self._end(pin):
                 pass
 
     def listed(self) -> list[PinnedPrompt]:
-        """Return all pins. On any thread; raises RuntimeError if they change meanwhile."""
+        """Return all pins."""
         now_s = self.clock()
         return [self._report(pin) for pin in self.pins.values() if not pin.over and pin.until_s > now_s]
 
     @property
     def chunks_max(self) -> int:
-        """How many chunks pins may hold."""
-        return int(self._share_max * self._catalog.slots)
+        """The number of chunks that pins may hold."""
+        return int(self._share_max * self._context.catalog.slots)
 
     @property
     def chunks(self) -> int:
-        """How many chunks pins hold."""
+        """The number of chunks that pins hold."""
         return len(self._pinned)
 
     @property
@@ -188,71 +191,73 @@ class PromptPins:
         return PinnedPrompt(pin.number, pin.tokens, len(pin.chunks), max(0.0, pin.until_s - self.clock()))
 
     def _end(self, pin: Pin) -> Work:
-        """End a pin's leases, the end of the prefix first, so that it is evicted first."""
+        """End a pin's leases. The end of the prefix is released first, so that it is evicted first."""
         pin.over = True
         while pin.parts:
             owner = pin.parts.pop()
-            for chunk in self._catalog.leased.get(owner, ()):
+            for chunk in self._context.catalog.leased.get(owner, ()):
                 pin.chunks.pop(chunk, None)
                 self._pinned[chunk] -= 1
                 if not self._pinned[chunk]:
                     del self._pinned[chunk]
-            self._catalog.release(owner, hit=False)
+            self._context.catalog.release(owner, hit=False)
             yield
         self.pins.pop(pin.number, None)
 
     def _reaches(self, prefixes: Prefixes, asked: Request) -> tuple[int, int]:
         """Return (units of the hit of a longer prompt, units of the hit of this prompt itself)."""
         continued = prefixes.longest(asked, continued=True)
-        whole = continued * self._geometry.unit_tokens >= asked.num_tokens
+        whole = continued * self._context.geometry.unit_tokens >= asked.num_tokens
         return continued, prefixes.longest(asked) if whole else continued
 
     def needed(self, prefixes: Prefixes, asked: Request, reach: int) -> Iterator[Chunk]:
         """Yield the chunks that a hit of `reach` units reads, in the order of the prefix."""
         hashes = prefixes.hashes(asked)
+        catalog, geometry = self._context.catalog, self._context.geometry
         for base in range(0, reach, self._per_chunk):
             high = min(base + self._per_chunk, reach)
-            for group, kind in enumerate(self._geometry.groups):
+            for group, kind in enumerate(geometry.groups):
                 if kind.state:
-                    chunk = self._catalog.find(group, prefixes.state_key(hashes, reach)) if high == reach else None
-                elif kind.window_tokens and (reach - high) * self._geometry.unit_tokens > kind.window_tokens:
-                    continue  # wholly outside of the window, seen from the end
+                    chunk = catalog.find(group, prefixes.state_key(hashes, reach)) if high == reach else None
+                elif kind.window_tokens and (reach - high) * geometry.unit_tokens > kind.window_tokens:
+                    continue  # wholly before the window of the last token
                 else:
                     chunk = prefixes.holding(group, hashes, base, high)
                     if chunk is not None and high % self._per_chunk:
-                        self._catalog.keep_mark(chunk, prefixes.key(hashes, high))
+                        catalog.keep_mark(chunk, prefixes.key(hashes, high))
                 if chunk is not None:
                     yield chunk
 
     # ---- evictions ------------------------------------------------------------------------------------------------
 
     def evict(self, prefixes: Prefixes, asked: Request, first_tokens: int) -> Work:
-        """Evict what memory holds of a prompt, from the chunk with token `first_tokens` on, the prefix's end first.
+        """Evict a prompt's chunks in memory, from the chunk with token `first_tokens` on, the prefix's end first.
 
-        Chunks that are being written are evicted too, and pins that hold any of them end. Returns an `EvictedPrompt`.
+        Chunks that are being written are evicted too. Pins that hold any evicted chunk end. Returns an `EvictedPrompt`.
         """
-        hashes, unit = prefixes.hashes(asked), self._geometry.unit_tokens
+        catalog, geometry = self._context.catalog, self._context.geometry
+        hashes, unit = prefixes.hashes(asked), geometry.unit_tokens
         units, states = (count(asked, asked.num_tokens) for count in (prefixes.final_units, prefixes.state_units))
         first = first_tokens // unit
         dropped = held = ended = 0
         for base in reversed(range(first // self._per_chunk * self._per_chunk, max(units, states), self._per_chunk)):
             found: dict[Chunk, None] = {}
-            for group, kind in enumerate(self._geometry.groups):
+            for group, kind in enumerate(geometry.groups):
                 stop, key = (states, prefixes.state_key) if kind.state else (units, prefixes.key)
                 for at in range(max(base, first if kind.state else 0) + 1, min(base + self._per_chunk, stop) + 1):
                     there = (
-                        self._catalog.find(group, key(hashes, at)),
-                        self._catalog.pending(group).get(key(hashes, at)),
+                        catalog.find(group, key(hashes, at)),
+                        catalog.pending(group).get(key(hashes, at)),
                     )
                     found.update(dict.fromkeys(chunk for chunk in there if chunk is not None))
             for chunk in found:
-                if self._catalog.evict(chunk):
+                if catalog.evict(chunk):
                     dropped, held, ended = dropped + 1, held + chunk.held, ended + self._end_those_of(chunk)
             yield
         return EvictedPrompt(dropped, held, ended)
 
     def _end_those_of(self, chunk: Chunk) -> int:
-        """End the pins that hold a chunk. Returns how many."""
+        """End the pins that hold a chunk. Returns the number of these pins."""
         if chunk not in self._pinned:
             return 0
         pins = [pin for pin in self.pins.values() if chunk in pin.chunks and not pin.over]
@@ -263,14 +268,14 @@ class PromptPins:
     def evict_those(self, selects: Callable[[Tenant], bool], idle_s: float = 0.0) -> Work:
         """Evict the chunks of the tenants for which `selects` is true, slot by slot. Returns an `EvictedPrompt`.
 
-        `idle_s`: if not 0, only chunks that nobody holds and that were not used for so many seconds. Chunks that are
-        saved while this runs may stay.
+        If `idle_s` is not 0, only chunks without leases and writes that were not used for `idle_s` seconds are evicted.
+        Chunks that are saved while this order runs may stay.
         """
         known: dict[Tenant, bool] = {}
         dropped = held = ended = 0
-        for first in range(0, self._catalog.ready, PART_SLOTS):
+        for first in range(0, self._context.catalog.ready, PART_SLOTS):
             for chunk in self._chosen(first, known, selects, idle_s):
-                if self._catalog.evict(chunk):
+                if self._context.catalog.evict(chunk):
                     dropped, held, ended = dropped + 1, held + chunk.held, ended + self._end_those_of(chunk)
                     if not dropped % PART_CHUNKS:
                         yield
@@ -280,8 +285,11 @@ class PromptPins:
     def _chosen(
         self, first: int, known: dict[Tenant, bool], selects: Callable[[Tenant], bool], idle_s: float
     ) -> Iterator[Chunk]:
-        """Yield the chunks to evict, of `PART_SLOTS` slots from `first` on. `known`: results of `selects` so far."""
-        catalog, latest_s = self._catalog, self._catalog.now_s - idle_s
+        """Yield the chunks to evict from `PART_SLOTS` slots, the first of which is `first`.
+
+        `known` caches the results of `selects`.
+        """
+        catalog, latest_s = self._context.catalog, self._context.catalog.now_s - idle_s
         if len(known) > PART_SLOTS:
             known.clear()
         for slot in range(first, min(first + PART_SLOTS, catalog.ready)):

@@ -1,0 +1,1 @@
+"""Optional subscribers of the scheduler side. Requests are also saved and loaded without these subscribers."""

@@ -1,0 +1,81 @@
+"""The fetches whose chunks lie in a node's memory and that its holder has yet to publish."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kvpipe.node.catalog import NodeCatalog
+from kvpipe.node.layout import OWNED
+from kvpipe.node.usage import engines_of
+from kvpipe.statemachine import node_link as m
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvpipe.cache.catalog import Catalog
+    from kvpipe.scheduler.stages import TierFetch
+
+NODE_SHARE: Final = 0.5
+"""The largest share of a node's memory that the chunks of all engines' waiting requests may take."""
+
+
+class UnpublishedFetches:
+    """The fetches that all ranks have landed, and that wait for the holder. With a private pool there are none."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        """Start without fetches. `node` is the catalog if it is that of a node's memory, otherwise None."""
+        self._catalog = catalog
+        self.node = catalog if isinstance(catalog, NodeCatalog) else None
+        self._fetches: list[TierFetch] = []
+        self._engines = 1
+
+    @property
+    def may_end(self) -> bool:
+        """Whether fetched chunks can be found soon. A node's memory without a holder publishes nothing."""
+        return self.node is None or self.node.pool.state == m.ATTACHED
+
+    def count_engines(self) -> None:
+        """Read how many engines share the memory."""
+        if self.node is not None and self.node.pool.segment is not None:
+            self._engines = max(1, engines_of(self.node.pool.segment))
+
+    @property
+    def held_max(self) -> int | None:
+        """The number of chunks that this engine's waiting requests may hold of a node's memory, or None.
+
+        Engines have equal shares of the slots that have memory and that no slots of another size use.
+        """
+        if self.node is None or self.node.pool.segment is None:
+            return None
+        return int(self.node.pool.segment.words[OWNED] * NODE_SHARE) // self._engines
+
+    @property
+    def gets_slots(self) -> bool:
+        """Whether a holder refills the stock of slots. A private pool has no stock."""
+        return self.node is not None and self.may_end
+
+    @property
+    def has_slot(self) -> bool:
+        """Whether a slot can be reserved now. A private pool may evict for it, so it always tries.
+
+        A fetch does not try to reserve a slot of an empty stock, because the catalog counts that as a dropped save.
+        """
+        return self.node is None or self.node.pool.stock.free > 0
+
+    def add(self, fetch: TierFetch) -> None:
+        """Wait until the holder has published the chunk of `fetch`."""
+        self._fetches.append(fetch)
+
+    def take_settled(self) -> Iterator[TierFetch]:
+        """Yield and remove the fetches that wait no longer.
+
+        The chunk is published, or it was dropped, or there is no holder. A chunk is dropped by a reset, or because the
+        holder has published another copy.
+        """
+        for fetch in [one for one in self._fetches if not self._waits(one)]:
+            self._fetches.remove(fetch)
+            yield fetch
+
+    def _waits(self, fetch: TierFetch) -> bool:
+        chunk = fetch.piece.chunk
+        return self.may_end and not chunk.is_published and self._catalog.holds(chunk)
