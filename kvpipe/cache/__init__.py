@@ -1,1 +1,1 @@
-"""What the pool holds: which chunk is in which slot, which prefix is held, and what is evicted first."""
+"""The pool's contents: which chunk is in which slot, which prefix is held, and which chunk is evicted first."""

@@ -1,8 +1,8 @@
-"""Chunks that are in memory for requests that have not come: were they of use?
+"""Counts the chunks that are in memory ahead of requests, and how many of these chunks requests have used.
 
-Those of announced resumes take a part of the pool that is the larger the more of them were of use before. So clients
-that announce what never comes cost the others no more than a pool that is smaller by that part. With quotas each has a
-part of its own, of what it may hold.
+Chunks for announced resumes may take a part of the pool. This part grows with the share of announced chunks that
+requests have used. If a client announces requests that never come, other clients lose at most this part of the pool.
+With quotas, each quota has a part of its own, as a share of the slots that the quota may hold.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from kvpipe.cache.catalog import Chunk
+    from kvpipe.cache.chunks import Chunk
     from kvpipe.cache.tenants import Tenant
     from kvpipe.trace.log import Counters
 
 ANNOUNCED_SHARE: Final = 0.5
-"""Of the pool, at most, that is in memory for announced resumes and was not used since."""
+"""The largest share of the pool that announced resumes may take before any request has used their chunks."""
 FIRST: Final = 1 / 64
-"""Of the pool: as if so much had been of use before anything is known."""
+"""The number of used chunks to begin with, as a share of the pool's slots."""
 DOUBT: Final = 1 / 16
-"""Of the pool: as if so much had been of no use."""
+"""The number of wasted chunks to begin with, as a share of the pool's slots."""
 
 BROUGHT, ANNOUNCED = 1, 2
 
 
-class Part:
-    """What is in memory for announced resumes of one account: `announced` chunks."""
+class AccountAhead:
+    """The chunks in memory for announced resumes of one account. `announced` is the number of these chunks."""
 
     __slots__ = ("_used", "_wasted", "announced")
 
     def __init__(self) -> None:
-        """There is nothing."""
+        """Start without chunks."""
         self.announced = 0
-        self._used = self._wasted = 0.0  # the older for less
+        self._used = self._wasted = 0.0  # numbers of chunks; older chunks count less
 
     def over(self, *, used: bool) -> None:
-        """One of the chunks was of use, or cannot be found any more."""
+        """Remove one chunk. A request has `used` it, or it was evicted unused."""
         self.announced -= 1
         if used:
             self._used += 1
@@ -45,9 +45,10 @@ class Part:
             self._wasted += 1
 
     def room(self, slots: int) -> int:
-        """Return how many more chunks there may be, of an account that may hold `slots` slots.
+        """Return how many more chunks may be added, for an account that may hold `slots` slots.
 
-        By the square of the share that was of use: some of what is announced in vain is used by others all the same.
+        The limit falls with the square of the used share. A linear limit would be too high, because other requests use
+        some of the chunks that are announced in vain.
         """
         if self._used + self._wasted > slots:
             self._used, self._wasted = self._used / 2, self._wasted / 2
@@ -57,60 +58,70 @@ class Part:
 
 
 class Ahead:
-    """One per catalog. `chunks`: what is in memory for nobody yet; not to be changed. `parts`: by account."""
+    """The chunks that one catalog holds ahead of requests.
+
+    `chunks` has the chunks that no request has used yet. Callers must not change `chunks`. `by_account` has an
+    `AccountAhead` for each account.
+    """
 
     def __init__(self, counters: Counters, account: Callable[[Tenant], object]) -> None:
-        """There is nothing. `account(tenant)` returns whose slots the tenant's chunks take: something hashable."""
+        """Start without chunks.
+
+        `account(tenant)` returns a hashable object: the account whose slots the tenant's chunks take.
+        """
         self.chunks: dict[Chunk, int] = {}
-        self.parts = defaultdict[object, Part](Part)
+        self.by_account = defaultdict[object, AccountAhead](AccountAhead)
         self._counters, self._account = counters, account
 
-    def part(self, tenant: Tenant) -> Part:
-        """Return that of a tenant's account."""
-        return self.parts[self._account(tenant)]
+    def of_account(self, tenant: Tenant) -> AccountAhead:
+        """Return the counts of a tenant's account."""
+        return self.by_account[self._account(tenant)]
 
     def brought(self, chunk: Chunk) -> None:
-        """A chunk that can be found was brought from a tier, and no request waits for it."""
+        """Count a chunk that was fetched from a tier, can be found, and has no waiting request."""
         self.chunks[chunk] = self.chunks.get(chunk, 0) | BROUGHT
         self._counters["chunks_prefetched"] += 1
 
     def keep(self, chunks: Iterable[Chunk]) -> None:
-        """These are held, or put behind others, for an announced resume."""
+        """Count `chunks` for an announced resume: they were fetched for it, or are protected from early eviction."""
         for chunk in chunks:
             kind = self.chunks.get(chunk, 0)
             if not kind & ANNOUNCED:
                 self.chunks[chunk] = kind | ANNOUNCED
-                self.part(chunk.tenant).announced += 1
+                self.of_account(chunk.tenant).announced += 1
 
     def count_anew(self, chunks: Iterable[Chunk]) -> None:
-        """Of these, what is there for an announced resume is not any more."""
+        """Stop counting `chunks` as held for announced resumes."""
         for chunk in chunks:
             kind = self.chunks.get(chunk, 0)
             if kind & ANNOUNCED:
-                self.part(chunk.tenant).announced -= 1
+                self.of_account(chunk.tenant).announced -= 1
                 if kind & BROUGHT:
                     self.chunks[chunk] = BROUGHT
                 else:
                     del self.chunks[chunk]
 
     def used(self, chunks: Iterable[Chunk]) -> None:
-        """A request has come for these, as far as they are among `chunks`."""
+        """A request uses `chunks`. The chunks that were in memory ahead of the request count as used."""
         for chunk in chunks:
             kind = self.chunks.pop(chunk, 0)
             if kind & BROUGHT:
                 self._counters["prefetch_used"] += 1
             if kind & ANNOUNCED:
-                self.part(chunk.tenant).over(used=True)
+                self.of_account(chunk.tenant).over(used=True)
 
     def dropped(self, chunk: Chunk) -> None:
-        """One of `chunks` was evicted, and nobody has come for it."""
+        """Count `chunk`, one of `self.chunks`, as wasted, because it was evicted before any request used it."""
         kind = self.chunks.pop(chunk)
         if kind & BROUGHT:
             self._counters["prefetch_wasted"] += 1
         if kind & ANNOUNCED:
-            self.part(chunk.tenant).over(used=False)
+            self.of_account(chunk.tenant).over(used=False)
 
     def forget(self, chunk: Chunk) -> None:
-        """A reset has forgotten one of `chunks`: that is nobody's fault who has announced it, and no waste."""
+        """Remove `chunk`, one of `self.chunks`, after a reset.
+
+        The chunk is not counted as wasted, because its announcement was not wrong.
+        """
         if self.chunks.pop(chunk) & ANNOUNCED:
-            self.part(chunk.tenant).announced -= 1
+            self.of_account(chunk.tenant).announced -= 1

@@ -1,7 +1,7 @@
-"""Divides bounded memory fairly between tenants: the tenant that has most of it gives up an entry first.
+"""Divides bounded memory fairly between tenants: the tenant whose entries take most memory loses an entry first.
 
-Tenants are told apart by their salt. With quotas the quota that has most is found first, then the salt in it that has
-most. A client that invents salts therefore takes nothing from a salt with a quota.
+Tenants are distinguished by their salt. With quotas, the largest quota loses an entry, and within this quota the
+largest salt. Therefore a client that invents salts takes nothing from a salt with a quota.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ K = TypeVar("K", bound=Hashable)
 
 
 class _Salt(Generic[K]):
-    """The entries of one salt. `rows`: (rank, number, key) of each, sorted. `turn`: number of its last turn."""
+    """The entries of one salt. `rows` has (rank, number, key) of each entry, sorted.
+
+    `turn` is the number of the salt's last turn.
+    """
 
     __slots__ = ("amount", "number", "rows", "turn")
 
@@ -28,7 +31,7 @@ class _Salt(Generic[K]):
 
 
 class _FairAccount(Generic[K]):
-    """The salts that share one account. `ranks`: (amount, -number, salt) of each, sorted."""
+    """The salts that share one account. `ranks` has (amount, -number, salt) of each salt, sorted."""
 
     __slots__ = ("amount", "ranks", "salts", "turn")
 
@@ -38,7 +41,7 @@ class _FairAccount(Generic[K]):
         self.ranks: list[tuple[int, int, _Salt[K]]] = []
 
     def change(self, salt: _Salt[K], amount: int) -> None:
-        """Add `amount` to what a salt has, and to what the account has."""
+        """Add `amount` to the amount of a salt and of the account."""
         if salt.amount:
             del self.ranks[bisect_left(self.ranks, (salt.amount, -salt.number))]
         salt.amount += amount
@@ -56,13 +59,13 @@ class _FairEntry(NamedTuple):
 
 
 class FairShares(Generic[K]):
-    """The entries of one bounded structure, by tenant. `amount`: how much all entries take together.
+    """The entries of one bounded structure, by tenant. `amount` is the sum of the amounts of all entries.
 
-    A call takes some logarithms of the number of entries, and with quotas a look at each quota.
+    The time of a call is logarithmic in the number of entries. With quotas, a call also compares all quotas.
     """
 
     def __init__(self, account: Callable[[Tenant], object] = lambda _: None) -> None:
-        """Start without entries. `account(tenant)`: as `Catalog.account_of`."""
+        """Start without entries. `account(tenant)` is explained in `Catalog.account_of`."""
         self._account = account
         self._accounts: dict[object, _FairAccount[K]] = {}
         self._entries: dict[K, _FairEntry] = {}
@@ -74,9 +77,10 @@ class FairShares(Generic[K]):
         return len(self._entries)
 
     def put(self, key: K, tenant: Tenant, *, rank: float | None = None, amount: int = 1) -> None:
-        """Add an entry of `tenant`, in place of another with this key. `amount`: how much it takes, at least 1.
+        """Add an entry of `tenant`, which replaces an entry with the same key.
 
-        A salt gives up its entry with the highest `rank` first; without ranks, its oldest entry.
+        `amount` is the size of the entry, at least 1. A salt loses its entry with the highest `rank` first, or without
+        ranks its oldest entry.
         """
         if key in self._entries:
             self.pop(key)
@@ -93,7 +97,7 @@ class FairShares(Generic[K]):
         self.amount += amount
 
     def pop(self, key: K) -> None:
-        """Remove an entry. Raises KeyError if there is none with this key."""
+        """Remove an entry. Raises KeyError if there is no entry with this key."""
         entry = self._entries.pop(key)
         account = self._accounts[entry.account]
         salt = account.salts[entry.salt]
@@ -106,21 +110,25 @@ class FairShares(Generic[K]):
                 del self._accounts[entry.account]
 
     def most(self) -> K:
-        """Return the key of the entry to give up: one of the salt that has most, in the account that has most.
+        """Return the key of the entry to remove: an entry of the largest salt in the largest account.
 
-        If salts are equal, the salt that has had entries for longest gives up an entry. There is at least one entry.
+        If salts are equally large, the salt that has had entries for the longest time loses an entry. There must be at
+        least one entry.
         """
         account = max(self._accounts.values(), key=lambda one: one.amount)
         return account.ranks[-1][2].rows[-1][2]
 
     def turn(self, key: K) -> tuple[int, int]:
-        """Return whose turn it is: of several entries the one with the lowest result is served first."""
+        """Return the turn of an entry: of several waiting entries, the entry with the lowest turn is served first."""
         entry = self._entries[key]
         account = self._accounts[entry.account]
         return account.turn, account.salts[entry.salt].turn
 
     def serve(self, key: K) -> None:
-        """Note that the tenant of an entry has its turn now: all others that wait come before its next one."""
+        """Note that the tenant of an entry is served now.
+
+        All other waiting tenants are served before this tenant is served again.
+        """
         entry = self._entries[key]
         account = self._accounts[entry.account]
         self._turns += 1

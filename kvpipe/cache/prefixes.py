@@ -1,4 +1,4 @@
-"""How much of a request's token prefix the catalog holds, found by block hashes. It reads the catalog only."""
+"""Finds how much of a request's token prefix the catalog holds, by block hashes. This module only reads the catalog."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import compress, takewhile
 from typing import TYPE_CHECKING
 
-from kvpipe.cache import miss_reasons
-from kvpipe.cache.catalog import Catalog, Chunk
-from kvpipe.cache.large import Shards
-from kvpipe.geometry import Geometry
+from kvpipe.cache.catalog import Catalog
+from kvpipe.cache.chunks import Chunk
+from kvpipe.cache.policy.large import Shards
+from kvpipe.protocol.geometry import Geometry
+from kvpipe.trace import miss_reasons
 
 if TYPE_CHECKING:
     from kvpipe.cache.tenants import Tenant
-    from kvpipe.scheduler.base import Request, Span, SpansOf
+    from kvpipe.protocol.engine import Request, SpansOf, WholeSpan
 
-Index = Mapping[bytes, object]
+KeyIndex = Mapping[bytes, object]
 """The keys of one cache group that count as held."""
 
 
-def uncut(spans: Sequence[Span], tokens: int) -> int:
+def uncut(spans: Sequence[WholeSpan], tokens: int) -> int:
     """Return the longest prefix, of at most `tokens` tokens, that does not end inside one of `spans`."""
     for first, stop in spans:
         if first < tokens < stop:
@@ -29,22 +30,27 @@ def uncut(spans: Sequence[Span], tokens: int) -> int:
 
 
 class Prefixes:
-    """Searches prefixes, in units (`kvpipe.geometry`). All `hashes` are one per `hash_tokens` tokens of a request."""
+    """Searches prefixes, in units (`kvpipe.protocol.geometry`).
+
+    All `hashes` have one entry per `hash_tokens` tokens.
+    """
 
     def __init__(
         self, catalog: Catalog, geometry: Geometry, hash_tokens: int, hashes: Callable[[Request], Sequence[bytes]],
         tenant: Callable[[Request], Tenant] | None = None, spans_of: SpansOf | None = None,
     ) -> None:  # fmt: skip
-        """`hash_tokens`: tokens per block hash. `hashes(request)`: returns the hashes under which its blocks are kept.
+        """Search in `catalog`. `hash_tokens` is the number of tokens per block hash.
 
-        `tenant(request)`: returns whose its chunks are; by default that of its salt and of an adapter without digest.
-        `spans_of(request)`: returns the spans inside which no prefix may end; None: the engine has none.
+        `hashes(request)` returns the hashes under which the request's blocks are kept. `tenant(request)` returns the
+        owner of the request's chunks. By default this is the tenant of the request's salt and of an adapter without
+        digest. `spans_of(request)` returns the spans inside which no prefix may end, and is None if the engine has no
+        spans.
         """
         self._spans_of = spans_of
         self._catalog, self.hashes, self.tenant = catalog, hashes, tenant or catalog.tenants.of
         self._ahead = -(-geometry.ahead_tokens // hash_tokens)
         self.ahead_tokens = self._ahead * hash_tokens
-        """A key hashes so many tokens more than the prefix that is stored under it: those its KV depends on."""
+        """The number of tokens after a prefix that its key also covers, because the prefix's KV depends on them."""
         self._unit, self._per_chunk = geometry.unit_tokens, geometry.units_per_chunk
         self._hashes_per_unit = self._unit // hash_tokens
         self._groups = range(len(geometry.groups))
@@ -52,7 +58,7 @@ class Prefixes:
         growing = [group for group in self._groups if group not in geometry.states]
         kinds: list[tuple[Collection[int], int, int]] = [(self._states, 1, 0), (growing, self._per_chunk, self._ahead)]
         self._kinds = [(groups, units * self._hashes_per_unit, ahead) for groups, units, ahead in kinds if groups]
-        """(groups, after how many hashes each has a key, how many hashes ahead the key is)."""
+        """(groups, number of hashes per key, number of hashes by which a key lies after the last hash of its units)."""
         self._full = [i for i, g in enumerate(geometry.groups) if g.window_tokens is None and not g.state]
         self._windows = [
             (i, (g.window_tokens if g.local else g.window_tokens + self._unit - 2) // self._unit, g.local)
@@ -60,14 +66,17 @@ class Prefixes:
             if g.window_tokens
         ]
         self._partial = bool(self._windows or self._states)
-        """Whether a group needs less than the whole prefix."""
+        """Whether some group needs less than the whole prefix."""
 
     def key(self, hashes: Sequence[bytes], units: int) -> bytes:
-        """Return the key of the first `units` units: their hash, with the tokens ahead that their KV depends on."""
+        """Return the key of the first `units` units.
+
+        The key also covers the tokens after these units on which the units' KV depends.
+        """
         return hashes[units * self._hashes_per_unit - 1 + self._ahead]
 
     def state_key(self, hashes: Sequence[bytes], units: int) -> bytes:
-        """Return the key of the state after the first `units` units, which depends on no token ahead."""
+        """Return the key of the state after the first `units` units. A state depends on no token ahead."""
         return hashes[units * self._hashes_per_unit - 1]
 
     def units_within(self, tokens: int) -> int:
@@ -86,35 +95,44 @@ class Prefixes:
         return self.hashed_units(self.hashes(request), min(tokens, request.num_tokens))
 
     def hashed_units(self, hashes: Sequence[bytes], tokens: int) -> int:
-        """Return how many units of the first `tokens` tokens have a key, of a request with these `hashes`."""
+        """Return how many units of the first `tokens` tokens have a key, for a request with these `hashes`."""
         units, hashed = tokens // self._unit, (len(hashes) - self._ahead) // self._hashes_per_unit
         return units if units <= hashed else max(0, hashed)
 
     def state_units(self, request: Request, tokens: int) -> int:
-        """Return after how many units of the first `tokens` tokens a state is final and has a key."""
+        """Return the last unit of the first `tokens` tokens after which a state is final and has a key."""
         return min(min(tokens, request.num_tokens) // self._unit, len(self.hashes(request)) // self._hashes_per_unit)
 
     def unit_keys(self, request: Request) -> Sequence[bytes]:
-        """Return the keys of the first unit, the first two units and so on, up to all final units."""
+        """Return the keys of the first unit, of the first two units and so on, up to all final units."""
         return self._keys(self.hashes(request), 1, self.final_units(request, request.num_tokens))
 
     def state_keys(self, request: Request) -> Sequence[bytes]:
-        """Return the keys of the states after the first unit, the first two units and so on."""
+        """Return the keys of the states after the first unit, after the first two units and so on."""
         return self.hashes(request)[self._hashes_per_unit - 1 :: self._hashes_per_unit]
 
-    def longest(self, request: Request, extra: Sequence[dict[bytes, object]] = (), *, continued: bool = False) -> int:
+    def longest(
+        self,
+        request: Request,
+        extra: Sequence[dict[bytes, object]] = (),
+        *,
+        continued: bool = False,
+        units_max: int | None = None,
+    ) -> int:
         """Return the longest prefix, in units, for which every cache group holds all that it needs.
 
-        `extra`: per group, more keys that count as held. `continued`: for a longer request that begins with all tokens
-        of this one.
+        `extra` has, per group, more keys that count as held. `continued` asks for the hit of a longer request that
+        begins with all tokens of this request. The result is at most `units_max`, unless that is None.
         """
-        indexes: list[Index] = list(map(self._catalog.index, self._groups))
+        indexes: list[KeyIndex] = list(map(self._catalog.index, self._groups))
         if extra:
             indexes = [ChainMap(index, more) for index, more in zip(indexes, extra, strict=True)]  # type: ignore[arg-type]
         hashes = self.hashes(request)
         best = self.hashed_units(hashes, request.num_tokens)
         if self._partial and not continued and self._gives_back(request, best):
             best -= 1
+        if units_max is not None:
+            best = min(best, units_max)
         best = self._longest(indexes, hashes, best)
         if self._spans_of is not None:
             spans = self._spans_of(request)
@@ -122,7 +140,7 @@ class Prefixes:
                 best = self._longest(indexes, hashes, whole // self._unit)
         return best
 
-    def _longest(self, indexes: Sequence[Index], hashes: Sequence[bytes], best: int) -> int:
+    def _longest(self, indexes: Sequence[KeyIndex], hashes: Sequence[bytes], best: int) -> int:
         """Return the longest prefix, of at most `best` units, for which every cache group holds all that it needs."""
         for group in self._full:
             best = self._longest_full(indexes[group], hashes, best)
@@ -142,17 +160,21 @@ class Prefixes:
     def _gives_back(self, request: Request, units: int) -> bool:
         """Whether a hit must end before the last of `units` units, because vLLM computes the last token again.
 
-        That token's window reaches one token further back than a new token's, and a state already includes the token.
+        The window of this token reaches one token further back than the window of a new token. A state already includes
+        this token.
         """
         return self._partial and units * self._unit >= request.num_tokens
 
-    def _last_boundary(self, indexes: Sequence[Index], hashes: Sequence[bytes], best: int) -> int:
-        """Return the last boundary, in units and at most `best`, whose state every group of states holds; else 0."""
+    def _last_boundary(self, indexes: Sequence[KeyIndex], hashes: Sequence[bytes], best: int) -> int:
+        """Return the last boundary, in units, at which all groups of states hold a state.
+
+        It is at most `best`; 0: none.
+        """
         keys = reversed(self._keys(hashes, 1, best, ahead=0))
         held = (all(key in indexes[group] for group in self._states) for key in keys)
         return next(compress(range(best, 0, -1), held), 0)
 
-    def _longest_windows(self, indexes: Sequence[Index], hashes: Sequence[bytes], best: int) -> int:
+    def _longest_windows(self, indexes: Sequence[KeyIndex], hashes: Sequence[bytes], best: int) -> int:
         """Return the longest prefix, of at most `best` units, whose windows are held."""
         while best and self._windows:
             gaps = [self._window_gap(indexes[g], hashes, best, *window) for g, *window in self._windows]
@@ -160,7 +182,7 @@ class Prefixes:
             if not shorter:
                 break
             best = min(shorter)
-            for group in self._full:  # whole chunks below a held prefix are held: only the last one can be shorter
+            for group in self._full:  # only the last chunk of a held prefix can be shorter
                 best = self._longest_in_last_chunk(indexes[group], hashes, best)
         return best
 
@@ -183,21 +205,21 @@ class Prefixes:
                 if key in pending:
                     return miss_reasons.BEING_SAVED
                 if key in (known := reasons[hash(key) & mask]):
-                    return known.get(key, miss_reasons.NOT_SAVED)  # operators ask on another thread
+                    return known[key]
                 if key in forgotten:
                     return miss_reasons.RESET
         return miss_reasons.BELOW_MINIMUM if self._cuts(hashes, units, stop) else miss_reasons.NOT_SAVED
 
     def _cuts(self, hashes: Sequence[bytes], units: int, stop: int) -> bool:
-        """Whether more than `units` of `stop` units are held: a hit of them would have cut a span."""
+        """Whether more than `units` of `stop` units are held, but a hit of more units would cut a span."""
         if self._spans_of is None:
             return False
         return self._longest(list(map(self._catalog.index, self._groups)), hashes, stop) > units
 
     def holding(self, group: int, hashes: Sequence[bytes], base: int, stop: int) -> Chunk | None:
-        """Return the chunk that begins at unit `base` and holds the prefix at least up to unit `stop`, or None.
+        """Return the chunk that begins at unit `base` and holds units [base, stop) of the prefix, or more; else None.
 
-        For a group of states: that of the state after exactly `stop` units.
+        For a group of states, the chunk is the state after exactly `stop` units.
         """
         if group in self._states:
             return self._catalog.find(group, self.state_key(hashes, stop))
@@ -206,7 +228,10 @@ class Prefixes:
         return chunk
 
     def chunks(self, group: int, hashes: Sequence[bytes], first: int, stop: int) -> list[Chunk | None]:
-        """Return the chunks of units [first, stop), each as `holding` does; of a group of states that of `stop`."""
+        """Return the chunks of units [first, stop), each as `holding` returns it.
+
+        For a group of states, return only the last.
+        """
         if group in self._states:
             return [self.holding(group, hashes, stop - 1, stop)]
         per_chunk, rest = self._per_chunk, stop % self._per_chunk
@@ -216,7 +241,7 @@ class Prefixes:
             found.append(self.holding(group, hashes, stop - rest, stop))
         return found
 
-    def _holding(self, index: Index, hashes: Sequence[bytes], base: int, stop: int) -> object | None:
+    def _holding(self, index: KeyIndex, hashes: Sequence[bytes], base: int, stop: int) -> object | None:
         for key in self._keys(hashes, stop, base + self._per_chunk):
             chunk = index.get(key)
             if chunk is not None:
@@ -224,7 +249,10 @@ class Prefixes:
         return None
 
     def chunks_from_the_end(self, request: Request, units: int) -> list[Chunk]:
-        """Return the whole chunks of the request's first `units` units, the last one first; before them, its states."""
+        """Return the whole chunks of the request's first `units` units, the last one first.
+
+        States come before all others.
+        """
         hashes, stop, find = self.hashes(request), units * self._hashes_per_unit, self._catalog.find
         found: list[Chunk] = []
         for groups, step, ahead in self._kinds:
@@ -237,28 +265,35 @@ class Prefixes:
     def _keys(
         self, hashes: Sequence[bytes], first: int, last: int, step: int = 1, ahead: int | None = None
     ) -> Sequence[bytes]:
-        """Return the keys of the prefixes of `first`, `first + step`, … `last` units. `ahead`: hashes; 0 for states."""
+        """Return the keys of the prefixes of `first`, `first + step`, … `last` units.
+
+        `ahead` counts hashes, and is 0 for states.
+        """
         per_unit, ahead = self._hashes_per_unit, self._ahead if ahead is None else ahead
         return hashes[first * per_unit - 1 + ahead : last * per_unit + ahead : step * per_unit]
 
-    def _longest_full(self, index: Index, hashes: Sequence[bytes], best: int) -> int:
+    def _longest_full(self, index: KeyIndex, hashes: Sequence[bytes], best: int) -> int:
         per_chunk, held = self._per_chunk, 0
-        if best >= per_chunk and self.key(hashes, per_chunk) in index:  # else, of a long prompt, no other key is read
+        if best >= per_chunk and self.key(hashes, per_chunk) in index:  # most prompts end here, after one probe
             whole = self._keys(hashes, per_chunk, best, per_chunk)
-            held = index.leading(whole) if isinstance(index, Shards) else len([*takewhile(index.__contains__, whole)])
+            held = self._leading(index, whole)
         return self._longest_in_last_chunk(index, hashes, min(best, held * per_chunk + per_chunk - 1))
 
-    def _longest_in_last_chunk(self, index: Index, hashes: Sequence[bytes], best: int) -> int:
+    def _leading(self, index: KeyIndex, keys: Sequence[bytes]) -> int:
+        """Return how many of `keys` are in `index`, up to the first that is not."""
+        return index.leading(keys) if isinstance(index, Shards) else len([*takewhile(index.__contains__, keys)])
+
+    def _longest_in_last_chunk(self, index: KeyIndex, hashes: Sequence[bytes], best: int) -> int:
         base = best // self._per_chunk * self._per_chunk
         if best == base or self._holding(index, hashes, base, best):
             return best
         return self._shorter(index, hashes, base, best - 1)
 
-    def _window_gap(self, index: Index, hashes: Sequence[bytes], best: int, window: int, local: int) -> int:
-        """Return -1 if the group holds all units that attention reads after a prefix of `best` units.
+    def _window_gap(self, index: KeyIndex, hashes: Sequence[bytes], best: int, window: int, local: int) -> int:
+        """Return -1 if the group holds the units [low, best), which attention reads after a prefix of `best` units.
 
-        These are the last `window` units; with `local` attention, those from the last multiple of `window` on. If one
-        is missing, return the next shorter prefix to try.
+        These are the last `window` units. With `local` attention, these are the units from the last multiple of
+        `window` on. If one of these units is missing, return the next shorter prefix to try.
         """
         low = best // window * window if local else max(0, best - window)
         stop = best
@@ -266,11 +301,14 @@ class Prefixes:
             base = (stop - 1) // self._per_chunk * self._per_chunk
             if not self._holding(index, hashes, base, stop):
                 shorter = self._shorter(index, hashes, base, stop - 1)
-                return max(shorter, low) if local else shorter  # behind a multiple nothing is read
+                return max(shorter, low) if local else shorter  # at a multiple of the window, nothing is read
             stop = base
         return -1
 
-    def _shorter(self, index: Index, hashes: Sequence[bytes], base: int, most: int) -> int:
-        """Return the longest prefix of `base` to `most` units whose key is in `index`, or `base`."""
+    def _shorter(self, index: KeyIndex, hashes: Sequence[bytes], base: int, most: int) -> int:
+        """Return the longest prefix of more than `base` and at most `most` units whose key is in `index`.
+
+        Return `base` if there is none.
+        """
         keys = self._keys(hashes, base + 1, most)
         return next(compress(range(most, base, -1), map(index.__contains__, reversed(keys))), base)

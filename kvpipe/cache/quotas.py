@@ -1,43 +1,48 @@
 """A pool with quotas: how many slots the requests of a salt are guaranteed, and how many they may hold at most.
 
-Every used slot belongs to one account, that of its chunk's tenant, whoever reads or writes it. A free slot goes to the
-first account that asks, up to its limit. If no slot is free, or the account that asks is at its limit, an account must
-give one: the asking account itself if it is at its limit, else the account that is most above its share. No account
-gives away slots within its share to another. Each account has a policy of its own, which chooses the chunk to evict.
+Every used slot belongs to the account of its chunk's tenant, no matter which request reads or writes the chunk.
+Accounts get free slots in the order in which they ask, up to their limits. An account at its limit evicts one of its
+own chunks. If an account below its limit asks and no slot is free, the account that is most above its share evicts a
+chunk. No account loses slots within its share to another account. Each account has its own policy, which chooses the
+chunk to evict.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-from kvpipe.cache.catalog import Catalog, Chunk
-from kvpipe.cache.hints import Hint
+from kvpipe.cache.catalog import Catalog
+from kvpipe.cache.chunks import Chunk
 from kvpipe.cache.policy.base import AnsweredPolicy, Evictable, Policy, RememberingPolicy, SessionPolicy, SizedPolicy
 from kvpipe.cache.policy.guard import RescuedPolicy, takes_hints
+from kvpipe.cache.policy.hints import Hint
 from kvpipe.cache.tenants import ANYBODY, Tenant, kept_salt
-from kvpipe.quota_spec import OTHERS, QuotaSpec, salts
+from kvpipe.inputs.quota_spec import OTHERS, QuotaSpec, salts
 from kvpipe.trace.log import Counters
 
 _NO_LIMIT: Final = QuotaSpec.model_validate({"name": OTHERS})
 
 
-class Turn(NamedTuple):
-    """The arguments of `SessionPolicy.request` for the calls that follow, and of `AnsweredPolicy.answered`, if any."""
+class PolicyCall(NamedTuple):
+    """The arguments of the last call of `SessionPolicy.request`.
+
+    `answer` is the argument of `AnsweredPolicy.answered`, or None.
+    """
 
     now_s: float
     over: bool
     answer: int | None = None
 
 
-_NEVER: Final = Turn(0.0, over=False)
+_NEVER: Final = PolicyCall(0.0, over=False)
 
 
 class Account:
-    """The slots of one quota. `used`: how many it holds; `sure`: its guaranteed share; `most`: its limit.
+    """The slots of one quota. `used` is the number of its slots, `sure` its guaranteed share, and `most` its limit.
 
-    `evicted`: how many of its chunks were evicted; `refused`: how often it got no slot.
+    `evicted` counts the evictions of its chunks. `refused` counts how often the account got no slot.
     """
 
     __slots__ = (
@@ -56,20 +61,20 @@ class Account:
 
     @property
     def full(self) -> bool:
-        """Whether it is at its limit."""
+        """Whether the account is at its limit."""
         return self.used >= self.most
 
 
 class Accounts:
-    """The accounts of a pool, and its policy: each call goes to the policy of the account that owns the chunk.
+    """The accounts of a pool, and its policy: each call is passed to the policy of the account that owns the chunk.
 
-    `victim` looks at every account; every other call is one dict lookup.
+    `victim` compares all accounts. Every other call takes one dict lookup.
     """
 
     def __init__(self, specs: Sequence[QuotaSpec], slots: int, make: Callable[[int], Policy]) -> None:
-        """Make an account for each of `specs`. `make(n)` returns a policy for n slots.
+        """Create an account for each of `specs`. `make(n)` returns a policy for n slots.
 
-        Raises `ConfigError` if a salt cannot be read, or two quotas have one salt.
+        Raises `ConfigError` if a salt cannot be read, or if two quotas have the same salt.
         """
         self._by_salt = {kept_salt(salt): Account(spec, slots, make) for salt, spec in salts(specs).items()}
         others = next((spec for spec in specs if spec.name == OTHERS), _NO_LIMIT)
@@ -77,19 +82,19 @@ class Accounts:
         self.all = (*self._by_salt.values(), self.others)
         self.asks = self.others
         """The account that needs a slot."""
-        self._turn = _NEVER
+        self._last_call = _NEVER
 
     def of(self, tenant: Tenant) -> Account:
         """Return a tenant's account."""
         return self._by_salt.get(tenant.salt, self.others)
 
     def resize(self, slots: int) -> None:
-        """Compute shares and limits for a pool of `slots` slots, none of which is held yet."""
+        """Compute shares and limits for a pool of `slots` slots. No slot may be used yet."""
         for account in self.all:
             account.sure, account.most = account.spec.slots(slots)
 
     def secure(self, ready: int) -> None:
-        """Compute the guaranteed shares from the `ready` slots, which are in memory."""
+        """Compute the guaranteed shares of the `ready` slots that are in memory."""
         for account in self.all:
             account.sure, _ = account.spec.slots(ready)
             if isinstance(account.policy, SizedPolicy):
@@ -98,12 +103,12 @@ class Accounts:
     # ---- the policy ------------------------------------------------------------------------------------------------
 
     def request(self, now_s: float, *, over: bool) -> None:
-        """See `SessionPolicy.request`. An account's policy gets it before its next other call."""
-        self._turn = Turn(now_s, over)
+        """See `SessionPolicy.request`. The policy of an account receives this call before its next other call."""
+        self._last_call = PolicyCall(now_s, over)
 
     def answered(self, tokens: int) -> None:
-        """See `AnsweredPolicy.answered`. An account's policy gets it with `request`."""
-        self._turn = self._turn._replace(answer=tokens)
+        """See `AnsweredPolicy.answered`. The policy of an account receives this call together with `request`."""
+        self._last_call = self._last_call._replace(answer=tokens)
 
     def insert(self, chunk: Evictable, *, hit: bool) -> None:
         """See `Policy.insert`."""
@@ -130,7 +135,10 @@ class Accounts:
             account.hint(chunk, hint)
 
     def victim(self) -> Evictable | None:
-        """Remove and return the chunk to evict for the account that `asks`; None if no account may give one."""
+        """Remove and return the chunk to evict for the account in `asks`.
+
+        Returns None if no account may lose a chunk.
+        """
         giver = self._giver()
         return self._notify(giver).policy.victim() if giver is not None else None
 
@@ -150,18 +158,21 @@ class Accounts:
         return best if best is not None or not len(asks.policy) else asks
 
     def _account(self, chunk: Evictable) -> Account:
-        assert isinstance(chunk, Chunk)  # noqa: S101  (nothing else is ever inserted)
+        assert isinstance(chunk, Chunk)  # noqa: S101  (no other objects are inserted)
         return self._notify(self.of(chunk.tenant))
 
     def _notify(self, account: Account) -> Account:
-        """Pass the turn to the account's policy, once, if that is a `SessionPolicy`; return the account."""
-        turn = self._turn
-        if account.notified is not turn:
-            account.notified = turn
+        """Pass the last call to the account's policy once, if the policy is a `SessionPolicy`.
+
+        Returns the account.
+        """
+        call = self._last_call
+        if account.notified is not call:
+            account.notified = call
             if account.request is not None:
-                account.request(turn.now_s, over=turn.over)
-                if account.answered is not None and turn.answer is not None:
-                    account.answered(turn.answer)
+                account.request(call.now_s, over=call.over)
+                if account.answered is not None and call.answer is not None:
+                    account.answered(call.answer)
         return account
 
 
@@ -172,7 +183,10 @@ class SharedCatalog(Catalog):
         self, slots: int, groups: int, accounts: Accounts, counters: Counters, *, ready: int | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:  # fmt: skip
-        """`accounts`: made for the same number of slots. See `Catalog` for the rest."""
+        """Create an empty catalog. `accounts` are made for `slots` slots.
+
+        The other parameters are explained in `Catalog`.
+        """
         super().__init__(slots, groups, accounts, counters, ready=ready, clock=clock)
         self.accounts = accounts
         for account in accounts.all:
@@ -219,7 +233,7 @@ class SharedCatalog(Catalog):
 
     @property
     def takes_hints(self) -> bool:
-        """See `Catalog.takes_hints`: whether any account's policy does."""
+        """See `Catalog.takes_hints`. True if the policy of any account takes hints."""
         return self._hint is not None and any(takes_hints(account.policy) for account in self.accounts.all)
 
     def account_of(self, tenant: Tenant) -> object:
@@ -227,21 +241,19 @@ class SharedCatalog(Catalog):
         return self.accounts.of(tenant)
 
     def room_ahead(self, tenant: Tenant) -> int:
-        """See `Catalog.room_ahead`: a part of what the tenant's account may hold."""
-        return self.ahead.part(tenant).room(self.accounts.of(tenant).most)
-
-    def spare(self, chunks: Iterable[Chunk]) -> int:
-        """Do nothing and return 0: the accounts decide what is evicted."""
-        del chunks
-        return 0
+        """See `Catalog.room_ahead`. The room is a part of the slots that the tenant's account may hold."""
+        return self.ahead.of_account(tenant).room(self.accounts.of(tenant).most)
 
     def _evictable_of(self, account: Account) -> list[Chunk]:
-        """Return those of `_evictable` that an account has."""
+        """Return those chunks of `_evictable` that belong to an account."""
         return [chunk for chunk in self._evictable() if self.accounts.of(chunk.tenant) is account]
 
     def _evict_of(self, account: Account) -> bool:
-        """Have the account that asks, which is at its limit, give one of its slots. False: it has none to give."""
-        while account.full and self._evict_victim():  # more than one: what a reset has forgotten counts no more
+        """Evict a chunk of `account`, which needs a slot and is at its limit.
+
+        Returns False if no chunk of the account may be evicted.
+        """
+        while account.full and self._evict_victim():  # a chunk of an earlier reset frees no counted slot
             pass
         return not account.full
 

@@ -1,4 +1,4 @@
-"""Whose a chunk is: of which `cache_salt`, computed with which LoRA adapter."""
+"""The owner of a chunk: its `cache_salt`, and the LoRA adapter that it was computed with."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from weakref import WeakValueDictionary
 
 if TYPE_CHECKING:
-    from kvpipe.scheduler.base import Request
+    from kvpipe.protocol.engine import Request
 
 
 SALT_KEPT_CHARS_MAX: Final = 256
-"""The most characters of a salt that chunks and what is learned refer to. Servers take no longer ones than 128."""
+"""The most characters of a salt that is kept as it is. Servers accept salts of at most 128 characters."""
 
 
 _HASHED: Final = re.compile("sha256:[0-9a-f]{64}")
 
 
 class HashedSalt(str):
-    """A salt that is kept as its hash. No salt of a request is kept as the same text."""
+    """A salt that is kept as its hash. It never equals a salt that is kept unchanged."""
 
     __slots__ = ()
 
 
 def kept_salt(salt: str) -> str:
-    """Return a salt as it is kept beyond its request: as it is, or as a `HashedSalt` if it is long. Idempotent.
+    """Return a salt in the form that is kept beyond its request: unchanged, or a `HashedSalt` if the salt is long.
 
-    A salt that looks like a hash is hashed, too: else its tenant would be that of the salt with this hash.
+    A `HashedSalt` is returned unchanged. A salt that looks like a hash is hashed, too. Otherwise it would share its
+    tenant with the salt of this hash.
     """
     if isinstance(salt, HashedSalt) or (len(salt) <= SALT_KEPT_CHARS_MAX and not _HASHED.fullmatch(salt)):
         return salt
@@ -35,7 +36,10 @@ def kept_salt(salt: str) -> str:
 
 
 class AdapterIdentity(NamedTuple):
-    """A LoRA adapter as it is part of keys. `digest`: of the files' bytes that the ranks hold; b"" if not known."""
+    """A LoRA adapter as a part of keys.
+
+    `digest` is the digest of the files' bytes that the ranks hold, or b"" if it is unknown.
+    """
 
     name: str
     path: str
@@ -45,19 +49,20 @@ class AdapterIdentity(NamedTuple):
 class Tenant:
     """One pair of salt and adapter. A chunk has one tenant, from its reservation on.
 
-    `salt`: the `cache_salt` of the requests (`kept_salt`), "" for those without one. `adapter`: theirs, or None.
+    `salt` is the `cache_salt` of the requests (`kept_salt`), or "" for requests without a salt. `adapter` is the
+    requests' adapter, or None.
 
-    Both are part of every key under which a chunk is found: vLLM hashes the salt into the first block, from which all
-    others chain, and the adapter's name and path into each block; kvpipe appends the digest. So equal keys always are
-    of one tenant.
+    Salt and adapter are part of every key under which a chunk is found. vLLM hashes the salt into the first block, on
+    whose hash all other hashes depend, and the adapter's name and path into each block. kvpipe appends the adapter's
+    digest. So equal keys always belong to one tenant.
 
-    There is one object per pair and catalog as long as it is referred to: compare with `is`.
+    While a tenant is referenced, its catalog has no second object for the same pair, so tenants are compared with `is`.
     """
 
     __slots__ = ("__weakref__", "adapter", "salt")
 
     def __init__(self, salt: str = "", adapter: AdapterIdentity | None = None) -> None:
-        """See the class. `Tenants` makes them."""
+        """Keep `salt` and `adapter`. Only `Tenants` creates tenants, apart from `ANYBODY`."""
         self.salt, self.adapter = salt, adapter
 
 
@@ -66,15 +71,15 @@ ANYBODY: Final = Tenant()
 
 
 class Tenants:
-    """The tenants of one catalog, each kept only as long as a chunk or a request refers to it."""
+    """The tenants of one catalog. A tenant is kept only as long as a chunk or a request refers to it."""
 
     def __init__(self) -> None:
         """Start with `ANYBODY` only."""
         self._known: WeakValueDictionary[tuple[str, AdapterIdentity | None], Tenant] = WeakValueDictionary()
 
     def of(self, request: Request, digest: bytes = b"") -> Tenant:
-        """Return the tenant of `request`. `digest`: of its adapter's bytes, as in its keys."""
-        salt: str = getattr(request, "cache_salt", None) or ""  # engines made before it was asked for lack it
+        """Return the tenant of `request`. `digest` is the digest of the request's adapter, as in the request's keys."""
+        salt: str = getattr(request, "cache_salt", None) or ""  # requests of older engines may lack the attribute
         lora, adapter = request.lora_request, None
         if lora is not None:
             adapter = AdapterIdentity(getattr(lora, "lora_name", ""), lora.lora_path, digest)
@@ -91,5 +96,5 @@ class Tenants:
         return tenant
 
     def __len__(self) -> int:
-        """Return how many there are, without `ANYBODY`."""
+        """Return the number of tenants, without `ANYBODY`."""
         return len(self._known)

@@ -1,4 +1,4 @@
-"""The chains of a policy of sessions."""
+"""Helpers that read the chains of a policy of sessions."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from kvpipe.cache.policy.chain import Chain
 
 
 def chain_of(policy: Sessions, chunk: Evictable) -> Chain:
-    """Return the chain of a chunk that the policy has, held or not."""
+    """Return the chain of a chunk that the policy knows, held or not."""
     chain = policy._chains[chunk.place]
     assert chain is not None
     return chain
 
 
 def chains(policy: Sessions) -> set[Chain]:
-    """Return all of which something is there."""
+    """Return all chains that still have a chunk."""
     return {chain for chain in policy._chains if chain is not None}

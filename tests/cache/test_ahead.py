@@ -1,15 +1,16 @@
-"""What is in memory for requests that have not come: counted once, and bounded by how much of it was of use before."""
+"""Chunks in memory ahead of requests are counted once. The share of used chunks limits the room for further chunks."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvpipe.cache.ahead import ANNOUNCED_SHARE, Part
-from kvpipe.cache.catalog import Catalog, Chunk, Owner
+from kvpipe.cache.ahead import ANNOUNCED_SHARE, AccountAhead
+from kvpipe.cache.catalog import Catalog
+from kvpipe.cache.chunks import Chunk, Owner
 from kvpipe.cache.policy.lru import Lru
 from kvpipe.cache.quotas import Accounts, SharedCatalog
 from kvpipe.cache.tenants import ANYBODY, Tenant
-from kvpipe.quota_spec import QuotaSpec
+from kvpipe.inputs.quota_spec import QuotaSpec
 from kvpipe.testing.catalog_integrity import check_integrity
 from kvpipe.trace.log import Counters
 
@@ -22,7 +23,7 @@ def _catalog() -> Catalog:
 
 
 def _saved(catalog: Catalog, count: int, name: str = "k", tenant: Tenant = ANYBODY) -> list[Chunk]:
-    """Return chunks that have just been saved."""
+    """Return chunks that were just saved."""
     out = []
     for number in range(count):
         chunk = catalog.reserve(0, tenant)
@@ -34,14 +35,14 @@ def _saved(catalog: Catalog, count: int, name: str = "k", tenant: Tenant = ANYBO
 
 
 def test_each_chunk_counts_once() -> None:
-    """Used or wasted, whatever it is there for, and however often it was put there."""
+    """A chunk counts once as used or wasted, for any number of announcements and fetches."""
     catalog = _catalog()
     chunks, ahead = _saved(catalog, 6), catalog.ahead
     for chunk in chunks[:4]:
         ahead.brought(chunk)
     ahead.keep(chunks[2:])
     ahead.keep(chunks[2:])
-    assert ahead.part(ANYBODY).announced == 4
+    assert ahead.of_account(ANYBODY).announced == 4
     check_integrity(catalog)
     catalog.lease(Owner("a", 1), chunks[:3])
     assert len(ahead.chunks) == 6, "it is held, and may be for nobody who has come"
@@ -50,14 +51,17 @@ def test_each_chunk_counts_once() -> None:
     for chunk in chunks[3:]:
         catalog.evict(chunk)
     assert not ahead.chunks
-    assert ahead.part(ANYBODY).announced == 0
+    assert ahead.of_account(ANYBODY).announced == 0
     counters = catalog.counters
     assert (counters["chunks_prefetched"], counters["prefetch_used"], counters["prefetch_wasted"]) == (4, 4, 0)
     check_integrity(catalog)
 
 
 def test_what_is_counted_anew_is_neither_used_nor_wasted() -> None:
-    """A prompt may have several turns; what was brought is remembered."""
+    """A prompt with several turns is counted again in each turn.
+
+    Its fetched chunks stay known until they are used or evicted.
+    """
     catalog = _catalog()
     chunks, ahead = _saved(catalog, 2), catalog.ahead
     ahead.brought(chunks[0])
@@ -71,8 +75,11 @@ def test_what_is_counted_anew_is_neither_used_nor_wasted() -> None:
 
 
 @pytest.mark.parametrize("held", [True, False], ids=["held", "idle"])
-def test_a_reset_leaves_nothing_and_blames_nobody(*, held: bool) -> None:
-    """As soon as what it forgets is taken apart. It is the operator's: no client is believed less for it."""
+def test_reset_drops_announced_chunks_and_costs_no_client_its_room(*, held: bool) -> None:
+    """An operator makes the reset, so no client loses room.
+
+    Dropped chunks are removed from the counts as the sweep reaches them.
+    """
     catalog = _catalog()
     room, chunks = catalog.room_ahead(ANYBODY), _saved(catalog, 8)
     catalog.ahead.keep(chunks)
@@ -90,28 +97,28 @@ def test_a_reset_leaves_nothing_and_blames_nobody(*, held: bool) -> None:
     check_integrity(catalog)
 
 
-def test_what_is_right_half_of_the_time_has_a_quarter_of_the_room() -> None:
-    """What is brought and not used costs what it evicts, so little is to be brought where little is used."""
+def test_announcements_used_half_of_the_time_get_a_quarter_of_the_room() -> None:
+    """If half of the announced chunks were unused, announced chunks get at most a quarter of their largest room."""
     catalog = _catalog()
-    part = catalog.ahead.part(ANYBODY)
-    part._used = part._wasted = SLOTS / 2
+    account = catalog.ahead.of_account(ANYBODY)
+    account._used = account._wasted = SLOTS / 2
     assert 0.2 * MOST < catalog.room_ahead(ANYBODY) <= MOST / 4
 
 
 @pytest.mark.parametrize("used", [1, 3])
 def test_share_of_useful_chunks_stays_when_counts_are_halved(used: int) -> None:
-    """So many of each four announced chunks are of use."""
-    part = Part()
+    """In each case, `used` of every four announced chunks are used."""
+    account = AccountAhead()
     for number in range(20 * SLOTS):
-        part.announced += 1
-        part.over(used=number % 4 < used)
-        part.room(SLOTS)
-    assert part._used / (part._used + part._wasted) == pytest.approx(used / 4, abs=0.05)
-    assert part._used + part._wasted <= SLOTS
+        account.announced += 1
+        account.over(used=number % 4 < used)
+        account.room(SLOTS)
+    assert account._used / (account._used + account._wasted) == pytest.approx(used / 4, abs=0.05)
+    assert account._used + account._wasted <= SLOTS
 
 
 def _come(catalog: Catalog, name: str) -> None:
-    """All that is announced comes, until nearly all of the room is believed in."""
+    """Announce requests that come, until nearly all of the room is available."""
     for turn in range(200):
         chunks = _saved(catalog, catalog.room_ahead(ANYBODY), f"{name}{turn}+")
         catalog.ahead.keep(chunks)
@@ -119,8 +126,8 @@ def _come(catalog: Catalog, name: str) -> None:
     assert catalog.room_ahead(ANYBODY) >= 0.75 * MOST
 
 
-def test_who_announces_what_never_comes_has_ever_less_room() -> None:
-    """Down to a fiftieth of the pool, whatever came before; and gets it back as soon as what was announced comes."""
+def test_room_shrinks_when_announced_requests_never_come() -> None:
+    """The room shrinks to a fiftieth of the pool, and grows again as soon as announced requests come."""
     catalog = _catalog()
     ahead = catalog.ahead
     assert 1 < catalog.room_ahead(ANYBODY) < MOST / 16, "nothing is known yet"
@@ -139,8 +146,8 @@ def test_who_announces_what_never_comes_has_ever_less_room() -> None:
     _come(catalog, "after")
 
 
-def test_all_that_is_there_for_what_was_announced_takes_its_room() -> None:
-    """So that the rest of the pool is for the others, whatever is announced."""
+def test_chunks_for_announced_requests_take_only_their_room() -> None:
+    """Chunks for announced requests take only their room, so the rest of the pool stays for other requests."""
     catalog = _catalog()
     chunks, ahead = _saved(catalog, SLOTS), catalog.ahead
     ahead.keep(chunks[:MOST])
@@ -152,23 +159,23 @@ def test_all_that_is_there_for_what_was_announced_takes_its_room() -> None:
 
 
 def test_a_tiny_pool_has_room_for_one() -> None:
-    """Else nothing would ever be learned."""
+    """With no room at all, no chunk could be counted as used, so the room could never grow."""
     assert Catalog(2, 1, Lru(), Counters()).room_ahead(ANYBODY) == 1
 
 
 def _shared() -> SharedCatalog:
-    """Return a pool of which `a` has a quarter, `b` at most a quarter, and others what is left."""
+    """Return a pool of which `a` has a quarter, `b` at most a quarter, and others the rest."""
     given = [{"name": "a", "salt": "a", "share": 0.25}, {"name": "b", "salt": "b", "limit": 0.25}]
     specs = [QuotaSpec.model_validate(one) for one in given]
     return SharedCatalog(SLOTS, 1, Accounts(specs, SLOTS, lambda _: Lru()), Counters())
 
 
-def test_with_quotas_half_of_what_each_may_hold_is_for_what_it_announces() -> None:
-    """So its other prompts have the other half, and nobody takes another's room."""
+def test_announcements_of_a_quota_get_half_of_its_slots() -> None:
+    """A quota's other prompts keep the other half of its slots, and no quota takes another quota's room."""
     catalog = _shared()
     a, b = (catalog.tenants.named(salt, None) for salt in "ab")
     for tenant in (a, b, ANYBODY):
-        catalog.ahead.part(tenant)._used = SLOTS / 4
+        catalog.ahead.of_account(tenant)._used = SLOTS / 4
     rooms = [catalog.room_ahead(tenant) for tenant in (a, b, ANYBODY)]
     assert MOST > rooms[0] == rooms[2] > MOST // 4 > rooms[1] > MOST // 8
     catalog.ahead.keep(_saved(catalog, rooms[0], "a", a))
@@ -177,11 +184,11 @@ def test_with_quotas_half_of_what_each_may_hold_is_for_what_it_announces() -> No
     check_integrity(catalog)
 
 
-def test_who_announces_what_never_comes_is_not_believed_for_others() -> None:
-    """Nor does another take its room: each quota has its own."""
+def test_false_announcements_of_one_quota_leave_the_room_of_another() -> None:
+    """Each quota has its own count, so another quota's room does not change."""
     catalog = _shared()
     a, b = (catalog.tenants.named(salt, None) for salt in "ab")
-    catalog.ahead.part(b)._used = SLOTS / 4
+    catalog.ahead.of_account(b)._used = SLOTS / 4
     before = catalog.room_ahead(a), catalog.room_ahead(b)
     for turn in range(50):
         chunks = _saved(catalog, catalog.room_ahead(b), f"b{turn}/", b)

@@ -1,4 +1,4 @@
-"""A request's chunks are handed to a policy at once, also to one that is guarded."""
+"""A policy, guarded or not, gets all chunks of a request in one call."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvpipe.cache.catalog import Catalog, Chunk, Owner
+from kvpipe.cache.catalog import Catalog
+from kvpipe.cache.chunks import Chunk, Owner
 from kvpipe.cache.policy import Lru
 from kvpipe.cache.policy.base import Evictable
 from kvpipe.cache.policy.guard import GuardedPolicy
@@ -21,47 +22,44 @@ def _saved(catalog: Catalog, key: bytes) -> Chunk:
 
 
 def test_a_victim_is_out_of_the_policy_already(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What others evict is removed from it; so is what is spared."""
+    """The catalog does not remove a victim from the policy again. It removes a chunk that an operator evicts."""
     removed = list[Evictable]()
     monkeypatch.setattr(Lru, "remove", lambda _, chunk: removed.append(chunk))
     catalog = Catalog(1, 1, Lru(), Counters())
     _saved(catalog, b"a")
     second = _saved(catalog, b"b")
     assert not removed
-    assert catalog.spare([second]) == 1
-    third = _saved(catalog, b"c")
+    assert catalog.evict(second)
     assert removed == [second]
-    assert catalog.evict(third)
-    assert removed == [second, third]
 
 
 class _Batched(Lru):
-    """Takes a request's chunks at once, and errs over those that come back."""
+    """A policy that gets a request's chunks at once, and raises for chunks that come back."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
+        """Start empty."""
         super().__init__()
         self.received: list[tuple[str, int]] = []
 
     def insert_all(self, chunks: Sequence[Evictable], *, hit: bool) -> None:
-        """Note it, and fail half-way."""
+        """Record the chunks, and fail half way."""
         self.received.append(("insert", len(chunks)))
         self.insert(chunks[0], hit=hit)
         raise ValueError
 
     def remove_all(self, chunks: Sequence[Evictable]) -> None:
-        """Note it."""
+        """Record the chunks."""
         self.received.append(("remove", len(chunks)))
         for chunk in chunks:
             self.remove(chunk)
 
     def refresh_all(self, chunks: Sequence[Evictable]) -> None:
-        """Note it."""
+        """Record the chunks."""
         self.received.append(("refresh", len(chunks)))
 
 
 def test_a_guarded_policy_gets_a_requests_chunks_at_once() -> None:
-    """When it errs half-way all of them may go all the same."""
+    """If the policy raises in the middle of the call, all chunks can still be evicted."""
     batched, faults = _Batched(), list[str]()
     catalog = Catalog(
         4, 1, GuardedPolicy(batched, "batched", lambda *_, **stated: faults.append(stated["why"])), Counters()

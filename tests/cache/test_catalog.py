@@ -1,4 +1,4 @@
-"""The catalog's rules one by one; every interleaving of them is in property_tests."""
+"""Tests of the catalog's rules, one by one. Interleavings are tested in property_tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import ClassVar
 
 import pytest
 
-from kvpipe.cache.catalog import KEPT_MARKS_MAX, Catalog, Owner
+from kvpipe.cache.catalog import KEPT_MARKS_MAX, Catalog
+from kvpipe.cache.chunks import Owner
 from kvpipe.cache.policy import Lru
 from kvpipe.cache.policy.base import Evictable
 from kvpipe.cache.policy.guard import GuardedPolicy
@@ -44,7 +45,7 @@ def test_a_chunk_is_invisible_until_its_piece_has_landed() -> None:
 
 
 def test_no_slot_beyond_a_limit_is_handed_out() -> None:
-    """Though it was ready: a rank's pool has no such slot."""
+    """A slot beyond the limit is not used, even if it was ready, because some rank's pool does not have it."""
     catalog = _catalog(4)
     catalog.limit(2)
     catalog.use_more(4)
@@ -58,7 +59,7 @@ def test_no_slot_beyond_a_limit_is_handed_out() -> None:
 
 
 def test_a_lost_first_piece_frees_the_slot() -> None:
-    """What failed is never found and its slot is free again."""
+    """A chunk whose write failed is never found, and its slot is free again."""
     catalog = _catalog(1)
     chunk = catalog.reserve(0)
     assert chunk is not None
@@ -68,7 +69,7 @@ def test_a_lost_first_piece_frees_the_slot() -> None:
 
 
 def test_a_later_piece_without_its_beginning_is_dropped() -> None:
-    """A piece that lands after an earlier one was lost makes nothing findable."""
+    """A piece that lands after an earlier piece was lost cannot be found."""
     catalog = _catalog()
     chunk = catalog.reserve(0)
     assert chunk is not None
@@ -82,7 +83,10 @@ def test_a_later_piece_without_its_beginning_is_dropped() -> None:
 
 
 def test_growth_moves_the_mark_unless_it_is_kept() -> None:
-    """A chunk that grows is found under its new key; under the old one only if somebody had use for it."""
+    """A chunk that grows is found under its new key.
+
+    It stays findable under the old key only if a request has used that key.
+    """
     catalog = _catalog()
     _publish(catalog, b"1")
     chunk = catalog.find(0, b"1")
@@ -109,7 +113,7 @@ def test_kept_marks_are_bounded() -> None:
 
 
 def test_the_same_content_from_two_slots() -> None:
-    """The second copy of a prefix is dropped when it has nothing else to be found by."""
+    """The second copy of a prefix is dropped if it has no other key."""
     catalog = _catalog()
     chunks = [catalog.reserve(0), catalog.reserve(0)]
     pieces = [catalog.write(c, 1, b"k", keep=False) for c in chunks if c is not None]
@@ -121,7 +125,7 @@ def test_the_same_content_from_two_slots() -> None:
 
 
 def test_reset_reaches_a_copy_that_cannot_be_found_yet() -> None:
-    """A chunk that has landed a prefix that another chunk owns, and still grows, is forgotten by a reset too."""
+    """A chunk that has landed a prefix that another chunk owns, and still grows, is dropped by a reset, too."""
     catalog = _catalog(3)
     _publish(catalog, b"1")
     twin = catalog.reserve(0)
@@ -138,7 +142,7 @@ def test_reset_reaches_a_copy_that_cannot_be_found_yet() -> None:
 
 
 def test_a_leased_chunk_is_never_evicted() -> None:
-    """With every chunk leased or written a reservation is refused and counted; after the release it is not."""
+    """If every chunk is leased or written, a reservation is refused and counted. After a release it succeeds."""
     catalog = _catalog(2)
     _publish(catalog, b"k")
     chunk = catalog.find(0, b"k")
@@ -166,14 +170,14 @@ def test_a_leased_chunk_is_never_evicted() -> None:
 
 
 def test_a_rejected_lease_hides_none_of_the_others() -> None:
-    """When a chunk cannot be leased, the leases taken before it still end with their owner."""
+    """If a chunk cannot be leased, the leases taken before still end with their owner."""
     catalog = _catalog(2)
     _publish(catalog, b"k")
     chunk, writing = catalog.find(0, b"k"), catalog.reserve(0)
     assert chunk is not None
     assert writing is not None
     piece = catalog.write(writing, 1, b"w", keep=False)
-    with pytest.raises(IllegalTransition, match="nothing has landed"):
+    with pytest.raises(IllegalTransition, match="no piece has landed"):
         catalog.lease(ME, [chunk, writing])
     check_integrity(catalog)
     assert catalog.release(ME) == 1
@@ -183,7 +187,7 @@ def test_a_rejected_lease_hides_none_of_the_others() -> None:
 
 
 def test_the_end_of_a_prefix_is_evicted_first() -> None:
-    """After a release the last chunk of the prefix goes before the first."""
+    """After a release, the last chunk of the prefix is evicted before the first."""
     catalog = _catalog(2)
     for key in (b"1", b"12"):
         _publish(catalog, key)
@@ -196,7 +200,7 @@ def test_the_end_of_a_prefix_is_evicted_first() -> None:
 
 
 def test_refresh_orders_idle_chunks() -> None:
-    """Refreshed chunks are evicted later; held ones are left alone."""
+    """Refreshed chunks are evicted later. Held chunks are not affected."""
     catalog = _catalog(2)
     for key in (b"a", b"b"):
         _publish(catalog, key)
@@ -209,7 +213,7 @@ def test_refresh_orders_idle_chunks() -> None:
 
 
 def test_reset_lets_readers_and_writers_finish() -> None:
-    """After a reset nothing can be found at once; held slots come back when the last holder is gone."""
+    """After a reset no chunk can be found. Held slots become free when the last holder has ended."""
     catalog = _catalog(3)
     _publish(catalog, b"read")
     _publish(catalog, b"idle")
@@ -230,7 +234,7 @@ def test_reset_lets_readers_and_writers_finish() -> None:
 
 
 def test_groups_do_not_mix() -> None:
-    """The same key in two groups is two chunks."""
+    """The same key in two groups names two chunks."""
     catalog = _catalog(2, groups=2)
     _publish(catalog, b"k", group=0)
     assert catalog.find(1, b"k") is None
@@ -239,7 +243,7 @@ def test_groups_do_not_mix() -> None:
 
 
 def test_the_integrity_check_sees_a_corruption() -> None:
-    """The check that other tests rely on fails when slots, leases or the policy disagree."""
+    """The check that other tests rely on fails if slots, leases or the policy disagree."""
     for corrupt in ("_free", "leases", "_policy", "ready"):
         catalog = _catalog()
         _publish(catalog, b"k")
@@ -259,7 +263,7 @@ def test_the_integrity_check_sees_a_corruption() -> None:
 
 
 def test_a_chunk_grows_again_after_a_lost_piece() -> None:
-    """A lost piece costs that piece only: the next one starts where the chunk has landed, and is found."""
+    """Only the lost piece is lost. The next piece begins where the chunk has landed, and is found."""
     catalog = _catalog()
     _publish(catalog, b"1")
     chunk = catalog.find(0, b"1")
@@ -274,7 +278,7 @@ def test_a_chunk_grows_again_after_a_lost_piece() -> None:
 
 
 def test_only_slots_that_are_ready_are_handed_out() -> None:
-    """What is not ready is neither free nor used; before it is, something older makes room."""
+    """A slot that is not ready is neither free nor used, so an older chunk is evicted to make room."""
     catalog = Catalog(4, 1, Lru(), Counters(), ready=0)
     assert catalog.reserve(0) is None
     catalog.use_more(2)
@@ -283,7 +287,7 @@ def test_only_slots_that_are_ready_are_handed_out() -> None:
         check_integrity(catalog)
     assert (catalog.used, catalog.ready) == (2, 2)
     assert (catalog.known(0, b"a"), catalog.known(0, b"c")) == (False, True)
-    catalog.use_more(1)  # late news
+    catalog.use_more(1)  # a late report
     assert catalog.ready == 2
     catalog.use_more(9)
     assert (catalog.used, catalog.ready) == (2, 4)
@@ -295,7 +299,7 @@ def test_only_slots_that_are_ready_are_handed_out() -> None:
 
 
 def test_a_slot_that_was_used_is_used_again_first() -> None:
-    """Its memory is in the caches of the processor, and nobody has to make more of it."""
+    """The slot's memory is in the processor's caches, and no further memory is taken."""
     catalog = Catalog(8, 1, Lru(), Counters(), ready=2)
     _publish(catalog, b"a")
     chunk = catalog.reserve(0)
@@ -307,8 +311,8 @@ def test_a_slot_that_was_used_is_used_again_first() -> None:
     assert again.slot == chunk.slot
 
 
-def test_what_is_let_go_was_of_use_until_then() -> None:
-    """However long nothing else has happened."""
+def test_released_chunk_counts_as_used_at_its_release() -> None:
+    """A released chunk counts as used at the time of its release, even if nothing else has happened for an hour."""
     now = [10.0]
     catalog = Catalog(4, 1, Lru(), Counters(), clock=lambda: now[0])
     chunk = catalog.reserve(0)
@@ -320,8 +324,8 @@ def test_what_is_let_go_was_of_use_until_then() -> None:
     assert chunk.used_s == 3610
 
 
-def test_a_second_costs_memory_once() -> None:
-    """What is of use in one refers to the same number."""
+def test_chunks_used_in_one_second_share_an_object() -> None:
+    """Chunks that were used in the same second share one `used_s` object."""
     now = [70_000.25]
     catalog = Catalog(4, 1, Lru(), Counters(), clock=lambda: now[0])
     _publish(catalog, b"a")
@@ -336,7 +340,7 @@ def test_a_second_costs_memory_once() -> None:
 
 
 def test_a_lost_piece_is_of_no_request_that_is_over() -> None:
-    """Whatever the policy was given before."""
+    """`lost` passes `over=False` to the policy, even if the call before passed `over=True`."""
 
     class Noted(Lru):
         at_s, over = 0.0, False
@@ -355,8 +359,8 @@ def test_a_lost_piece_is_of_no_request_that_is_over() -> None:
     assert not policy.over
 
 
-def test_a_policy_that_wants_to_know_is_told_how_long_an_answer_was() -> None:
-    """After it was told that the request is over, and before what it has used; not if nobody knows."""
+def test_answered_policy_gets_the_length_of_an_answer() -> None:
+    """The call comes after the request's end and before the request's chunks count as used, if the length is known."""
 
     class Noted(Lru):
         noted: ClassVar[list[object]] = []
@@ -378,8 +382,8 @@ def test_a_policy_that_wants_to_know_is_told_how_long_an_answer_was() -> None:
     assert Noted.noted == [True, 7, "used", True, "used"]
 
 
-def test_a_session_policy_need_not_want_to_know_how_long_answers_are() -> None:
-    """One written before there was `AnsweredPolicy` is called as before, and does not lose its place."""
+def test_session_policy_without_answered_is_called_as_before() -> None:
+    """A policy that was written before `AnsweredPolicy` is called as before."""
     faults = list[str]()
 
     class Old(Lru):

@@ -1,4 +1,4 @@
-"""Who evicts: LRU, until what was learnt is proven to hit more."""
+"""LRU evicts until the learnt order is proven to have more hits."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 from benchmarks.replay import workload as w
 from benchmarks.replay.replay import Pool, replay
 from kvpipe.cache.catalog import Catalog
-from kvpipe.cache.hints import Action, Hint
 from kvpipe.cache.policy import Lru, Policy, Sessions, make_policy
 from kvpipe.cache.policy.chain import Chain
 from kvpipe.cache.policy.duel import Duel
 from kvpipe.cache.policy.guard import RescuedPolicy
+from kvpipe.cache.policy.hints import Action, Hint
 from kvpipe.cache.policy.returns import Returns
 from kvpipe.cache.quotas import Accounts, SharedCatalog
 from kvpipe.testing.policy_conformance import Item
@@ -29,7 +29,10 @@ def _chain(name: str) -> Chain:
 
 
 def _hits(policy: Policy, prompts: list[tuple[float, str, int]], slots: int = SLOTS, lie_s: float = 0.0) -> list[int]:
-    """Return how many chunks of each prompt were held: (seconds, session, chunks). All announce to go on in `lie_s`."""
+    """Return how many chunks of each prompt were held: (seconds, session, chunks).
+
+    All prompts announce to continue in `lie_s` seconds.
+    """
     held, out = dict[str, Item](), list[int]()
     for at_s, session, size in prompts:
         names = [f"{session}{at}" for at in range(size)]
@@ -60,8 +63,8 @@ def _hint(policy: Sessions, items: list[Item], at_s: float) -> None:
         policy.hint(item, hint)
 
 
-def test_where_all_are_alike_it_is_lru() -> None:
-    """Sessions that pause equally long, and others that come once: what is hit is what LRU hits, prompt by prompt."""
+def test_hits_are_those_of_lru_when_all_sessions_pause_alike() -> None:
+    """Sessions that pause equally long and one-time prompts hit exactly as with LRU, prompt by prompt."""
     prompts = [(turn * 7.0, f"{turn % 3}/" if turn % 4 else f"once {turn}/", 8) for turn in range(300)]
     policy = Sessions(SLOTS)
     assert _hits(policy, prompts) == _hits(Lru(), prompts)
@@ -69,8 +72,8 @@ def test_where_all_are_alike_it_is_lru() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_until_then_each_prompt_hits_what_it_would_with_lru(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts that branch, that end within what is there, and that come back later, some at the same time."""
+def test_each_prompt_hits_as_with_lru_before_the_proof(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompts branch, end within held chunks, or return later. Some of them arrive at the same time."""
     monkeypatch.setattr(Duel, "_count", lambda *_: None)
     drawn = w.coding_agents(seed, sessions=6, hours=0.25)
     tree = made_up(seed, 1500, branches=3, depth=7)
@@ -84,16 +87,22 @@ def test_until_then_each_prompt_hits_what_it_would_with_lru(seed: int, monkeypat
         assert hits[0] == hits[1]
 
 
-def test_what_is_proven_evicts() -> None:
-    """A long prompt that comes once flushes a session before each of its turns, as long as LRU evicts."""
+def test_learnt_order_evicts_when_it_is_proven() -> None:
+    """LRU loses the session before each turn, because a long one-time prompt evicts it.
+
+    The learnt order keeps the session.
+    """
     prompts = [(turn * 5.0, "goes on/" if turn % 2 else f"once {turn}/", 20 if turn % 2 else 30) for turn in range(200)]
     policy = Sessions(SLOTS)
     assert sum(_hits(policy, prompts)) > 1.8 * sum(_hits(Lru(), prompts))
     assert policy._duel.learnt
 
 
-def test_it_takes_a_lead_that_is_no_luck_and_no_trifle() -> None:
-    """One hit is luck, some thousandths are a trifle; a lead that is lost again ends it."""
+def test_learnt_order_is_proven_by_a_large_and_lasting_lead_only() -> None:
+    """A lead in one prompt may be chance, and 0.3 % is too small.
+
+    If the learnt order loses its lead, LRU evicts again.
+    """
     duel = Duel(SLOTS, Returns())
 
     def after(prompts: int, lru: int, learnt: int) -> bool:
@@ -107,8 +116,11 @@ def test_it_takes_a_lead_that_is_no_luck_and_no_trifle() -> None:
     assert not after(8, 1200, 1000)
 
 
-def test_what_a_client_announces_is_followed_until_lru_is_better() -> None:
-    """It is believed to begin with. Once that has cost too much, it has to be proven, as all else."""
+def test_learnt_order_evicts_after_a_hint_until_lru_is_better() -> None:
+    """When the learnt order has cost too many hits, LRU evicts.
+
+    From then on a hint does not suffice, and a proof is needed.
+    """
     policy, item = Sessions(SLOTS), Item("a")
 
     def learnt() -> bool:
@@ -122,7 +134,7 @@ def test_what_a_client_announces_is_followed_until_lru_is_better() -> None:
     policy.hint(item, Hint(Action.DEMOTE))
     assert learnt()
     chain = chain_of(policy, item)
-    assert (chain.learnt_kept, chain.learnt_kind) == (1, chain.kind)  # both sides know of it
+    assert (chain.learnt_kept, chain.learnt_kind) == (1, chain.kind)  # both shadows hold the chunk
     policy._duel._count(1000, 999)
     assert learnt()
     for _ in range(8):
@@ -136,14 +148,14 @@ def test_what_a_client_announces_is_followed_until_lru_is_better() -> None:
 
 
 def test_what_a_prompt_keeps_does_not_depend_on_the_clock() -> None:
-    """It takes the place of what was chosen to go, also if time passes while it is saved."""
+    """The prompt takes the place of the chosen victim, even if time passes while the prompt is saved."""
     agents = w.coding_agents(1, sessions=14, hours=0.4)
     still, ticks = (replay(agents, "sessions", 0.08, tick_s=tick_s).hit_rate for tick_s in (0.0, 0.001))
     assert ticks > 0.98 * still > 0.6
 
 
-def test_lies_cost_less_than_a_hundredth() -> None:
-    """Every prompt is announced to go on in a second; a hundred sessions pause for what they please."""
+def test_false_hints_cost_less_than_one_point_of_the_hit_rate() -> None:
+    """Every prompt is announced to continue in a second, and a hundred sessions pause for random times."""
     draw, prompts = random.Random(0), list[tuple[float, str, int]]()
     for session in range(100):
         at_s, size = draw.uniform(0, 3000), draw.randint(3, 10)
@@ -156,8 +168,8 @@ def test_lies_cost_less_than_a_hundredth() -> None:
     assert sum(_hits(Sessions(100), prompts, 100, 1.0)) > least
 
 
-def test_what_follows_what_is_lost_is_lost() -> None:
-    """Of a prompt's chains those count that follow what would be there."""
+def test_hits_of_a_prompt_end_at_the_first_missing_chunk() -> None:
+    """A prompt's hits end at the first of its chunks that the pool would not hold."""
     duel, begins, ends, other = Duel(10, Returns()), _chain("a"), _chain("b"), _chain("c")
     duel.used([(ends, 4), (begins, 6)], 1.0)
     duel.used([(other, 6)], 2.0)
@@ -169,7 +181,7 @@ def test_what_follows_what_is_lost_is_lost() -> None:
 
 @pytest.mark.parametrize("size", [3, 6])
 def test_a_chain_that_is_split_is_two(size: int) -> None:
-    """What was behind the place is the other one's, as far as it would be there."""
+    """Chunks after the place of a split belong to the new chain, as far as the pool would hold them."""
     duel, chain, rest = Duel(10, Returns()), _chain("a"), _chain("b")
     duel.saved(chain, 5, 1.0)
     duel.split(chain, size, rest, 3)
@@ -177,8 +189,8 @@ def test_a_chain_that_is_split_is_two(size: int) -> None:
         assert [shadow.kept(one) for one in (chain, rest)] == ([3, 2] if size == 3 else [5, 0])
 
 
-def test_what_a_prompt_loses_of_itself_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is less room than conversations need: what LRU would hold is followed, also while it does not evict."""
+def test_chunk_that_a_prompt_evicts_of_itself_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool is smaller than a conversation. The shadow of LRU records its chunks even while LRU does not evict."""
     draw, at_s, sizes, prompts = random.Random(1), 0.0, dict[int, int](), list[tuple[float, str, int]]()
     for _ in range(2000):
         at_s, session = at_s + draw.expovariate(0.2), draw.randrange(25)
@@ -200,8 +212,8 @@ def test_what_a_prompt_loses_of_itself_counts_once(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("quotas", [False, True])
-def test_both_are_followed_in_as_many_slots_as_may_be_used(quotas: bool) -> None:
-    """A pool of which only some slots are ready, or a rank has fewer, is judged as what it is."""
+def test_shadows_have_as_many_slots_as_the_pool_may_use(quotas: bool) -> None:
+    """A shadow has as many slots as the pool may use, which may be fewer than configured."""
     policies = list[Policy]()
 
     def make(slots: int) -> Policy:
@@ -227,8 +239,8 @@ def test_both_are_followed_in_as_many_slots_as_may_be_used(quotas: bool) -> None
     assert shadows() == {(15, 15)}
 
 
-def test_what_was_learnt_is_proven_in_a_pool_that_is_smaller_than_asked_for() -> None:
-    """The shadows of the pool that was asked for would hold everything, and neither would ever hit more."""
+def test_learnt_order_is_proven_when_the_pool_is_smaller_than_configured() -> None:
+    """With the configured number of slots, both shadows would hold everything, and neither would have more hits."""
     prompts = [(turn * 5.0, "goes on/" if turn % 2 else f"once {turn}/", 20 if turn % 2 else 30) for turn in range(200)]
     policy = Sessions(4 * SLOTS)
     Catalog(4 * SLOTS, 1, policy, Counters()).limit(SLOTS)

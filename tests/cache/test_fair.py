@@ -14,7 +14,7 @@ ALICE, BOB, CAROL = Tenant("alice"), Tenant("bob"), Tenant("carol")
 
 
 def test_the_salt_that_has_most_gives_up_its_oldest_entry() -> None:
-    """The order in which salts came does not matter."""
+    """The order in which the salts arrived does not matter."""
     shares = FairShares[str]()
     for key, tenant in (("a1", ALICE), ("b1", BOB), ("b2", BOB), ("n1", ANYBODY), ("a2", ALICE), ("b3", BOB)):
         shares.put(key, tenant)
@@ -25,7 +25,7 @@ def test_the_salt_that_has_most_gives_up_its_oldest_entry() -> None:
 
 
 def test_the_entry_with_the_highest_rank_is_given_up_first() -> None:
-    """Within one salt."""
+    """The rank decides within one salt."""
     shares = FairShares[str]()
     for key, rank in (("soon", 1.0), ("last", 9.0), ("later", 5.0)):
         shares.put(key, ALICE, rank=rank)
@@ -33,7 +33,7 @@ def test_the_entry_with_the_highest_rank_is_given_up_first() -> None:
 
 
 def test_amounts_count_and_not_the_number_of_entries() -> None:
-    """One large entry is more than two small ones."""
+    """One large entry counts more than two small entries."""
     shares = FairShares[str]()
     shares.put("a1", ALICE, amount=1)
     shares.put("a2", ALICE, amount=1)
@@ -42,7 +42,7 @@ def test_amounts_count_and_not_the_number_of_entries() -> None:
 
 
 def test_an_entry_is_replaced_when_its_key_is_put_again() -> None:
-    """It becomes the youngest, and counts once."""
+    """The entry becomes the youngest and counts once."""
     shares = FairShares[str]()
     for key in ("a1", "a2", "a1"):
         shares.put(key, ALICE)
@@ -50,7 +50,7 @@ def test_an_entry_is_replaced_when_its_key_is_put_again() -> None:
 
 
 def test_salts_without_a_quota_give_up_entries_first_when_they_have_most_together() -> None:
-    """However few each of them has."""
+    """The number of entries of each single salt without a quota does not matter."""
     shares = FairShares[str](lambda tenant: tenant.salt == "alice")
     for key, tenant in (("a1", ALICE), ("a2", ALICE), ("b1", BOB), ("c1", CAROL), ("n1", ANYBODY)):
         shares.put(key, tenant)
@@ -58,7 +58,7 @@ def test_salts_without_a_quota_give_up_entries_first_when_they_have_most_togethe
 
 
 def test_tenants_are_served_in_turn() -> None:
-    """A salt that comes later waits for each of the others once, and one that comes anew is not served before them."""
+    """A later salt waits for each of the other salts once. A new salt is not served before them."""
     shares = FairShares[str]()
     for key, tenant in (("b1", BOB), ("b2", BOB), ("b3", BOB), ("a1", ALICE)):
         shares.put(key, tenant)
@@ -74,7 +74,7 @@ def test_tenants_are_served_in_turn() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_result_is_that_of_a_plain_search_when_entries_come_and_go(seed: int) -> None:
-    """Nothing is left of salts whose entries are all gone."""
+    """After all entries of a salt are removed, nothing of the salt is kept."""
     draw, shares = random.Random(seed), FairShares[int](lambda tenant: tenant.salt[:1])
     tenants = [Tenant(f"{account}{salt}") for account in "xyz" for salt in range(3)]
     there: dict[int, tuple[Tenant, float, int]] = {}

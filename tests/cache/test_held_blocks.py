@@ -10,26 +10,27 @@ import pytest
 from kvpipe.connectors.vllm.remedies.admission import STATE_BLOCKS_MAX, LoadAdmission
 from kvpipe.connectors.vllm.remedies.invalid_blocks import ScheduledRange, Spoiled
 from kvpipe.connectors.vllm.trial.scheduler_world import SYNC, UNIT, SchedulerWorld, slots_of
-from kvpipe.messages import BROKEN
-from kvpipe.scheduler.base import LATER, MISS, Hit
+from kvpipe.protocol.engine import LATER, MISS, Hit
+from kvpipe.protocol.messages import BROKEN
 from kvpipe.scheduler.lookups import LATER_STEPS_MAX
 
 
 def _one_loads() -> tuple[SchedulerWorld, Any, Any]:
-    """Return a world, a request that loads four units of its six, and one of eight that finds as many."""
+    """Return a world, a request that loads four of its six units, and a request of eight units with an equal hit."""
     world = SchedulerWorld(load="async")
     world.publish(world.request("old", 4, shared=4))
     first, second = world.request("first", 6, shared=4), world.request("second", 8, shared=4)
     assert world.admit(first) == 4 * UNIT
-    del world.tables[0]["first"][4:]  # vLLM gives it no more than the load needs
+    del world.tables[0]["first"][4:]  # vLLM allocates only the blocks that the load needs
     world.step()
     return world, first, second
 
 
 def test_an_async_load_waits_for_room() -> None:
-    """Two requests that each hold blocks and need more than are left would wait for each other for ever."""
+    """Two requests that both hold blocks and need more than are free would wait for each other for ever."""
     world, first, second = _one_loads()
-    for free, answer in ((9, LATER), (10, Hit(4 * UNIT, waits=True))):  # two more for the first, eight for the second
+    # two more blocks for the first request, eight for the second
+    for free, answer in ((9, LATER), (10, Hit(4 * UNIT, waits=True))):
         world.free = free
         assert world.side.lookup(second, 0) == world.side.lookup(second, 0) == answer
     world.free = 9
@@ -43,7 +44,10 @@ def test_an_async_load_waits_for_room() -> None:
 
 
 def test_steps_in_which_a_hit_is_not_asked_for_are_no_reason_to_give_it_up() -> None:
-    """The queue's head waits for blocks, and nobody asks for those behind it."""
+    """While the head of the queue waits for blocks, vLLM makes no lookup for later requests.
+
+    These steps do not count.
+    """
     world, _, second = _one_loads()
     world.free = 9
     assert world.side.lookup(second, 0) is LATER
@@ -57,7 +61,10 @@ def test_steps_in_which_a_hit_is_not_asked_for_are_no_reason_to_give_it_up() -> 
 
 
 def test_a_hit_that_is_not_admitted_begins_no_count_anew() -> None:
-    """VLLM may find no room where the count of blocks does: put off in turn, a request would wait for ever."""
+    """VLLM may refuse an admission for which there are enough blocks.
+
+    Such a refusal does not restart the limit of the wait.
+    """
     world, _, second = _one_loads()
     for at in range(LATER_STEPS_MAX):
         world.free = 9
@@ -74,14 +81,15 @@ def test_a_hit_that_is_not_admitted_begins_no_count_anew() -> None:
 
 
 def test_an_async_load_leaves_a_session_its_room() -> None:
-    """VLLM preempts no session that waits for input, or for its turn behind a load, and it may become long."""
+    """A session that waits for input, or for its turn after a load, is not preempted by vLLM, and may grow."""
     world = SchedulerWorld(load="async")
     world.publish(world.request("old", 4, shared=4))
     session, other = world.request("session", 6), world.request("other", 8, shared=4)
     session.resumable = True
     world.admit(session)
     world.step(session)
-    for free, answer in ((65, MISS), (66, Hit(4 * UNIT, waits=True))):  # 58 more for the session, 8 for the other
+    # 58 more blocks for the session, 8 for the other request
+    for free, answer in ((65, MISS), (66, Hit(4 * UNIT, waits=True))):
         world.free = free
         assert world.side.lookup(other, 0) == answer
     world.free = 65
@@ -90,13 +98,13 @@ def test_an_async_load_leaves_a_session_its_room() -> None:
 
 
 def test_a_session_leaves_an_async_load_its_room() -> None:
-    """It gets no blocks while there are not enough for it, as long as it may become, and for those that load."""
+    """The session gets no blocks until there are enough for its longest length and for the loading requests."""
     world = SchedulerWorld(load="async")
     world.publish(world.request("old", 4, shared=4))
     session, other = world.request("session", 6), world.request("other", 8, shared=4)
     session.resumable = True
     world.admit(other)
-    del world.tables[0]["other"][4:]  # vLLM gives it no more than the load needs
+    del world.tables[0]["other"][4:]  # vLLM allocates only the blocks that the load needs
     world.step()
     world.free = 64 + 4 - 1
     for _ in range(2 * LATER_STEPS_MAX):
@@ -111,7 +119,7 @@ def test_a_session_leaves_an_async_load_its_room() -> None:
 
 
 def test_blocks_outside_of_a_window_are_not_held() -> None:
-    """What a request needs in a group with a window is bounded by the window and a step, less what it really holds."""
+    """In a group with a window, a request needs the blocks of the window and one step, less the blocks it holds."""
     world = SchedulerWorld(windows=(None, 2 * UNIT), load="async")
     room = LoadAdmission(world.side.geometry, 3 * UNIT, 64 * UNIT)
     request = world.request("one", 10)
@@ -122,7 +130,7 @@ def test_blocks_outside_of_a_window_are_not_held() -> None:
 
 
 def test_drafts_hold_blocks_behind_what_is_computed() -> None:
-    """Tokens that drafting reserves may begin another block of each group, and every draft has a state of its own."""
+    """Tokens reserved for drafts may begin another block of each group, and every draft has its own state."""
     world = SchedulerWorld(windows=(None, 2 * UNIT, None), states=(2,), load="async")
     geometry, tokens, drafts = world.side.geometry, 64 * UNIT, 3
     plain = LoadAdmission(geometry, 3 * UNIT, tokens)
@@ -138,7 +146,7 @@ def test_drafts_hold_blocks_behind_what_is_computed() -> None:
 
 
 def test_a_state_within_its_block_may_be_copied() -> None:
-    """Before a step goes on in that block: one more than the table's entries."""
+    """VLLM copies the block before a step continues in it. So the request needs one block more than its table has."""
     world = SchedulerWorld(windows=(None, None), states=(1,), load="async")
     request, geometry = world.request("one", 2), world.side.geometry
     world.allocate(request, null=1)
@@ -147,8 +155,12 @@ def test_a_state_within_its_block_may_be_copied() -> None:
         assert room.needed(request, world.blocks) == needed
 
 
-def test_a_spoiled_block_is_reported_to_who_would_read_it() -> None:
-    """Two requests share a block whose load failed; the one that vLLM lets compute it anew is gone: the other does."""
+def test_spoiled_block_is_reported_for_the_request_that_would_read_it() -> None:
+    """Two requests share a block whose load has failed.
+
+    The request that should compute the block was aborted. So the block is reported for the other request, which then
+    computes it.
+    """
     world = SchedulerWorld()
     world.publish(world.request("old", 4, shared=4))
     first, second = world.request("first", 5, shared=4), world.request("second", 5, shared=4)
@@ -159,7 +171,7 @@ def test_a_spoiled_block_is_reported_to_who_would_read_it() -> None:
     world.admit_local(second, 4 * UNIT)
     load, *saves = world.step(first, second)
     world.report((load, 0, 1), *((save, 1, 0) for save in saves))
-    first.num_computed_tokens, second.num_computed_tokens = 0, 4 * UNIT  # as vLLM takes them back
+    first.num_computed_tokens, second.num_computed_tokens = 0, 4 * UNIT  # as vLLM takes these tokens back
     world.side.finished(first)
     del table["first"]
     reported, retried = world.step(second)
@@ -179,8 +191,31 @@ def test_a_spoiled_block_is_reported_to_who_would_read_it() -> None:
     assert not world.side.pending
 
 
+def test_a_block_is_not_spoiled_when_another_request_has_got_it_before_the_load_fails() -> None:
+    """The load fails after its request has ended. Only a request that shares its tokens reads garbage."""
+    world = SchedulerWorld()
+    world.publish(world.request("old", 4, shared=4))
+    loader, sharer = world.request("loader", 5, shared=4), world.request("sharer", 5, shared=2)
+    assert world.admit(loader) == 4 * UNIT
+    load, *saves = world.step(loader)
+    world.side.finished(loader)
+    table, other = world.tables[0], world.request("other", 5)
+    world.allocate(sharer)
+    world.allocate(other)
+    table["sharer"][:2], table["other"][:2] = table["loader"][:2], table["loader"][2:4]
+    del table["loader"]
+    world.admit_local(sharer, 2 * UNIT)
+    world.admit_local(other, 0)
+    saves += world.step(sharer, other)
+    world.report((load, 0, 1), *((save, 1, 0) for save in saves))
+    for request in (sharer, other):
+        world.grow(request, 6)
+    planned = [(job.request, job.blocks()) for job in world.step(sharer, other) if job.kind == SYNC]
+    assert planned == [("sharer", {block.block_id for block in table["sharer"][:2]})]
+
+
 def test_loads_go_out_though_spoiled_blocks_cannot_be_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception there costs no other load of the step."""
+    """An exception while blocks are reported costs no other load of the step."""
     world = SchedulerWorld()
     world.publish(world.request("old", 4, shared=4))
     monkeypatch.setattr(world.remedies, "begin_step", None)
@@ -193,7 +228,7 @@ def test_loads_go_out_though_spoiled_blocks_cannot_be_reported(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("parts", "read"),
     [
-        ([("a", 0, 32), ("b", 32, 40)], {}),  # computed in the same step
+        ([("a", 0, 32), ("b", 32, 40)], {}),  # other blocks
         ([("a", 0, 31), ("b", 32, 40)], {"b": [1]}),  # not to its end
         ([("b", 32, 40)], {"b": [1]}),
         ([("b", 20, 40)], {"b": [1]}),
@@ -202,7 +237,7 @@ def test_loads_go_out_though_spoiled_blocks_cannot_be_reported(monkeypatch: pyte
     ],
 )
 def test_spoiled_blocks(parts: list[tuple[str, int, int]], read: dict[str, list[int]]) -> None:
-    """A block is read too early unless its tokens up to there were computed anew, in this step at the latest."""
+    """A request reads a spoiled block too early, unless the block is computed again in an earlier or the same step."""
     spoiled = Spoiled(32)
     spoiled.add({1})
     tables = {"a": [1, 2], "b": [1, 3], "c": [4, 5]}
@@ -210,7 +245,7 @@ def test_spoiled_blocks(parts: list[tuple[str, int, int]], read: dict[str, list[
 
 
 def test_a_spoiled_block_is_computed_piece_by_piece() -> None:
-    """One request may compute a block over several steps; only then others may read it."""
+    """One request may compute a block over several steps. Only then may other requests read the block."""
     spoiled = Spoiled(32)
     spoiled.add({1, 7})
     assert spoiled.readers([ScheduledRange("a", [1], 0, 20)]) == {}

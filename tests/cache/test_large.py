@@ -1,4 +1,4 @@
-"""Mappings in pieces do what a dict and an `OrderedDict` do, piece by piece."""
+"""Mappings that consist of pieces behave like a dict and an `OrderedDict`, and no piece is large."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from kvpipe.cache import large
-from kvpipe.cache.catalog import Catalog, Chunk, Mark
-from kvpipe.cache.large import PLAIN_MAX, Shard, ShardedOrder, Shards, by_key, order, orders, table
-from kvpipe.cache.policy import make_policy
+from kvpipe.cache.catalog import Catalog
+from kvpipe.cache.chunks import Chunk, Mark
+from kvpipe.cache.policy import large, make_policy
 from kvpipe.cache.policy.chain import Chain
+from kvpipe.cache.policy.large import PLAIN_MAX, Shard, ShardedOrder, Shards, by_key, make_order, order, orders
 from kvpipe.trace.log import Counters
 
 
 def _both(call: Any, *ours_and_theirs: Any) -> None:
-    """Hold that both return the same, or raise alike."""
+    """Check that both calls return equal results or raise equal errors."""
     ends = []
     for one in ours_and_theirs:
         try:
@@ -61,7 +61,7 @@ ORDERED: list[Any] = [
 
 @pytest.mark.parametrize("seed", range(8))
 def test_an_order_is_an_ordered_dict(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is done with both, in runs of eight entries, both hold the same in the same order."""
+    """The same random calls leave equal items in an `OrderedDict` and a `ShardedOrder` with runs of eight entries."""
     monkeypatch.setattr(large, "RUN_MAX", 8)
     rng, ours, theirs = random.Random(seed), ShardedOrder[int, int](100), OrderedDict[int, int]()
     for step in range(6000):
@@ -78,7 +78,7 @@ def test_an_order_is_an_ordered_dict(seed: int, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("size", [100, PLAIN_MAX + 1])
 def test_orders_that_share_an_index_are_each_an_ordered_dict(size: int) -> None:
-    """While a key is in one of them at a time."""
+    """Each key is in at most one of the orders at a time."""
     rng, theirs = random.Random(0), [OrderedDict[int, int]() for _ in range(3)]
     ours: tuple[Any, ...] = orders(size, 3)
     for step in range(6000):
@@ -91,7 +91,7 @@ def test_orders_that_share_an_index_are_each_an_ordered_dict(size: int) -> None:
 
 @pytest.mark.parametrize("policy", ["lru", "s3fifo", "sessions"])
 def test_a_policy_of_a_large_pool_is_small_at_first(policy: str) -> None:
-    """There may be 257 of them, one for each quota: kinds of chains have no index of their own."""
+    """There may be 257 policies, one per quota, so an empty policy of a large pool has few dicts."""
     before = sum(type(one) is Shard for one in gc.get_objects())
     made = make_policy(policy, 1_000_000)
     assert sum(type(one) is Shard for one in gc.get_objects()) - before <= 12 * large.SHARDS[4]
@@ -100,7 +100,7 @@ def test_a_policy_of_a_large_pool_is_small_at_first(policy: str) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_shards_are_a_dict(seed: int) -> None:
-    """Whatever is done with both, both hold the same."""
+    """The same random calls leave equal items in a dict and in a `Shards`."""
     rng, ours, theirs = random.Random(seed), Shards[int](), dict[bytes, int]()
     none = bytes(4)
     for _ in range(4000):
@@ -113,7 +113,7 @@ def test_shards_are_a_dict(seed: int) -> None:
 
 
 def test_what_is_left_of_an_order_is_in_few_runs() -> None:
-    """Of long ago few entries are left, anywhere: their runs are joined."""
+    """After most entries were deleted, the sparse runs of a `ShardedOrder` are joined, so that few runs are left."""
     kept = ShardedOrder[int, int](100_000)
     for i in range(100_000):
         kept[i] = i
@@ -128,7 +128,7 @@ def test_what_is_left_of_an_order_is_in_few_runs() -> None:
 
 
 def test_no_piece_is_large() -> None:
-    """Of a million entries every dict that grows has a few thousand, also by addresses of objects."""
+    """With 100,000 entries, each inner dict of `Shards` and `ShardedOrder` stays small, also with objects as keys."""
     objects = [object() for _ in range(100_000)]
     shards, queue = Shards[int](), ShardedOrder[object, int](1_000_000)
     for i, one in enumerate(objects):
@@ -141,7 +141,7 @@ def test_no_piece_is_large() -> None:
 
 
 def test_a_piece_gives_back_what_it_has_grown_to() -> None:
-    """When its last entry goes: no call frees all of them."""
+    """A piece releases its memory when its last entry is removed, so no single call releases everything."""
     shards, empty = Shards[int](), sys.getsizeof(Shard())
     keys = [hashlib.sha256(i.to_bytes(4)).digest() for i in range(20_000)]
     shards.update(dict.fromkeys(keys, 1))
@@ -152,24 +152,26 @@ def test_a_piece_gives_back_what_it_has_grown_to() -> None:
 
 
 def test_a_small_one_is_plain() -> None:
-    """Pools of usual sizes have dicts."""
-    assert type(table(PLAIN_MAX)) is dict
+    """Pools of usual sizes use plain dicts."""
+    assert type(make_order(PLAIN_MAX)) is dict
     assert type(order(PLAIN_MAX)) is OrderedDict
     assert type(by_key(PLAIN_MAX)) is dict
-    assert type(table(PLAIN_MAX + 1)) is ShardedOrder
+    assert type(make_order(PLAIN_MAX + 1)) is ShardedOrder
     assert type(by_key(PLAIN_MAX + 1)) is Shards
     assert type(order(PLAIN_MAX + 1)) is ShardedOrder
+    assert [*map(type, orders(PLAIN_MAX, 2))] == [OrderedDict] * 2
+    assert [*map(type, orders(PLAIN_MAX + 1, 2))] == [ShardedOrder] * 2
 
 
 def _walked() -> list[object]:
-    """Return what a full collection walks."""
+    """Return the number of objects that a full garbage collection visits."""
     gc.collect()
     return [one for one in gc.get_objects() if isinstance(one, Chunk | Mark | Chain)]
 
 
 @pytest.mark.parametrize("policy", ["lru", "sessions"])
 def test_the_garbage_collector_walks_no_chunk(policy: str) -> None:
-    """However many are held, what walks all that the process has in sight does not walk them."""
+    """A full garbage collection visits no chunk, however many chunks are held."""
     before = len(_walked())
     catalog = Catalog(64, 1, make_policy(policy, 64), Counters())
     for i in range(96):

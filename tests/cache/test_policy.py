@@ -1,4 +1,4 @@
-"""Eviction: LRU's order, S3-FIFO's resistance to scans, and the bounds of both."""
+"""Tests of eviction: LRU's order, S3-FIFO's resistance to scans, and the memory bounds of both."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 
-from kvpipe import plugins
 from kvpipe.cache.policy import Lru, Policy, S3Fifo, make_policy
+from kvpipe.inputs import plugins
 from kvpipe.testing.policy_conformance import Item, PolicyConformance
 
 SLOTS = 20
@@ -16,22 +16,22 @@ SLOTS = 20
 
 @pytest.mark.parametrize("name", plugins.own(plugins.POLICIES))
 class TestOurPolicies(PolicyConformance):
-    """Both keep the protocol."""
+    """The suite for both policies."""
 
     @pytest.fixture
     def make(self, name: str) -> Callable[[int], Policy]:
-        """Return what builds one of ours."""
+        """Return a function that builds one of kvpipe's policies."""
         return partial(make_policy, name)
 
 
 def test_an_unknown_policy_is_a_key_error() -> None:
-    """There is no default policy to fall back to in silence."""
+    """An unknown name raises an error. No default policy silently replaces it."""
     with pytest.raises(KeyError):
         make_policy("random", SLOTS)
 
 
 def test_lru_evicts_what_was_used_longest_ago() -> None:
-    """Insertion, return and refresh are uses; the oldest use goes first."""
+    """An insertion, a return and a refresh are uses. The chunk with the oldest use is evicted first."""
     policy = Lru()
     a, b, c, d = (Item(x) for x in "abcd")
     for item in (a, b, c, d):
@@ -43,12 +43,12 @@ def test_lru_evicts_what_was_used_longest_ago() -> None:
 
 
 def _survivors(make: Callable[[], Policy]) -> int:
-    """Fill a pool, use five chunks again, then scan 200 one-time chunks through it; how many of the five stay."""
+    """Fill a pool, use five chunks again, then insert 200 one-time chunks. Return how many of the five are left."""
     policy = make()
     hot = [Item(f"hot{i}") for i in range(5)]
     for item in (*hot, *(Item(f"cold{i}") for i in range(SLOTS - 5))):
         policy.insert(item, hit=False)
-    for item in hot:  # loaded: leased, and given back
+    for item in hot:  # a load leases and releases the chunk
         policy.remove(item)
         policy.insert(item, hit=True)
     gone = []
@@ -60,13 +60,13 @@ def _survivors(make: Callable[[], Policy]) -> int:
 
 
 def test_a_scan_flushes_lru_but_not_s3fifo() -> None:
-    """Two hundred one-time chunks leave nothing of LRU's hot set and all of S3-FIFO's."""
+    """After 200 one-time chunks, LRU has lost its whole hot set, and S3-FIFO has kept its whole hot set."""
     assert _survivors(Lru) == 0
     assert _survivors(lambda: S3Fifo(SLOTS)) == 5
 
 
-def test_what_comes_back_soon_goes_to_the_main_queue() -> None:
-    """A chunk that was evicted unused and is written again outlives a newcomer."""
+def test_chunk_that_is_written_again_soon_goes_to_the_main_queue() -> None:
+    """A chunk that was evicted unused and is written again stays longer than a new chunk."""
     policy = S3Fifo(SLOTS)
     for i in range(5):
         policy.insert(Item(f"filler{i}"), hit=False)
@@ -85,7 +85,7 @@ def test_what_comes_back_soon_goes_to_the_main_queue() -> None:
 
 
 def test_a_hit_gives_a_second_round() -> None:
-    """In the main queue, what was loaded stays one round longer than what only came back."""
+    """In the main queue, a loaded chunk stays one round longer than a chunk that was only written again."""
     policy = S3Fifo(SLOTS)
     policy.insert(Item("back"), hit=False)
     policy.victim()
@@ -96,7 +96,7 @@ def test_a_hit_gives_a_second_round() -> None:
 
 
 def test_the_ghost_list_is_bounded() -> None:
-    """However many chunks pass, S3-FIFO remembers at most as many as there are slots."""
+    """However many chunks pass, S3-FIFO remembers at most as many evicted chunks as there are slots."""
     policy = S3Fifo(SLOTS)
     for i in range(1000):
         policy.insert(Item(f"x{i}"), hit=False)
@@ -108,7 +108,7 @@ def test_the_ghost_list_is_bounded() -> None:
 
 
 def test_refresh_keeps_the_queue() -> None:
-    """A refresh orders equals; it does not promote a newcomer to the main queue."""
+    """A refresh changes the order of equal chunks. It does not move a new chunk into the main queue."""
     policy = S3Fifo(SLOTS)
     a, b, c, hit = (Item(x) for x in ("a", "b", "c", "hit"))
     policy.insert(hit, hit=True)

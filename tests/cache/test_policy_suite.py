@@ -1,4 +1,4 @@
-"""The suite of policies finds every bug that its claims are about: each claim fails for a policy that breaks it."""
+"""The suite of policies finds each bug that its claims are about: each claim fails for a policy with that bug."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ SUITE = PolicyConformance()
 
 
 class EvictsTwice(Lru):
-    """A victim stays in the list."""
+    """A policy whose victim stays in its list."""
 
     def victim(self) -> Evictable | None:
-        """Take nothing out."""
+        """Return a victim without removing it."""
         return next(iter(self._order), None)
 
 
 class EvictsHeld(Lru):
-    """Now and then a chunk that is held stays in the list, and another is lost for it."""
+    """A policy that sometimes keeps a held chunk in its list, and removes another chunk instead."""
 
     removals = 0
 
     def remove(self, chunk: Evictable) -> None:
-        """Take out another."""
+        """Remove another chunk."""
         self.removals += 1
         if self.removals % 50 or len(self) < 2 or chunk not in self._order:
             return super().remove(chunk)
@@ -36,7 +36,7 @@ class EvictsHeld(Lru):
 
 
 class TakesEqualForOne(Lru):
-    """Chunks are found by what they hold."""
+    """A policy that confuses chunks with equal content."""
 
     def __init__(self, slots: int = 0) -> None:
         """Start empty."""
@@ -44,14 +44,14 @@ class TakesEqualForOne(Lru):
         self._by: dict[Hashable, Evictable] = {}
 
     def insert(self, chunk: Evictable, *, hit: bool) -> None:
-        """Put it in the place of its equal."""
+        """Replace an equal chunk."""
         super().remove(self._by.pop(chunk.identity, chunk))
         self._by[chunk.identity] = chunk
         super().insert(chunk, hit=hit)
 
 
 class RemembersForEver(Lru):
-    """Not even in a place where it is easily seen."""
+    """A policy whose memory grows for ever, in a place that is hard to see."""
 
     def __init__(self, slots: int = 0) -> None:
         """Start empty."""
@@ -59,7 +59,7 @@ class RemembersForEver(Lru):
         self._ghosts: list[set[Hashable]] = [set()]
 
     def insert(self, chunk: Evictable, *, hit: bool) -> None:
-        """Note what it holds."""
+        """Remember the content."""
         self._ghosts[0].add(chunk.identity)
         super().insert(chunk, hit=hit)
 
@@ -74,12 +74,12 @@ BUGS: list[tuple[Callable[[Callable[[int], Policy]], None], Callable[[int], Poli
 
 @pytest.mark.parametrize(("claim", "policy"), BUGS, ids=lambda one: one.__name__)
 def test_a_claim_can_fail(claim: Callable[[Callable[[int], Policy]], None], policy: Callable[[int], Policy]) -> None:
-    """For a policy with one bug."""
+    """The claim fails for a policy with one bug."""
     claim(Lru)
     with pytest.raises((AssertionError, ValueError)):
         claim(policy)
 
 
 def test_every_claim_is_tried() -> None:
-    """None is left out above."""
+    """The list above has a policy with a bug for every claim of the suite."""
     assert {claim.__name__ for claim, _ in BUGS} == {name for name in dir(SUITE) if name.startswith("test_")}

@@ -1,4 +1,4 @@
-"""The yardstick that policies are measured with: replays of traces, and the most that any policy could hit."""
+"""Tests of the measure of policies: replays of traces, and the most hits that any policy could have."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from benchmarks.replay import belady, hints
 from benchmarks.replay import workload as w
 from benchmarks.replay.replay import BELADY, Pool, policies, replay
-from kvpipe.cache.hints import Action, Hint
 from kvpipe.cache.policy import make_policy
+from kvpipe.cache.policy.hints import Action, Hint
 
 
 @cache
@@ -22,7 +22,7 @@ def small(seed: int, *, shared_system: bool = False) -> w.Workload:
 
 
 def made_up(seed: int, prompts: int, branches: int, depth: int) -> w.Workload:
-    """Return prompts that are paths of a tree, so that they share beginnings."""
+    """Return prompts that are paths in a tree, so that they share beginnings."""
     draw, out = random.Random(seed), list[w.Prompt]()
     for at in range(prompts):
         path = "".join(str(draw.randrange(branches)) for _ in range(draw.randint(1, depth)))
@@ -32,7 +32,7 @@ def made_up(seed: int, prompts: int, branches: int, depth: int) -> w.Workload:
 
 
 def best(workload: w.Workload, slots: int) -> int:
-    """Return the most chunks that can be hit: of everything that can be kept after each prompt, the best."""
+    """Return the largest possible number of hits, by trying every choice of kept chunks after each prompt."""
     worth: dict[frozenset[bytes], int] = {frozenset(): 0}
     for prompt in workload.prompts:
         after: dict[frozenset[bytes], int] = {}
@@ -47,7 +47,7 @@ def best(workload: w.Workload, slots: int) -> int:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_belady_is_the_optimum(seed: int) -> None:
-    """No choice of what is kept has more hits, by trying all of them."""
+    """No choice of kept chunks has more hits than Belady's."""
     workload = made_up(seed, prompts=9, branches=2, depth=3)
     for slots in (1, 2, 3, 4):
         assert sum(belady.hits(workload, slots)) == best(workload, slots)
@@ -55,7 +55,10 @@ def test_belady_is_the_optimum(seed: int) -> None:
 
 @pytest.mark.parametrize("shared_system", [False, True])
 def test_no_policy_beats_belady(*, shared_system: bool) -> None:
-    """Those that are registered, at several capacities; with all that there is to hold they are equal."""
+    """No registered policy has more hits than Belady's, at several capacities.
+
+    With room for all chunks, hits are equal.
+    """
     workload = small(1, shared_system=shared_system)
     for share in (0.05, 0.2, 0.5, 1.0):
         most = replay(workload, BELADY, share)
@@ -67,7 +70,7 @@ def test_no_policy_beats_belady(*, shared_system: bool) -> None:
 
 @pytest.mark.parametrize("policy", policies())
 def test_hits_are_prefixes(policy: str) -> None:
-    """What is hit is what the catalog holds from the first chunk on, without a gap, and what it holds fits."""
+    """A hit is the prefix that the catalog holds without a gap, and the catalog holds no more chunks than slots."""
     workload = small(2)
     slots = workload.slots(0.1)
     pool = Pool(workload.chunk_tokens, slots, make_policy(policy, slots))
@@ -81,7 +84,7 @@ def test_hits_are_prefixes(policy: str) -> None:
 
 
 def test_the_same_seed_gives_the_same_figures() -> None:
-    """And another seed others."""
+    """Another seed gives other figures."""
     again = w.coding_agents(1, sessions=6, hours=0.25)
     assert again == small(1) != small(2)
     for name in (*policies(), BELADY):
@@ -89,7 +92,7 @@ def test_the_same_seed_gives_the_same_figures() -> None:
 
 
 def test_prompts_arrive_in_order_and_are_whole() -> None:
-    """A key covers all that comes before it, and each prompt has one for each of its whole chunks."""
+    """A key covers all tokens before its end, and each prompt has one key for each whole chunk."""
     for workload in (small(1), small(1, shared_system=True), w.mooncake()):
         before: dict[bytes, bytes] = {}
         at_s = 0.0
@@ -102,7 +105,7 @@ def test_prompts_arrive_in_order_and_are_whole() -> None:
 
 
 def test_shared_system_prompts_are_found_by_other_sessions() -> None:
-    """They make fewer chunks, and more hits of what is the same number of tokens."""
+    """With shared system prompts there are fewer chunks and more hits for the same number of tokens."""
     apart, shared = small(1), small(1, shared_system=True)
     assert shared.tokens == apart.tokens
     assert shared.chunks < apart.chunks
@@ -110,7 +113,7 @@ def test_shared_system_prompts_are_found_by_other_sessions() -> None:
 
 
 def test_a_request_is_used_until_its_answer_is_over() -> None:
-    """The first one is still running when the second is over, so it is the second that goes for the third."""
+    """The first request still runs when the second has ended, so the second is evicted for the third."""
     prompts = [w.Prompt(at_s, 1, answer, [key]) for at_s, answer, key in ((0, 10, b"a"), (1, 0, b"b"), (12, 0, b"c"))]
     prompts.append(w.Prompt(13, 1, 0, [b"a"]))
     for answer_s, hit in ((1.0, 1), (0.0, 0)):
@@ -119,14 +122,20 @@ def test_a_request_is_used_until_its_answer_is_over() -> None:
 
 @pytest.mark.slow
 def test_the_yardstick_is_the_known_one() -> None:
-    """250 sessions, 8 h, 131,072 tokens, 256 a chunk: what others have measured so, but for what seeds differ by."""
+    """A replay of 250 sessions in 8 h, with 131,072 tokens and 256 tokens per chunk, gives the published figures.
+
+    The seed changes them only slightly.
+    """
     drawn = w.coding_agents(0)
     assert replay(drawn, BELADY, 0.01).hit_rate == pytest.approx(0.690, abs=0.02)
     assert replay(drawn, "lru", 0.10).hit_rate == pytest.approx(0.953, abs=0.005)
 
 
 def test_hints_announce_when_a_prompt_goes_on_and_adversaries_the_contrary() -> None:
-    """What goes on in a minute is announced by both; what never does, by adversaries alone."""
+    """Right hints announce the true resume.
+
+    Adversarial hints exchange long and short pauses, and announce false resumes.
+    """
     prompts = [w.Prompt(at_s, 2, 0, [b"a", f"{name}".encode()]) for at_s, name in ((0, "b"), (10, "b"), (110, "b"))]
     workload = w.Workload("made up", 1, [*prompts, w.Prompt(111.0, 1, 0, [b"c"])])
     assert hints.resumes(workload) == [10, 110, None, None]
@@ -140,7 +149,7 @@ def test_hints_announce_when_a_prompt_goes_on_and_adversaries_the_contrary() -> 
 
 
 def test_hints_are_of_use() -> None:
-    """And without any a replay is as it was."""
+    """Hints add hits. A replay without hints is unchanged."""
     workload = small(1)
     plain = replay(workload, "sessions", 0.05)
     assert replay(workload, "sessions", 0.05, hints.NONE, 0.7).hits == plain.hits

@@ -1,4 +1,4 @@
-"""One of kvpipe's own policies that raises costs neither a slot nor a lease: LRU takes its place."""
+"""A policy of kvpipe that raises an exception is replaced by LRU. No slot and no lease is lost."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from kvpipe.cache.catalog import Catalog, Chunk, Owner
-from kvpipe.cache.hints import Action, Hint
+from kvpipe.cache.catalog import Catalog
+from kvpipe.cache.chunks import Chunk, Owner
 from kvpipe.cache.policy import Lru, S3Fifo, Sessions, make_policy
 from kvpipe.cache.policy.duel import Duel
+from kvpipe.cache.policy.hints import Action, Hint
 from kvpipe.cache.quotas import Accounts, SharedCatalog
 from kvpipe.cache.tenants import Tenant
-from kvpipe.quota_spec import QuotaSpec
+from kvpipe.inputs.quota_spec import QuotaSpec
 from kvpipe.trace.log import Counters
 
 SLOTS = 6
@@ -57,7 +58,7 @@ def _save(catalog: Catalog, key: bytes, before: bytes = b"") -> Chunk:
 
 
 def _life(catalog: Catalog, keys: Iterator[bytes]) -> None:
-    """A prompt of two chunks is saved, hinted, grows, is loaded, used, over; so is another one; its end is evicted."""
+    """Save, hint, grow, load, use and finish a prompt of two chunks and another prompt. Evict the end."""
     prompt = list[Chunk]()
     for _ in range(2):
         first = next(keys)
@@ -74,7 +75,7 @@ def _life(catalog: Catalog, keys: Iterator[bytes]) -> None:
 def test_a_policy_that_raises_when_its_pool_is_sized_is_replaced(
     monkeypatch: pytest.MonkeyPatch, faults: list[str], *, shared: bool
 ) -> None:
-    """Before anything is saved: the pool is served by LRU from the beginning on."""
+    """The policy raises before anything is saved. LRU serves the pool from the beginning."""
     monkeypatch.setattr(Duel, "sized", lambda *_: 1 / 0)
     catalog = _catalog("sessions", faults, shared=shared)
     assert faults
@@ -90,7 +91,7 @@ def test_a_policy_that_raises_when_its_pool_is_sized_is_replaced(
 def test_a_policy_of_ours_that_raises_is_replaced(
     monkeypatch: pytest.MonkeyPatch, faults: list[str], call: str, policy: str, *, shared: bool
 ) -> None:
-    """Whichever call it is, at whichever time: no slot is lost, and what a request holds is not evicted."""
+    """Whichever call raises, at any time, no slot is lost, and chunks that a request holds are not evicted."""
     kind: type[Any] = {"sessions": Sessions, "s3fifo": S3Fifo}[policy]
     call = call.removesuffix("_all") if shared else call  # accounts take one chunk at a time
     original = getattr(kind, call, None)
@@ -120,11 +121,13 @@ def test_a_policy_of_ours_that_raises_is_replaced(
             catalog.reset()
             assert catalog.used == 0
     assert set(faults) <= {f"policy_failed {policy}"}
-    assert len(faults) >= 5  # of the trials, each once
+    assert len(faults) >= 5  # of the trials, each counted once
 
 
-def test_what_was_used_longest_ago_goes_first(monkeypatch: pytest.MonkeyPatch, faults: list[str]) -> None:
-    """As far as the pool knows that."""
+def test_rescuing_lru_evicts_the_least_recently_used_chunk_first(
+    monkeypatch: pytest.MonkeyPatch, faults: list[str]
+) -> None:
+    """The LRU that replaces a failed policy starts with the pool's own order of uses."""
     catalog = _catalog("sessions", faults)
     chunks = [_save(catalog, key) for key in (b"a", b"b", b"c", b"d", b"e", b"f")]
     catalog.refresh([chunks[0]])
@@ -136,8 +139,8 @@ def test_what_was_used_longest_ago_goes_first(monkeypatch: pytest.MonkeyPatch, f
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_lru_in_its_place_takes_no_hints(monkeypatch: pytest.MonkeyPatch, faults: list[str], *, shared: bool) -> None:
-    """So they are not counted as applied; with quotas once every account has lost its policy."""
+def test_rescuing_lru_takes_no_hints(monkeypatch: pytest.MonkeyPatch, faults: list[str], *, shared: bool) -> None:
+    """Hints are then not counted as applied. With quotas this holds once the policy of every account has failed."""
     catalog = _catalog("sessions", faults, shared=shared)
     assert catalog.takes_hints
     monkeypatch.setattr(Sessions, "insert", lambda *_, **__: 1 / 0)
@@ -151,5 +154,5 @@ def test_lru_in_its_place_takes_no_hints(monkeypatch: pytest.MonkeyPatch, faults
 
 
 def test_lru_has_nothing_to_be_replaced_by(faults: list[str]) -> None:
-    """So nothing stands before it."""
+    """LRU needs no replacement, so it is not wrapped."""
     assert type(make_policy("lru", 4, faults.append)) is Lru

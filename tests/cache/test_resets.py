@@ -1,14 +1,15 @@
-"""A reset forgets everything at once, and takes it apart bit by bit."""
+"""A reset drops all chunks at once, and removes them from the catalog in slices."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvpipe.cache.catalog import SWEEP_SLOTS, Catalog, Chunk, Owner
-from kvpipe.cache.miss_reasons import RESET
+from kvpipe.cache.catalog import SWEEP_SLOTS, Catalog
+from kvpipe.cache.chunks import Chunk, Owner
 from kvpipe.cache.policy import make_policy
 from kvpipe.testing.catalog_integrity import check_integrity
 from kvpipe.trace.log import Counters
+from kvpipe.trace.miss_reasons import RESET
 
 ME = Owner("r", 1)
 
@@ -26,7 +27,10 @@ def _publish(catalog: Catalog, key: bytes) -> Chunk:
 
 @pytest.mark.parametrize("policy", ["lru", "s3fifo", "sessions"])
 def test_a_reset_takes_apart_what_it_forgets_bit_by_bit(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One call drops a slice; all is forgotten at once, and its slots are as good as free. Reasons stay known."""
+    """A reset drops all chunks at once, and their slots count as free.
+
+    Each later call removes a slice of them from the index. Reasons of misses are kept.
+    """
     slots = 8 * SWEEP_SLOTS
     catalog = _catalog(slots, policy)
     keys = [i.to_bytes(4) for i in range(slots)]
@@ -64,7 +68,7 @@ def test_a_reset_takes_apart_what_it_forgets_bit_by_bit(policy: str, monkeypatch
 
 
 def test_resets_one_after_the_other() -> None:
-    """What was saved since the last one is forgotten, too, and what is left of both goes."""
+    """A second reset forgets the chunks that were saved since the first one, and sweeps remove the chunks of both."""
     catalog = _catalog(4 * SWEEP_SLOTS)
     for i in range(3 * SWEEP_SLOTS):
         _publish(catalog, i.to_bytes(4))

@@ -1,4 +1,4 @@
-"""The policy of sessions: its books agree with each other, whatever happens."""
+"""The internal data of the policy of sessions stays consistent, whatever happens."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Callable, Hashable, Iterator
 
 import pytest
 
-from kvpipe.cache.catalog import Catalog, Chunk, Owner, Piece
-from kvpipe.cache.hints import Action, Hint
+from kvpipe.cache.catalog import Catalog
+from kvpipe.cache.chunks import Chunk, Owner, Piece
 from kvpipe.cache.policy import Sessions
 from kvpipe.cache.policy.chain import NONE, NOTHING, Chain
+from kvpipe.cache.policy.hints import Action, Hint
 from kvpipe.cache.policy.queues import Queues
 from kvpipe.cache.policy.returns import Returns
 from kvpipe.testing.policy_conformance import Item
@@ -22,7 +23,7 @@ SLOTS = 40
 
 
 def _abc() -> tuple[Sessions, list[Item]]:
-    """Return a policy that has a chain of three chunks, and these."""
+    """Return a policy that has a chain of three chunks, and the chunks."""
     policy, chain = Sessions(SLOTS), [Item("a"), Item("b", "a"), Item("c", "b")]
     for item in chain:
         policy.insert(item, hit=False)
@@ -30,7 +31,7 @@ def _abc() -> tuple[Sessions, list[Item]]:
 
 
 def test_a_chunk_that_is_read_keeps_its_place() -> None:
-    """At the end of another's request it is held: it does not become the end of what follows it."""
+    """A chunk that another request holds at its end does not become the end of the chunks that follow it."""
     policy, chain = _abc()
     policy.remove(chain[0])
     policy.request(40.0, over=True)
@@ -41,7 +42,7 @@ def test_a_chunk_that_is_read_keeps_its_place() -> None:
 
 
 def test_another_groups_chunk_does_not_become_the_end() -> None:
-    """It holds what is in the middle, and comes later."""
+    """The other group's chunks have the keys of the beginning and the middle of the prefix, and are saved later."""
     policy, chain = _abc()
     others = [Item("a"), Item("b", "a")]
     for item in others:
@@ -51,7 +52,7 @@ def test_another_groups_chunk_does_not_become_the_end() -> None:
 
 
 def test_a_chain_that_went_and_comes_back_is_not_gone() -> None:
-    """It was held when its chain went, and content of its comes once more."""
+    """A request held a chunk of the chain while the chain was evicted. Then the chain's chunks are saved again."""
     policy = Sessions(8)
     a, b = Item("a"), Item("b", "a")
     policy.insert(a, hit=False)
@@ -68,7 +69,7 @@ def test_a_chain_that_went_and_comes_back_is_not_gone() -> None:
 
 
 def test_a_requests_chunks_at_once_are_as_one_by_one() -> None:
-    """Two prompts that begin alike, a part of one, what is unknown, and what is held already."""
+    """Two prompts begin equally, one request has a part of a prompt, and some chunks are unknown or held."""
     prompts = [["a", "b", "c", "d"], ["a", "b", "x", "y", "z"], ["b", "c"], ["a", "b"]]
     behind = {name: before for names in prompts[:2] for name, before in zip(names, ["", *names], strict=False)}
 
@@ -105,7 +106,10 @@ def test_a_requests_chunks_at_once_are_as_one_by_one() -> None:
 
 
 def test_a_new_chunk_among_others_splits_their_chain() -> None:
-    """Another group's chunk follows what is in the middle of a chain, and comes back with it: all may go then."""
+    """A chunk of another group follows the middle of a chain, and is released with the chain.
+
+    Then all chunks may be evicted.
+    """
     policy, chain = _abc()
     policy.remove_all(chain)
     policy.insert_all([Item("y", "b"), *chain[::-1]], hit=True)
@@ -114,7 +118,7 @@ def test_a_new_chunk_among_others_splits_their_chain() -> None:
 
 
 def test_what_was_dropped_is_not_held() -> None:
-    """Its place in the chain is still there when the others are read."""
+    """The dropped chunk still has a place in its chain. A later read of the whole chain must not count it as held."""
     policy, chain = _abc()
     policy.remove(chain[1])
     policy.dropped(chain[1])
@@ -124,7 +128,10 @@ def test_what_was_dropped_is_not_held() -> None:
 
 
 def test_a_chain_has_few_places_of_what_is_gone() -> None:
-    """What is in the middle is evicted by an operator and saved again, again and again."""
+    """The middle chunk is evicted and saved again 100 times.
+
+    Each eviction leaves a place, and most places are removed again.
+    """
     policy, chain = _abc()
     middle = chain[1]
     for _ in range(100):
@@ -139,7 +146,7 @@ def test_a_chain_has_few_places_of_what_is_gone() -> None:
 
 @pytest.mark.parametrize("saved_first", [False, True])
 def test_places_of_what_is_gone_are_no_chain(*, saved_first: bool) -> None:
-    """Only they are behind what the next prompt has of a chain: it goes on in it, and nothing is remembered of them."""
+    """If only places of evicted chunks follow the shared part, the next prompt continues the chain."""
     policy, (a, b, c, d) = Sessions(SLOTS), (Item("a"), Item("b", "a"), Item("c", "b"), Item("d", "c"))
     for item in (a, b, c, d):
         policy.insert(item, hit=False)
@@ -161,14 +168,22 @@ def test_places_of_what_is_gone_are_no_chain(*, saved_first: bool) -> None:
     assert not policy._branches
 
 
+def test_few_identities_are_forgotten_at_once_in_a_small_pool() -> None:
+    """A policy of four slots knows eight identities. The ninth makes it forget the oldest one, and no other."""
+    policy, items = Sessions(4), [Item(f"{i}") for i in range(9)]
+    for item in items:
+        policy.insert(item, hit=False)
+    assert [*policy._known] == [item.identity for item in items[1:]]
+
+
 def _least(queues: Queues, returns: Returns, now_s: float) -> Chain | None:
-    """Return the chain that is worth the least, of the oldest and the newest of each kind."""
+    """Return the chain with the least value among the oldest and the newest chain of each kind."""
     ends = [one for queue in queues.by_kind if queue for one in (next(iter(queue)), next(reversed(queue)))]
     return min(ends, key=lambda one: (returns.worth(one.kind, now_s - one.used_s), one.used_s), default=None)
 
 
 def _consistent(policy: Sessions) -> None:
-    """Its books agree with each other."""
+    """Check that the policy's internal data is consistent."""
     there_is = chains(policy)
     assert len({chain.number for chain in there_is}) == len(there_is) == len(policy._chains) - 1 - len(policy._numbers)
     assert sum(len(chain.held) for chain in there_is) == policy._held
@@ -204,10 +219,10 @@ def _consistent(policy: Sessions) -> None:
 
 
 class Requests:
-    """Requests that come, share beginnings, end, hint, fail, and whose saves land late, drawn by a seed."""
+    """Random requests that share beginnings, end, hint, fail, and whose saves may land late."""
 
     def __init__(self, seed: int) -> None:
-        """A small pool."""
+        """Start with a small pool."""
         self.draw = draw = random.Random(seed)
         self.now_s, slots = 0.0, draw.choice([6, 20, 60])
         self.policy = Sessions(slots)
@@ -216,7 +231,7 @@ class Requests:
         self.late: list[tuple[Piece, list[Hint]]] = []
 
     def begin(self, number: int) -> None:
-        """Lease what is there, and save what is not."""
+        """Lease the held chunks, and save the others."""
         draw, catalog, owner = self.draw, self.catalog, Owner("r", number)
         keys = [f"{draw.randrange(3)}/{at}".encode() for at in range(draw.randint(1, 10))]
         keys = [keys[0][:1] + key[1:] for key in keys]
@@ -233,11 +248,11 @@ class Requests:
         self.running.append((owner, keys, pieces))
 
     def chunks(self, keys: list[bytes]) -> Iterator[Chunk]:
-        """Yield what there is of a prompt, the last first."""
+        """Yield the held chunks of a prompt, the last chunk first."""
         return (chunk for key in reversed(keys) for group in (0, 1) if (chunk := self.catalog.find(group, key)))
 
     def end(self) -> None:
-        """Some saves have landed, some failed, and some land later. Then something may be announced."""
+        """End a request: some saves have landed, some failed, and some land later. Then give a hint, perhaps."""
         draw, catalog = self.draw, self.catalog
         owner, keys, pieces = self.running.pop(draw.randrange(len(self.running)))
         late: list[Piece] = []
@@ -254,14 +269,14 @@ class Requests:
         self.late += [(piece, hints) for piece in late]
 
     def land(self) -> None:
-        """A save lands whose request is over."""
+        """Let a save land after its request has ended."""
         piece, hints = self.late.pop(self.draw.randrange(len(self.late)))
         self.catalog.landed(piece, over=self.draw.random() < 0.9)
         for hint in hints:
             self.catalog.hint([piece.chunk], hint)
 
     def move(self, number: int) -> None:
-        """Do one of all that."""
+        """Make one random move."""
         draw = self.draw
         self.now_s += draw.choice([0, 0.01, 1, 10, 20000])
         what = draw.random()
@@ -278,7 +293,7 @@ class Requests:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_whatever_requests_do_its_books_agree(seed: int) -> None:
-    """Nothing raises, and nothing that may go is lost."""
+    """No move raises, and no evictable chunk is lost."""
     requests = Requests(seed)
     for number in range(300):
         requests.move(number)

@@ -1,11 +1,11 @@
-"""The policy of sessions: what one client announces does not harm others."""
+"""In the policy of sessions, announcements of one client do not harm other clients."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvpipe.cache.hints import Action, Hint
 from kvpipe.cache.policy import Sessions
+from kvpipe.cache.policy.hints import Action, Hint
 from kvpipe.cache.policy.returns import DEMOTED
 from kvpipe.cache.policy.sessions import CHAIN_MAX
 from kvpipe.testing.policy_conformance import Item
@@ -13,15 +13,15 @@ from tests.cache.chains import chain_of
 
 
 class Clients:
-    """Prompts of several clients, in names of chunks; each is over at once."""
+    """Prompts of several clients, as names of chunks. Each request ends at once."""
 
     def __init__(self) -> None:
-        """An empty pool, with room for all."""
+        """Start with an empty pool with room for all."""
         self.policy, self.now_s = Sessions(1000), 0.0
         self.items: dict[str, Item] = {}
 
     def serve(self, *prompt: str) -> list[Item]:
-        """Serve a prompt, some seconds later. Returns its chunks, the last first, as its end reports them."""
+        """Serve a prompt, some seconds later. Return its chunks, the last chunk first, as in the report of its end."""
         self.now_s += 10
         there = [name for name in prompt if name in self.items]
         for name, before in zip(prompt, ["", *prompt], strict=False):
@@ -40,17 +40,17 @@ class Clients:
         return items
 
     def hints(self, hint: Hint, *prompt: str) -> None:
-        """Serve a prompt whose client sends this hint."""
+        """Serve a prompt whose client sends a hint."""
         for item in self.serve(*prompt):
             self.policy.hint(item, hint)
 
     def gone(self, name: str) -> None:
-        """The next victim is this one."""
+        """Check that the next victim is this chunk."""
         victim = self.policy.victim()
         assert victim is self.items.pop(name)
 
     def kinds(self, *names: str) -> set[int]:
-        """Return what these chunks count as."""
+        """Return the kinds of these chunks."""
         return {chain_of(self.policy, self.items[name]).hinted for name in names}
 
 
@@ -58,8 +58,8 @@ _HARM = [Hint(Action.DEMOTE), Hint(Action.RESUME, 30 * 86400.0)]
 
 
 @pytest.mark.parametrize("harm", _HARM, ids=["demote", "resume"])
-def test_a_conversation_is_not_demoted_by_who_sends_its_beginning(harm: Hint) -> None:
-    """Another client knows the system prompt, and nothing of what follows it."""
+def test_conversation_is_not_demoted_by_another_client_with_its_beginning(harm: Hint) -> None:
+    """Another client knows the system prompt, but not the prompts that continue it."""
     clients, chat = Clients(), ["s0", "s1", *(f"a{at}" for at in range(6))]
     for _ in range(4):
         clients.serve(*chat)
@@ -75,8 +75,11 @@ def test_a_conversation_is_not_demoted_by_who_sends_its_beginning(harm: Hint) ->
 
 
 @pytest.mark.parametrize("harm", _HARM, ids=["demote", "resume"])
-def test_what_one_branch_is_left_of_is_not_demoted_for_one(harm: Hint) -> None:
-    """Five users go on behind a prefix; a sixth went on elsewhere, and that is gone."""
+def test_prefix_is_not_demoted_when_one_of_its_branches_is_gone(harm: Hint) -> None:
+    """Five users continue a prefix and send a demotion.
+
+    A sixth user has continued it elsewhere, but those chunks are evicted.
+    """
     clients = Clients()
     users = [["s0", "s1", "t0", "t1", f"u{user}"] for user in range(5)]
     for user in users:
@@ -93,7 +96,7 @@ def test_what_one_branch_is_left_of_is_not_demoted_for_one(harm: Hint) -> None:
 
 @pytest.mark.parametrize("harm", _HARM, ids=["demote", "resume"])
 def test_a_long_prefix_is_shared_as_well(harm: Hint) -> None:
-    """It is of several chains, and all of them but the last have one behind them."""
+    """The shared prefix consists of several chains, each of which is followed by one chain, except the last."""
     clients, system = Clients(), [f"s{at}" for at in range(CHAIN_MAX + 40)]
     for user in "ab":
         clients.serve(*system, user)
@@ -104,15 +107,15 @@ def test_a_long_prefix_is_shared_as_well(harm: Hint) -> None:
 
 
 def test_a_long_prompt_is_demoted_from_its_end() -> None:
-    """Nobody else has gone on anywhere in it."""
+    """The prompt consists of several chains, and no other prompt branches off. Its last chunks are evicted first."""
     clients, prompt = Clients(), [f"p{at}" for at in range(2 * CHAIN_MAX + 40)]
     clients.serve(*prompt)
     clients.hints(Hint(Action.DEMOTE), *prompt)
     assert clients.kinds(*prompt) == {DEMOTED}
 
 
-def test_what_others_are_using_is_not_demoted_for_their_wait() -> None:
-    """It comes while another request runs that has been given the chain back from a load."""
+def test_chain_in_use_by_another_request_is_not_demoted() -> None:
+    """The hint arrives while another request runs that has loaded the chain."""
     clients = Clients()
     items = clients.serve("a", "b")
     for item in items:
@@ -123,10 +126,11 @@ def test_what_others_are_using_is_not_demoted_for_their_wait() -> None:
     assert clients.kinds("a", "b") == {0}
 
 
-def test_what_is_resumed_late_takes_no_slots_of_what_is_resumed_soon() -> None:
-    """A request's hint counts from its first chunk on: it evicts one of the others', then its own.
+def test_session_that_resumes_late_takes_one_slot_of_a_session_that_resumes_soon() -> None:
+    """A hint counts from its request's first chunk on.
 
-    That is so although the other chain has begun to go, and was not hinted to come late.
+    So the request evicts one chunk of the other chain, and then its own chunks. This also holds if the other chain has
+    lost chunks before and has no hint.
     """
     clients = Clients()
     policy = clients.policy
@@ -146,9 +150,9 @@ def test_what_is_resumed_late_takes_no_slots_of_what_is_resumed_soon() -> None:
 
 
 def test_hints_that_are_taken_back_leave_no_debt() -> None:
-    """A prompt of many chains is to be retained, and to resume, again and again: the second hint ends the first.
+    """A prompt of many chains gets retain and resume hints again and again, and each hint replaces the hint before.
 
-    Meanwhile what was counted of the first has been halved. Then somebody returns who was to be retained.
+    Meanwhile the counts of the first hint are halved. Then a retained session returns.
     """
     clients, prompt = Clients(), [f"p{at}" for at in range(520)]
     clients.policy = Sessions(4000)

@@ -1,4 +1,4 @@
-"""The policy of sessions: what it learns of pauses, and whom it keeps."""
+"""Tests of the policy of sessions: what it learns about pauses, and which sessions it keeps."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import random
 
 import pytest
 
-from kvpipe.cache.catalog import Catalog, Owner, Piece
-from kvpipe.cache.hints import Action, Hint
+from kvpipe.cache.catalog import Catalog
+from kvpipe.cache.chunks import Owner, Piece
 from kvpipe.cache.policy import Lru, Policy, Sessions
 from kvpipe.cache.policy.base import Evictable
 from kvpipe.cache.policy.guard import GuardedPolicy
+from kvpipe.cache.policy.hints import Action, Hint
 from kvpipe.cache.policy.returns import (
     _EDGES_S,
     BINS,
@@ -25,8 +26,8 @@ from kvpipe.cache.policy.returns import (
     Returns,
     _indices,
     answer_class,
+    chain_kind,
     hinted_kind,
-    kind_of,
     pace_after,
 )
 from kvpipe.testing.policy_conformance import Item
@@ -37,7 +38,7 @@ SLOTS = 40
 
 
 def test_an_index_is_the_best_that_any_time_of_giving_up_promises() -> None:
-    """As found by trying all of them."""
+    """The index equals the best promise over all times of giving up, found by trying all of them."""
     rng = random.Random(0)
     chances = [rng.random() ** 4 for _ in range(BINS)]
     for first, index in enumerate(_indices(chances)):
@@ -52,9 +53,12 @@ def test_an_index_is_the_best_that_any_time_of_giving_up_promises() -> None:
 
 
 def test_a_chain_that_is_overdue_is_worth_less() -> None:
-    """All of a kind return after ten seconds: one that has not after a minute is worth next to nothing."""
+    """All chains of a kind return after ten seconds.
+
+    A chain that has not returned after a minute is worth almost nothing.
+    """
     returns = Returns()
-    kind = kind_of(pace_after(None, 10))
+    kind = chain_kind(pace_after(None, 10))
     for _ in range(1000):
         returns.ended(kind)
         returns.returned(kind, 10)
@@ -62,23 +66,23 @@ def test_a_chain_that_is_overdue_is_worth_less() -> None:
 
 
 def test_kinds_are_octaves_of_the_usual_pause() -> None:
-    """None yet, less than two seconds, and so on; what the longest ones are is the same."""
+    """Kinds are: no pause yet, less than two seconds, and so on. The longest pauses are one kind."""
     paces = [None, *(pace_after(None, 2**at + 0.5) for at in range(20))]
-    kinds = [kind_of(pace) for pace in paces]
+    kinds = [chain_kind(pace) for pace in paces]
     assert kinds[:6] == [0, 1, 2, 3, 4, 5]
     assert len(set(kinds)) == 12
     assert pace_after(pace_after(None, 4), 8) == pytest.approx(2.3)
 
 
 class _World:
-    """Prompts of sessions, each over at once, in a pool of some slots."""
+    """Prompts of sessions, which end at once, in a pool with some slots."""
 
     def __init__(self, policy: Policy) -> None:
         self.now_s, self.requests = 0.0, 0
         self.catalog = Catalog(SLOTS, 1, policy, Counters(), clock=lambda: self.now_s)
 
     def serve(self, session: str, chunks: int) -> int:
-        """Return how many of the prompt's chunks were held."""
+        """Serve a prompt, and return how many of its chunks were held."""
         catalog, keys = self.catalog, [f"{session}/{i}".encode() for i in range(chunks)]
         self.requests += 1
         owner = Owner("r", self.requests)
@@ -107,13 +111,13 @@ def _hits_among_scans(policy: Policy) -> int:
 
 
 def test_one_time_prompts_do_not_flush_a_session() -> None:
-    """A prompt of thirty chunks before every turn of a session of twenty, in forty slots."""
-    assert _hits_among_scans(Lru()) == 299 * 10  # of each turn what the prompt in between has left
+    """A prompt of thirty chunks precedes every turn of a session of twenty chunks, in a pool of forty slots."""
+    assert _hits_among_scans(Lru()) == 299 * 10  # a turn hits the 10 chunks that the prompt before has left
     assert _hits_among_scans(Sessions(SLOTS)) > 299 * 19
 
 
 def test_sessions_that_take_turns_do_not_flush_each_other() -> None:
-    """Of five sessions in turn, with room for two, LRU keeps the wrong ones: always."""
+    """With five sessions in turn and room for two, LRU never hits, and `Sessions` hits over 20% of the chunks."""
 
     def hits(policy: Policy) -> int:
         world, out = _World(policy), 0
@@ -126,8 +130,8 @@ def test_sessions_that_take_turns_do_not_flush_each_other() -> None:
     assert hits(Sessions(SLOTS)) > 500 * 20 * 0.2
 
 
-def test_a_prompt_goes_from_its_end() -> None:
-    """Whatever the order was in which it was saved, and the end of a request reports its last chunk first."""
+def test_last_chunk_of_a_prompt_is_evicted_first() -> None:
+    """A prompt's last chunk is evicted first, in whatever order its chunks were saved or refreshed."""
     policy = Sessions(SLOTS)
     items = [Item("a"), Item("b", "a"), Item("c", "b")]
     for item in items:
@@ -139,7 +143,7 @@ def test_a_prompt_goes_from_its_end() -> None:
 
 
 def test_nothing_is_left_of_chunks_that_others_evict() -> None:
-    """Answers behind one prompt, of which each goes first, without the policy: it forgets their chains."""
+    """Answers follow one prompt that an operator evicts. The policy forgets their chains."""
     policy = Sessions(SLOTS)
     world = _World(policy)
     for turn in range(10 * SLOTS):
@@ -150,14 +154,14 @@ def test_nothing_is_left_of_chunks_that_others_evict() -> None:
         assert chunk is not None
         world.catalog.landed(world.catalog.write(chunk, 1, key, keep=True, base=2, before=b"prompt/1"))
         world.catalog.refresh([chunk])
-        assert world.catalog.spare([chunk]) == 1
+        assert world.catalog.evict(chunk)
     assert world.serve("prompt", 2) == 2
     assert sum(map(len, policy._branches.values())) <= SLOTS
     assert not any(chain.held for chain in chains(policy))
 
 
 def test_a_chunk_that_is_held_keeps_the_place_of_those_before_it() -> None:
-    """What is gone from the middle of a chain stays in it until all behind it have gone."""
+    """An evicted chunk keeps its place in the middle of a chain until all chunks behind it are evicted."""
     policy = Sessions(SLOTS)
     items = [Item("a"), Item("b", "a"), Item("c", "b")]
     for item in items:
@@ -169,8 +173,8 @@ def test_a_chunk_that_is_held_keeps_the_place_of_those_before_it() -> None:
     assert [policy.victim(), policy.victim(), policy.victim()] == [items[2], items[0], None]
 
 
-def test_what_follows_nothing_goes_first() -> None:
-    """A chunk whose predecessor is gone is found by nobody, however new it is."""
+def test_chunk_without_its_predecessor_is_evicted_first() -> None:
+    """A chunk without its predecessor cannot be found, so it is evicted first, however new it is."""
     policy = Sessions(SLOTS)
     items = [Item("a"), Item("b", "a"), Item("orphan", "gone"), Item("c", "b")]
     for item in items:
@@ -179,7 +183,7 @@ def test_what_follows_nothing_goes_first() -> None:
 
 
 def test_what_comes_in_another_order_is_found_once_all_of_it_is_there() -> None:
-    """Tiers bring a prompt's chunks as they can. Then older prompts go first, as if it had come in order."""
+    """Tiers return a prompt's chunks in any order. When all are there, they are kept as if they had come in order."""
     policy, old = Sessions(SLOTS), [Item("x"), Item("y", "x"), Item("z", "y")]
     names = "abcdef"
     prompt = [Item(name, before) for name, before in zip(names, ["", *names], strict=False)]
@@ -194,7 +198,7 @@ def test_what_comes_in_another_order_is_found_once_all_of_it_is_there() -> None:
 
 
 def test_where_a_prompt_branches_the_older_branch_is_a_chain_of_its_own() -> None:
-    """The beginning goes after both branches."""
+    """The common beginning is evicted after both branches."""
     policy = Sessions(SLOTS)
     old = [Item("a"), Item("b", "a"), Item("c", "b"), Item("d", "c")]
     for item in old:
@@ -211,7 +215,7 @@ def test_where_a_prompt_branches_the_older_branch_is_a_chain_of_its_own() -> Non
 
 
 def test_a_session_that_went_is_known_by_its_pace_when_it_returns() -> None:
-    """Its head has gone, with its history; it comes back to it."""
+    """The session's first chunks were evicted with its history. When it returns, the policy knows its pace."""
     policy, now_s = Sessions(SLOTS), 0.0
     for _ in range(4):
         item = Item("head")
@@ -227,7 +231,10 @@ def test_a_session_that_went_is_known_by_its_pace_when_it_returns() -> None:
 
 
 def test_what_waits_after_an_answer_is_of_a_kind_by_its_length() -> None:
-    """It is worth what others were after such an answer; where nobody tells how long it was, what others were."""
+    """After an answer of known length, the chain is worth as much as other chains after such answers.
+
+    Without the length, it is worth as much as the mean of all chains.
+    """
     policy, first, last = Sessions(SLOTS), Item("a"), Item("b", "a")
     for item in (first, last):
         policy.insert(item, hit=False)
@@ -248,8 +255,11 @@ def test_what_waits_after_an_answer_is_of_a_kind_by_its_length() -> None:
 
 
 def test_after_a_rare_answer_a_wait_without_a_hint_is_worth_what_such_waits_are() -> None:
-    """Not what those of its pace are that a client has hinted: here, what is never used again is not hinted."""
-    returns, pace = Returns(), kind_of(pace_after(None, 10))
+    """The estimate for a rare length of answers leaves out waits with hints.
+
+    Here only chunks that return have hints.
+    """
+    returns, pace = Returns(), chain_kind(pace_after(None, 10))
     usual, rare = (SILENT + answer_class(tokens) + pace for tokens in (1, 500))
     for turn in range(600):
         returns.ended(pace)
@@ -261,7 +271,7 @@ def test_after_a_rare_answer_a_wait_without_a_hint_is_worth_what_such_waits_are(
 
 
 def test_a_save_that_lands_late_is_of_its_requests_answer() -> None:
-    """The chain waits already: that it goes on growing is no wait of its own."""
+    """The chain is already waiting when the save lands, so the save does not begin another wait."""
     policy, first, late = Sessions(SLOTS), Item("a"), Item("a")
     policy.insert(first, hit=False)
     policy.request(1.0, over=True)
@@ -275,8 +285,11 @@ def test_a_save_that_lands_late_is_of_its_requests_answer() -> None:
 
 
 def test_answers_count_beside_the_pace_of_their_chains() -> None:
-    """Few returns after an answer of a length say little; many, what such a wait is worth. The others are as before."""
-    returns, pace = Returns(), kind_of(pace_after(None, 10))
+    """After few returns with answers of some length, the worth is nearly that of the pace.
+
+    After many returns, these returns decide. Other chains are unaffected.
+    """
+    returns, pace = Returns(), chain_kind(pace_after(None, 10))
     short, long = (SILENT + answer_class(tokens) + pace for tokens in (1, 5000))
     for turn in range(600):
         returns.waits(pace, short if turn % 2 else long)
@@ -291,7 +304,7 @@ def test_answers_count_beside_the_pace_of_their_chains() -> None:
 
 
 def test_what_is_announced_makes_kinds_by_the_octave() -> None:
-    """Whatever number a client gives, it is a kind."""
+    """Every number of seconds that a client gives has a kind, including infinities and NaN."""
     hinted = [hinted_kind(Action.RESUME, in_s) for in_s in (-math.inf, 0.0, 1.0, 2.0, 8191.0, 8192.0, 1e9, math.inf)]
     assert hinted == [RESUMES + octave for octave in (0, 0, 1, 2, 13, 14, 14, 14)]
     assert hinted_kind(Action.RESUME, math.nan) == RESUMES
@@ -299,9 +312,20 @@ def test_what_is_announced_makes_kinds_by_the_octave() -> None:
     assert hinted_kind(Action.DEMOTE, 5.0) == DEMOTED
 
 
-def test_lies_are_found_out() -> None:
-    """Chains return after three seconds, as they always have; it is announced that it will take an hour."""
-    returns, paced, hinted = Returns(), kind_of(pace_after(None, 3)), hinted_kind(Action.RESUME, 3600.0)
+def test_retained_chain_promises_nothing_beyond_its_time() -> None:
+    """After 10 s, a chain retained for 60 s is worth more than a chain retained for 7,200 s.
+
+    After 600 s, it is worth less.
+    """
+    returns = Returns()
+    minute, hours = (hinted_kind(Action.RETAIN, in_s) for in_s in (60.0, 7200.0))
+    assert returns.worth(minute, 10.0) > 1.5 * returns.worth(hours, 10.0)
+    assert returns.worth(hours, 600.0) > 1.5 * returns.worth(minute, 600.0)
+
+
+def test_hints_are_not_trusted_when_they_are_always_wrong() -> None:
+    """Clients announce a return in an hour, and the chains return after three seconds."""
+    returns, paced, hinted = Returns(), chain_kind(pace_after(None, 3)), hinted_kind(Action.RESUME, 3600.0)
     for _ in range(1200):
         returns.ended(paced)
         returns.returned(paced, 3)
@@ -312,9 +336,9 @@ def test_lies_are_found_out() -> None:
     assert not returns.trusts
 
 
-def test_one_lie_is_not_everybodys() -> None:
-    """Chains return as was announced, but some in an hour: of those it was announced, too, and they came at once."""
-    returns, paced = Returns(), kind_of(pace_after(None, 3))
+def test_hints_are_trusted_when_a_few_of_them_are_wrong() -> None:
+    """Most chains return as announced. A few chains are announced for four hours later and return at once."""
+    returns, paced = Returns(), chain_kind(pace_after(None, 3))
     for turn in range(1200):
         returns.ended(paced)
         returns.returned(paced, 0.75 * 2 ** (turn % 12))
@@ -337,8 +361,8 @@ def _there(world: _World, *names: str) -> list[str]:
     return [name for name in names if world.catalog.find(0, f"{name}/0".encode()) is not None]
 
 
-def test_what_a_client_demotes_goes_first() -> None:
-    """Though it was used last, and the other waits for long."""
+def test_demoted_chunk_is_evicted_first() -> None:
+    """The demoted chunk is evicted first, though it was used last and the other chunk waits for long."""
     world = _World(Sessions(SLOTS))
     world.serve("waits", 20)
     world.now_s = 100.0
@@ -349,15 +373,15 @@ def test_what_a_client_demotes_goes_first() -> None:
 
 
 @pytest.mark.parametrize("action", [Action.RESUME, Action.RETAIN])
-def test_of_two_that_are_alike_the_one_that_is_announced_to_come_soon_stays(action: Action) -> None:
-    """The other is announced to come in an hour."""
+def test_chain_that_is_announced_to_return_sooner_stays(action: Action) -> None:
+    """The other chain is announced to return in an hour."""
     for names in (("soon", "later"), ("later", "soon")):
         world = _World(Sessions(SLOTS))
         for name in names:
             world.serve(name, 20)
             hint = Hint(action, 10.0) if name == "soon" else Hint(Action.RESUME, 3600.0)
             assert _hinted(world, name, hint) == 20
-        for turn in range(8 * KINDS):  # until what was announced is counted in
+        for turn in range(8 * KINDS):  # until the announcements have been counted
             world.now_s += 0.01
             world.serve("short", 0 if turn else 1)
         world.serve("new", 20)
@@ -365,7 +389,7 @@ def test_of_two_that_are_alike_the_one_that_is_announced_to_come_soon_stays(acti
 
 
 def test_a_prefix_that_others_use_is_not_demoted_for_one() -> None:
-    """Two sessions begin alike; one of them is over."""
+    """Two sessions have a common beginning, and one of them ends."""
     policy = Sessions(SLOTS)
     shared, one, other = Item("s"), Item("a", "s"), Item("b", "s")
     for item in (shared, one, other):
@@ -380,7 +404,7 @@ def test_a_prefix_that_others_use_is_not_demoted_for_one() -> None:
 
 
 def test_what_is_set_for_the_next_wait_holds_when_it_begins() -> None:
-    """A request that runs is spoken of; once it is used again, that is over."""
+    """A hint that arrives while its request runs is used from the request's end on, until the chunks are used again."""
     policy, item = Sessions(SLOTS), Item("a")
     policy.insert(item, hit=False)
     policy.remove(item)
@@ -404,7 +428,7 @@ def _save(catalog: Catalog, key: bytes, before: bytes) -> Piece:
 
 @pytest.mark.parametrize("there", [True, False])
 def test_a_save_that_lands_after_its_request_is_no_use(*, there: bool) -> None:
-    """What its client has announced goes on to hold, and the session's pace is not the time of a copy."""
+    """A late save keeps the client's hint. The time of its copy is not counted as a pause of the session."""
     policy, now_s = Sessions(SLOTS), 10.0
     catalog = Catalog(SLOTS, 1, policy, Counters(), clock=lambda: now_s)
     pieces, hint = [_save(catalog, b"a", b""), _save(catalog, b"b", b"a")], Hint(Action.RESUME, 50.0)
@@ -427,21 +451,21 @@ def test_a_save_that_lands_after_its_request_is_no_use(*, there: bool) -> None:
 
 
 class _Noting(Lru):
-    """Notes what a policy of sessions is given."""
+    """A policy of sessions that records its calls."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
+        """Start without recorded calls."""
         super().__init__()
         self.noted: list[tuple[float, bool]] = []
 
     def request(self, now_s: float, *, over: bool) -> None:
-        """Note it."""
+        """Record the call."""
         self.noted.append((now_s, over))
 
 
 @pytest.mark.parametrize("guarded", [False, True])
 def test_the_catalog_shows_when_and_whether_a_request_is_over(*, guarded: bool) -> None:
-    """At a save, one that lands after the end, a lease, its return, and the end."""
+    """The calls are at a save, a save that lands after the end, a lease, its release, and the end."""
     noting = _Noting()
     policy = GuardedPolicy(noting, "noting", print) if guarded else noting
     clock = iter(range(1, 10))
@@ -459,21 +483,21 @@ def test_the_catalog_shows_when_and_whether_a_request_is_over(*, guarded: bool) 
 
 
 class _Hinted(Lru):
-    """Takes hints."""
+    """A policy that records hints."""
 
     def __init__(self) -> None:
-        """Nothing yet."""
+        """Start without recorded hints."""
         super().__init__()
         self.noted: list[tuple[Evictable, Hint]] = []
 
     def hint(self, chunk: Evictable, hint: Hint) -> None:
-        """Note it."""
+        """Record the hint."""
         self.noted.append((chunk, hint))
 
 
 @pytest.mark.parametrize("guarded", [False, True])
 def test_the_catalog_hands_hints_on(*, guarded: bool) -> None:
-    """Of chunks that may go and of those that are held; a policy without `hint` is not asked, guarded or not."""
+    """The catalog passes hints on for evictable and held chunks. A policy without `hint` gets none, guarded or not."""
     hint, hinted = Hint(Action.RESUME, 7.0), _Hinted()
     for policy in (hinted, Lru()):
         catalog = Catalog(4, 1, GuardedPolicy(policy, "hinted", print) if guarded else policy, Counters())

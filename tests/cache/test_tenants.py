@@ -1,4 +1,4 @@
-"""Whose a chunk is."""
+"""A tenant is a salt and an adapter, and a chunk has the tenant of the request that saved it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from kvpipe.cache.policy import Lru
 from kvpipe.cache.quotas import Accounts
 from kvpipe.cache.tenants import ANYBODY, SALT_KEPT_CHARS_MAX, AdapterIdentity, Tenants
 from kvpipe.connectors.vllm.trial.scheduler_world import SchedulerWorld
+from kvpipe.inputs.quota_spec import parse_quotas
 from kvpipe.manage.holders import selecting
 from kvpipe.manage.models import EvictMatching
 from kvpipe.manage.salts import salt_digest
-from kvpipe.quota_spec import parse_quotas
 from kvpipe.trace.log import Counters
 
 
 class _Asked:
-    """As much of a request as shows whose its KV is."""
+    """The part of a request that identifies the tenant of its KV."""
 
     def __init__(self, salt: str | None = None, lora: Any = None) -> None:
         self.cache_salt, self.lora_request = salt, lora
@@ -32,7 +32,7 @@ class _Lora:
 
 
 def test_there_is_one_object_per_salt_and_adapter() -> None:
-    """Equal pairs are one object, all others are others; neither salt nor adapter is the same everywhere."""
+    """Equal pairs of salt and adapter are one object. A different salt or adapter gives another object."""
     tenants, asked = Tenants(), _Asked
     some: list[Any] = [asked("a"), asked("b"), asked("a", _Lora()), asked(None, _Lora())]
     found = [tenants.of(one, b"1" if one.lora_request else b"") for one in some]
@@ -45,8 +45,11 @@ def test_there_is_one_object_per_salt_and_adapter() -> None:
     assert [tenants.of(one) for one in nobody] == [ANYBODY] * 3
 
 
-def test_of_a_long_salt_a_digest_is_kept() -> None:
-    """Chunks outlive requests, and an offline engine takes salts of any length. It has its quota and digest."""
+def test_long_salt_is_kept_as_a_digest() -> None:
+    """Chunks outlive requests, and an offline engine accepts salts of any length.
+
+    A long salt keeps its quota and digest.
+    """
     tenants, long = Tenants(), [f"{'x' * 4000}{end}" for end in "ab"]
     some: list[Any] = [_Asked(salt) for salt in long]
     found = [tenants.of(one) for one in some]
@@ -63,7 +66,10 @@ def test_of_a_long_salt_a_digest_is_kept() -> None:
 
 
 def test_a_salt_never_stands_for_another_one() -> None:
-    """A client may use the hash of a long salt, in any form, as its own salt: it is another tenant, with no quota."""
+    """A client may use the hash of a long salt as its own salt.
+
+    It is then another tenant, without the long salt's quota.
+    """
     long = "x" * (SALT_KEPT_CHARS_MAX + 1)
     tenants, bare = Tenants(), hashlib.sha256(long.encode()).hexdigest()
     salts = [long, bare, tenants.named(long, None).salt.encode().decode(), f"sha256:{bare}"]
@@ -79,7 +85,7 @@ def test_a_salt_never_stands_for_another_one() -> None:
 
 
 def test_salts_that_hold_nothing_are_forgotten() -> None:
-    """As many are known as have chunks, however many have been served."""
+    """The catalog keeps only tenants that have chunks, however many tenants have been served."""
     catalog = Catalog(4, 1, Lru(), Counters())
     for i in range(100):
         chunk = catalog.reserve(0, catalog.tenants.of(_Asked(str(i))))  # type: ignore[arg-type]
@@ -94,8 +100,8 @@ def test_salts_that_hold_nothing_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize("states", [(), (1,)])
-def test_what_is_saved_shows_whose_it_is(states: tuple[int, ...]) -> None:
-    """Every chunk that a request opens, of tokens or of a state, has its tenant."""
+def test_saved_chunk_has_the_tenant_of_its_request(states: tuple[int, ...]) -> None:
+    """Every chunk that a request reserves, of tokens or of a state, has the request's tenant."""
     world = SchedulerWorld(windows=(None, None) if states else (None,), states=states, chunk_units=4)
     for name, salt in (("r", "salt"), ("s", None), ("t", "salt")):
         request = world.request(name, 8)

@@ -1,15 +1,15 @@
-"""Eviction policies: `base.py` is the protocol, `make_policy` builds one by its configuration name."""
+"""Eviction policies. `base.py` is the protocol, and `make_policy` creates a policy by its configuration name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvpipe import plugins
 from kvpipe.cache.policy.base import Policy
 from kvpipe.cache.policy.guard import GuardedPolicy, RescuedPolicy
 from kvpipe.cache.policy.lru import Lru
 from kvpipe.cache.policy.s3fifo import S3Fifo
 from kvpipe.cache.policy.sessions import Sessions
+from kvpipe.inputs import plugins
 
 __all__ = ["Lru", "Policy", "S3Fifo", "Sessions", "make_policy"]
 
@@ -19,14 +19,14 @@ def _raise(event: str, **fields: object) -> None:
 
 
 def make_policy(name: str, slots: int, fault: Callable[..., object] = _raise) -> Policy:
-    """Make the policy `name` for a pool of `slots` slots. `fault(event, **fields)` is called once if it misbehaves.
+    """Create the policy `name` for a pool of `slots` slots.
 
-    LRU has taken its place then. Without `fault` the call in which it did raises RuntimeError.
+    `fault(event, **fields)` is called once if the policy fails. Before that call, LRU has replaced the policy. Without
+    `fault`, the method that failed raises RuntimeError.
 
     Raises:
         KeyError: no policy has this name.
-        ConfigError: it cannot be made, or lacks a method; the message names its package.
-
+        ConfigError: the policy cannot be created, or lacks a method. The message names the policy's package.
     """
     plugin = plugins.load(plugins.POLICIES, name)
     policy: Policy = plugin.make(slots)

@@ -11,7 +11,7 @@ class OneByOne:
     """A `BatchPolicy` that calls a `Policy` for each chunk."""
 
     def __init__(self, policy: Policy) -> None:
-        """`policy` gets the calls."""
+        """Pass all calls to `policy`."""
         self._policy = policy
 
     def insert_all(self, chunks: Sequence[Evictable], *, hit: bool) -> None:
@@ -31,5 +31,5 @@ class OneByOne:
 
 
 def batches(policy: Policy) -> BatchPolicy | OneByOne:
-    """Return `policy` itself if it is a `BatchPolicy`, else an adapter that calls it chunk by chunk."""
+    """Return `policy` itself if it is a `BatchPolicy`, or else an adapter that calls `policy` for each chunk."""
     return policy if isinstance(policy, BatchPolicy) else OneByOne(policy)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Final
 
-from kvpipe.cache.hints import Hint
-from kvpipe.cache.large import untracked
 from kvpipe.cache.policy.base import Evictable
+from kvpipe.cache.policy.hints import Hint
+from kvpipe.cache.policy.large import untracked
 
-NOTHING: Final[set[Evictable]] = set()  # is held of a chain; nothing is ever put in
-NONE: Final = -1  # is the number of a chain of which nothing is there: no chunk has it as its place
+NOTHING: Final[set[Evictable]] = set()  # the set of held chunks of chains without held chunks; never changed
+NONE: Final = -1  # the number of a chain without chunks in memory: never a chunk's place
 
 
 class Chain:
-    """A run of chunks. `stack`: in the order of the prefix; some may be held, or gone."""
+    """A run of chunks. `stack` has the chunks in the order of the prefix. Some may be held, or dropped."""
 
     __slots__ = (
         "answer", "before", "ended_s", "free", "head", "held", "hint", "hinted", "hinted_s", "kind", "learnt_kept",
@@ -22,27 +22,30 @@ class Chain:
     )  # fmt: skip
 
     def __init__(self, head: Hashable, before: Hashable, now_s: float, *, orphan: bool) -> None:
-        """`before`: what its first chunk, `head`, follows. An `orphan` follows what is not there: nobody finds it."""
+        """Start without chunks. The first chunk will be `head`, which follows `before`.
+
+        An `orphan` follows a chunk that is not in memory, so no lookup finds its chunks.
+        """
         self.head, self.before, self.orphan = head, before, orphan
         self.stack: list[Evictable] = []
         self.held = NOTHING
-        self.free = 0  # how many may go
-        self.number = NONE  # the place of its chunks that are there, held or not
-        self.shared = False  # prompts have gone on differently behind it
+        self.free = 0  # the number of the chain's chunks that may be evicted
+        self.number = NONE  # the place of the chain's chunks in memory, held or not
+        self.shared = False  # whether prompts have diverged after the chain
         self.pace: float | None = None
-        self.kind = self.paced = 0  # by which it is valued; and by its pace when it began to wait
-        self.answer = 0  # the class of the last one (`answer_class`)
-        self.run = 0  # where it is among others, by their last use
-        self.lru_kept = self.learnt_kept = self.learnt_kind = 0  # in a duel's shadows
+        self.kind = self.paced = 0  # `kind` decides the chain's worth; `paced` is the kind by pace when the wait began
+        self.answer = 0  # the class of the last answer (`answer_class`)
+        self.run = 0  # the number of the chain's run in `Recency`
+        self.lru_kept = self.learnt_kept = self.learnt_kind = 0  # numbers of chunks, and the kind, in a duel's shadows
         self.used_s = now_s
-        self.hint: Hint | None = None  # of the wait it is in, or of the next one
-        self.hinted, self.hinted_s = 0, now_s  # the kind by its hint, and since when; 0: no hint
-        self.ended_s: float | None = None  # since when it waits; None: a request uses it
+        self.hint: Hint | None = None  # the hint on the chain's present or next wait
+        self.hinted, self.hinted_s = 0, now_s  # the kind of the hint (0: no hint), and when it came
+        self.ended_s: float | None = None  # the time since which the chain waits; None: a request uses it
         untracked(self)
         untracked(self.stack)
 
     def push(self, chunk: Evictable) -> None:
-        """Put a new chunk on its end. One that holds what is in the middle does not become the end."""
+        """Append a new chunk at the end. A chunk with a key from the middle of the chain is inserted before the end."""
         stack = self.stack
         if stack and stack[-1].identity not in (chunk.before, chunk.identity):
             stack.insert(-1, chunk)
@@ -50,7 +53,10 @@ class Chain:
             stack.append(chunk)
 
     def reorder(self, chunks: list[Evictable]) -> None:
-        """Put `chunks`, which may go, in this order. What is held keeps its place; behind `chunks` comes the rest."""
+        """Put `chunks`, which may be evicted, in this order. Held chunks keep their places.
+
+        Other free chunks follow `chunks`.
+        """
         if len(chunks) < len(self.stack):
             free = {one: None for one in self.stack if one not in self.held and one.place == self.number}
             following = iter(dict.fromkeys((*chunks, *free)))
@@ -60,9 +66,9 @@ class Chain:
 
 
 def by_chain(chunks: Sequence[Evictable], chains: Sequence[Chain | None]) -> dict[Chain, list[Evictable]]:
-    """Return those of `chunks`, the first of a prefix first, that are known, by their chains, each as they come.
+    """Return the known ones of `chunks` by chain, in their order. The first chunk of a prefix is first in `chunks`.
 
-    `chains`: by the place of their chunks; None: these are not known.
+    `chains` has the chains by the place of their chunks, and None at places of unknown chunks.
     """
     runs, at, many = dict[Chain, list[Evictable]](), 0, len(chunks)
     while at < many:
@@ -77,7 +83,7 @@ def by_chain(chunks: Sequence[Evictable], chains: Sequence[Chain | None]) -> dic
             runs[chain].append(chunk)
         elif stack[0] is chunk and size > 1 and size == chain.free + len(chain.held):
             run = runs[chain] = [*chunks[at - 1 : at - 1 + size]]
-            if run == stack[: len(run)]:  # its beginning, or all of it
+            if run == stack[: len(run)]:  # the beginning of the chain, or the whole chain
                 at += len(run) - 1
             else:
                 runs[chain] = [chunk]

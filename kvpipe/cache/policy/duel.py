@@ -1,8 +1,8 @@
-"""Chooses between LRU and the learnt order, by the hits that each would have had on the requests so far.
+"""Chooses between LRU and the learnt order, by the hits that each order would have had on the requests so far.
 
-Both are simulated ("shadows"): how many chunks of each chain the pool would hold. That takes each request as many steps
-as it has chains. LRU evicts until the learnt order is proven to hit more. From the first hint of a client on, the
-learnt order evicts, until LRU is proven to hit more.
+For each order, a *shadow* simulates how many chunks of each chain the pool would hold. The simulation of a request
+takes as many steps as the request has chains. LRU evicts until the learnt order is proven to have more hits. After a
+client's first hint, the learnt order evicts until LRU is proven to have more hits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from kvpipe.cache.large import Ordered, order, table
+from kvpipe.cache.policy.large import Ordered, make_order, order
 from kvpipe.cache.policy.queues import Queues
 from kvpipe.cache.policy.returns import Returns
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from kvpipe.cache.policy.chain import Chain
 
 BEGINS: Final = ((2.0, 0.005), (1.0, 0.01), (0.5, 0.05))
-"""(standard deviations of the difference in hits, share of LRU's hits): how far the learnt order has to be ahead."""
+"""(standard deviations of the lead in hits, share of LRU's hits): the leads after which the learnt order evicts."""
 ENDS: Final = ((0.5, 0.002),)
-DECAY: Final = 1 - 1 / 8192  # a request
-DEPTH_MAX: Final = 64  # chains that follow each other and are evicted from their end
+DECAY: Final = 1 - 1 / 8192  # per request
+DEPTH_MAX: Final = 64  # the most chains that an eviction follows to the end of a prompt
 
 
 class _LruShadow:
-    """What the pool would hold if LRU had always evicted: `lru_kept` chunks of each chain."""
+    """A simulated pool in which LRU has always evicted. It holds `lru_kept` chunks of each chain."""
 
     def __init__(self, slots: int) -> None:
         self.slots, self.used = slots, 0
@@ -36,7 +36,7 @@ class _LruShadow:
         return chain.lru_kept
 
     def put(self, chain: Chain, size: int) -> None:
-        """The pool holds `size` chunks of the chain, used now."""
+        """Record that the chain was used now, and that the pool would hold `size` of its chunks."""
         if chain.lru_kept:
             self.order.move_to_end(chain)
         else:
@@ -45,7 +45,7 @@ class _LruShadow:
         chain.lru_kept = size
 
     def fit(self, now_s: float) -> None:
-        """Evict until the pool is full."""
+        """Evict until the pool holds no more chunks than it has slots."""
         del now_s
         over, waiting = self.used - self.slots, self.order
         while over > 0:
@@ -62,18 +62,18 @@ class _LruShadow:
 
 
 class _LearntShadow:
-    """What the pool would hold if the learnt order had always evicted: `learnt_kept` chunks of each chain."""
+    """A simulated pool in which the learnt order has always evicted. It holds `learnt_kept` chunks of each chain."""
 
     def __init__(self, slots: int, returns: Returns) -> None:
         self.slots, self.used = slots, 0
-        self.queues = Queues(slots, returns)  # by the kinds that chains had when they were put in
-        self.behind: MutableMapping[Chain, Chain] = table(slots)  # as the last request had them
+        self.queues = Queues(slots, returns)  # by the kinds that chains had when they were added
+        self.behind: MutableMapping[Chain, Chain] = make_order(slots)  # for each chain, the next in the last request
 
     def kept(self, chain: Chain) -> int:
         return chain.learnt_kept
 
     def put(self, chain: Chain, size: int) -> None:
-        """The pool holds `size` chunks of the chain, used now."""
+        """Record that the chain was used now, and that the pool would hold `size` of its chunks."""
         if chain.learnt_kept:
             self.queues.drop(chain, chain.learnt_kind)
         self.used += size - chain.learnt_kept
@@ -81,16 +81,16 @@ class _LearntShadow:
         self.queues.put(chain, chain.kind)
 
     def become(self, chain: Chain) -> None:
-        """A client's hint has changed the chain's kind."""
+        """Move the chain to the queue of its kind, which a client's hint has changed."""
         if chain.learnt_kept:
             self.put(chain, chain.learnt_kept)
 
     def fit(self, now_s: float) -> None:
-        """Evict until the pool is full."""
+        """Evict until the pool holds no more chunks than it has slots."""
         behind = self.behind
         while self.used > self.slots:
             chain = self.queues.least(now_s)
-            assert chain is not None  # noqa: S101  (what is used is in a queue)
+            assert chain is not None  # noqa: S101  (every used chunk is in a queue)
             for _ in range(DEPTH_MAX):
                 following = behind.get(chain)
                 if following is None or not following.learnt_kept:
@@ -106,24 +106,34 @@ class _LearntShadow:
 
 
 class Duel:
-    """Decides which evicts: LRU, or the learnt order."""
+    """Decides whether LRU or the learnt order evicts."""
 
     def __init__(self, slots: int, returns: Returns) -> None:
-        """Start with LRU. `slots`: of the pool."""
+        """Start with LRU. `slots` is the number of slots of the pool."""
         self.learnt = False
         """Whether the learnt order evicts."""
         self._lru, self._learnt = _LruShadow(slots), _LearntShadow(slots, returns)
         self.revalued = self._learnt.queues.changed
-        """Where the `learnt_kind` of a chain is put when its kind changes, or when it was used."""
+        """The set of kinds to compare again.
+
+        A chain's `learnt_kind` is added when its kind changes, or when it was used.
+        """
         self._ahead = self._squares = self._hits = 0.0
         self._hinted = self._believed = False
 
     def sized(self, slots: int) -> None:
-        """The pool has `slots` slots that may be used: with more, both would hit what neither can hold."""
+        """Set the number of usable slots to `slots`.
+
+        If this number were too high, both shadows would hit chunks that the pool cannot hold.
+        """
         self._lru.slots = self._learnt.slots = slots
 
     def used(self, prompt: Sequence[tuple[Chain, int]], now_s: float) -> None:
-        """A request is over. `prompt`: (chain, how many chunks of it the request has used), its end first."""
+        """Record the end of a request.
+
+        `prompt` has pairs (chain, number of the chain's chunks that the request has used). The end of the prompt is
+        first.
+        """
         self._count(*_hits(prompt))
         self._use(prompt)
         if self._lru.used > self._lru.slots:
@@ -132,7 +142,7 @@ class Duel:
             self._learnt.fit(now_s)
 
     def _use(self, prompt: Sequence[tuple[Chain, int]]) -> None:
-        """Put a prompt in both: ends before beginnings. What is used last goes last."""
+        """Put a prompt into both shadows, its end first. A chain that is put in later is evicted later."""
         lru, learnt, following = self._lru, self._learnt, None
         waiting, queues, changed = lru.order, learnt.queues.by_kind, learnt.queues.changed
         for chain, size in prompt:
@@ -161,13 +171,16 @@ class Duel:
             following = chain
 
     def saved(self, chain: Chain, size: int, now_s: float) -> None:
-        """A save of a request that is over has landed: the chain has `size` chunks now."""
+        """Record that a save of a finished request has landed, so that the chain has `size` chunks now."""
         for shadow in (self._lru, self._learnt):
             shadow.put(chain, max(size, shadow.kept(chain)))
             shadow.fit(now_s)
 
     def split(self, chain: Chain, size: int, rest: Chain, rest_size: int) -> None:
-        """`chain` was cut after `size` chunks; the `rest_size` chunks behind are the chain `rest` now."""
+        """Record that `chain` was cut after `size` chunks.
+
+        The `rest_size` chunks after the cut are now the chain `rest`.
+        """
         for shadow in (self._lru, self._learnt):
             behind = min(shadow.kept(chain) - size, rest_size)
             if behind > 0:
@@ -175,7 +188,7 @@ class Duel:
                 shadow.put(rest, behind)
 
     def hinted(self, chain: Chain) -> None:
-        """A client has given a hint on a chain. The first hint makes the learnt order evict."""
+        """Record a client's hint on a chain. After the first hint, the learnt order evicts."""
         if not self._hinted:
             self._hinted = self._believed = self.learnt = True
         self._learnt.become(chain)
@@ -199,8 +212,8 @@ class Duel:
 
 
 def _hits(prompt: Sequence[tuple[Chain, int]]) -> tuple[int, int]:
-    """Return how many of a prompt's chunks, from its beginning on, LRU would hold, and the learnt order."""
-    whole = lru = learnt = 0  # kept may be more: where a chain's end was lost, what follows it counts as its own
+    """Return how many of a prompt's chunks, from its beginning on, LRU and the learnt order would hold."""
+    whole = lru = learnt = 0  # a shadow may count more: also chunks after a lost end of a chain
     lru_goes_on = learnt_goes_on = True
     for chain, size in reversed(prompt):
         whole += size

@@ -1,11 +1,13 @@
-"""What stands between the catalog and a policy: when the policy raises, or is wrong, LRU takes its place for good."""
+"""Guards between the catalog and a policy.
+
+If a policy raises or returns a wrong victim, LRU replaces it permanently.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeGuard
 
-from kvpipe.cache.hints import Hint
 from kvpipe.cache.policy.base import (
     AnsweredPolicy,
     BatchPolicy,
@@ -17,33 +19,37 @@ from kvpipe.cache.policy.base import (
     SizedPolicy,
 )
 from kvpipe.cache.policy.batches import OneByOne, batches
+from kvpipe.cache.policy.hints import Hint
 from kvpipe.cache.policy.lru import Lru
 
 
 def takes_hints(policy: Policy) -> TypeGuard[HintedPolicy]:
-    """Whether a policy, or the one behind its guard now, takes hints."""
+    """Whether a policy, or the policy that its guard uses now, takes hints."""
     return policy.takes_hints if isinstance(policy, RescuedPolicy) else isinstance(policy, HintedPolicy)
 
 
 class RescuedPolicy:
-    """Evicts the victims of `policy`, one of kvpipe's own, until it raises; from then on by LRU.
+    """Evicts the victims of `policy`, one of kvpipe's own, until the policy raises. From then on, LRU evicts.
 
-    Nothing is followed meanwhile: once it has raised, the pool is asked what may go.
+    The guard itself tracks no chunks. After the policy has raised, the guard asks the pool which chunks may be evicted.
     """
 
     def __init__(self, policy: Policy, name: str, fault: Callable[..., object], slots: int = 0) -> None:
-        """`fault("policy_failed", policy=name, why=...)` is called once, when LRU takes over. `slots`: of the pool."""
+        """Guard `policy`, for a pool of `slots` slots.
+
+        `fault("policy_failed", policy=name, why=...)` is called once, when LRU replaces the policy.
+        """
         self._evictable: Callable[[], Iterable[Evictable]] = tuple
         self._name, self._fault, self._slots = name, fault, slots
         self._one: Policy = policy
         self._all: BatchPolicy | OneByOne = batches(policy)
-        self._request = policy.request if isinstance(policy, SessionPolicy) else None  # once: such questions are slow
+        self._request = policy.request if isinstance(policy, SessionPolicy) else None  # stored: the check is slow
         self._answered = policy.answered if isinstance(policy, AnsweredPolicy) else None
         self._hint = policy.hint if isinstance(policy, HintedPolicy) else None
         self._dropped = policy.dropped if isinstance(policy, RememberingPolicy) else None
 
     def bind(self, evictable: Callable[[], Iterable[Evictable]]) -> None:
-        """Take the pool's function that returns what may go now: chunks, those used longest ago first."""
+        """Keep the pool's function that returns the chunks that may be evicted now, the least recently used first."""
         self._evictable = evictable
 
     @property
@@ -56,7 +62,7 @@ class RescuedPolicy:
         if isinstance(self._one, SizedPolicy):
             try:
                 self._one.sized(slots)
-            except (Exception, SystemExit) as error:  # noqa: BLE001  (a bug of the policy's: eviction goes on without it)
+            except (Exception, SystemExit) as error:  # noqa: BLE001  (a bug of the policy: LRU evicts from now on)
                 self._rescue(error)
 
     def request(self, now_s: float, *, over: bool) -> None:
@@ -64,7 +70,7 @@ class RescuedPolicy:
         if self._request is not None:
             try:
                 self._request(now_s, over=over)
-            except (Exception, SystemExit) as error:  # noqa: BLE001  (a bug of the policy's: eviction goes on without it)
+            except (Exception, SystemExit) as error:  # noqa: BLE001  (a bug of the policy: LRU evicts from now on)
                 self._rescue(error)
 
     def answered(self, tokens: int) -> None:
@@ -131,7 +137,7 @@ class RescuedPolicy:
             try:
                 self._dropped(chunk)
             except (Exception, SystemExit) as error:  # noqa: BLE001  (as above)
-                self._rescue(error).remove(chunk)  # to the pool it is still there
+                self._rescue(error).remove(chunk)  # the pool still considers the chunk evictable
 
     def victim(self) -> Evictable | None:
         """See `Policy.victim`."""
@@ -148,7 +154,7 @@ class RescuedPolicy:
             return len(self._rescue(error))
 
     def _rescue(self, error: BaseException) -> Lru:
-        """Put an LRU of all that may go in the policy's place, and return it."""
+        """Replace the policy by an LRU of all chunks that may be evicted, and return the LRU."""
         lru = Lru(self._slots)
         lru.insert_all([*self._evictable()], hit=False)
         self._one = self._all = lru
@@ -158,9 +164,10 @@ class RescuedPolicy:
 
 
 class GuardedPolicy(RescuedPolicy):
-    """The same for a stranger's policy, which also loses its place when it names a chunk that may not go, or none.
+    """Guards a policy from another package. LRU also replaces a policy that returns a wrong victim.
 
-    What may go is followed beside it.
+    A victim is wrong if it may not be evicted, or if it is None although chunks may be evicted. An LRU in parallel to
+    the policy tracks which chunks may be evicted.
     """
 
     def __init__(self, policy: Policy, name: str, fault: Callable[..., object], slots: int = 0) -> None:
@@ -170,7 +177,7 @@ class GuardedPolicy(RescuedPolicy):
         self._evictable = self._followed.__iter__
 
     def bind(self, evictable: Callable[[], Iterable[Evictable]]) -> None:
-        """See `RescuedPolicy.bind`: it knows by itself."""
+        """See `RescuedPolicy.bind`. This guard does not need the function."""
 
     def insert(self, chunk: Evictable, *, hit: bool) -> None:
         """See `Policy.insert`."""
@@ -217,7 +224,10 @@ class GuardedPolicy(RescuedPolicy):
         return len(self._followed)
 
     def _checked(self, chunk: Evictable | None) -> Evictable | None:
-        """Return a victim of the policy's. Raises LookupError if it may not go, or if it is None and others may go."""
+        """Return a victim of the policy.
+
+        Raises LookupError if the chunk may not be evicted, or if it is None although chunks may be evicted.
+        """
         if chunk not in self._followed if chunk is not None else len(self._followed):
-            raise LookupError("its victim is no chunk that may go")
+            raise LookupError("the policy's victim may not be evicted")
         return chunk

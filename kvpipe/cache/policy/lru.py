@@ -1,21 +1,21 @@
-"""Least recently used."""
+"""The policy that evicts the least recently used chunk."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvpipe.cache.large import Ordered, order
 from kvpipe.cache.policy.base import Evictable
+from kvpipe.cache.policy.large import Ordered, order
 
 
 class Lru:
-    """Evicts the chunk that was used longest ago."""
+    """Evicts the least recently used chunk."""
 
     def __init__(self, slots: int = 0) -> None:
-        """Start empty, for a pool of `slots` slots."""
+        """Start without chunks, for a pool of `slots` slots."""
         self._order: Ordered[Evictable, None] = order(slots)
 
-    def insert(self, chunk: Evictable, *, hit: bool) -> None:  # noqa: ARG002  (all uses are equal here)
+    def insert(self, chunk: Evictable, *, hit: bool) -> None:  # noqa: ARG002  (LRU treats all uses alike)
         """See `Policy.insert`."""
         self._order[chunk] = None
 
@@ -56,9 +56,9 @@ class Lru:
         return len(self._order)
 
     def __contains__(self, chunk: object) -> bool:
-        """Whether `chunk` may go."""
+        """Whether `chunk` may be evicted."""
         return chunk in self._order
 
     def __iter__(self) -> Iterator[Evictable]:
-        """Yield the chunks that may go, the next victim first."""
+        """Yield the chunks that may be evicted, the next victim first."""
         return iter(self._order)

@@ -1,4 +1,4 @@
-"""Chains in queues, one per kind, and which of them is worth the least."""
+"""Queues of chains, one queue per kind, and the chain that is worth the least."""
 
 from __future__ import annotations
 
@@ -6,56 +6,60 @@ import math
 from bisect import bisect_right
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from kvpipe.cache.large import Ordered, orders
+from kvpipe.cache.policy.large import Ordered, orders
 from kvpipe.cache.policy.returns import INNER_S, KINDS, Returns
 
 if TYPE_CHECKING:
     from kvpipe.cache.policy.chain import Chain
 
 _LEAVES_S: Final = (*INNER_S, math.inf)
-"""By bin of idle time: from when on it is another one, in seconds."""
+"""The end of each bin of idle time, in seconds."""
 Candidate: TypeAlias = "tuple[float, float, int, Chain, float]"
-"""Of a kind: worth, last use, the kind, the chain, and until when it is that."""
-_EARLY: Final = 1 - 1e-12  # a bin is looked up again a little too early rather than too late
+"""The chain of a kind that is worth the least: (worth, last use, kind, chain, valid until)."""
+_EARLY: Final = 1 - 1e-12  # renews a worth slightly too early, never too late
 
 
 class Queues:
-    """Of each kind the oldest and the newest chain are compared. What came of it is kept for as long as it holds.
+    """Queues of chains, one per kind. Only the oldest and the newest chain of each kind are compared.
 
-    Who changes the kind of a chain, or when it was used, adds the kind of its queue to `changed`.
+    The result of a comparison is kept for as long as it is valid. Code that changes a chain's kind, or the time when
+    the chain was used, must add the kind of the chain's queue to `changed`.
     """
 
     def __init__(self, slots: int, returns: Returns) -> None:
-        """Start empty. `slots`: the largest number of chains in it. `returns`: what chains are worth."""
-        lines: tuple[Ordered[Chain, None], ...] = orders(slots, KINDS + 1)  # a chain is in one of them
+        """Start without chains. `slots` is the largest number of chains. `returns` has the worths of chains."""
+        lines: tuple[Ordered[Chain, None], ...] = orders(slots, KINDS + 1)  # each chain is in one of them
         self.by_kind, self.others = lines[:-1], lines[-1]
-        """By kind, and of chains that are not compared."""
+        """Queues by kind, and the queue of chains that are not compared."""
         self.changed: set[int] = set()
-        """The kinds whose chains are to be compared again."""
+        """The kinds whose chains must be compared again."""
         self._returns, self._renewals = returns, returns.renewals
         self._candidates: dict[int, Candidate] = {}
         self._least: Candidate | None = None
-        self._until_s = math.inf  # for so long, at least, it stays that if nothing else changes
+        self._until_s = math.inf  # `_least` stays valid until this time unless other data changes
 
     def put(self, chain: Chain, kind: int) -> None:
-        """Add `chain` as the newest of a kind, or leave it where it is."""
+        """Add `chain` as the newest of a kind. A chain that the kind has already keeps its position."""
         self.by_kind[kind][chain] = None
         self.changed.add(kind)
 
     def drop(self, chain: Chain, kind: int) -> None:
-        """Remove `chain` from a kind that has it."""
+        """Remove `chain` from the queue of its kind."""
         del self.by_kind[kind][chain]
         self.changed.add(kind)
 
     def move(self, chain: Chain, kind: int, to: int) -> None:
-        """Make `chain`, which `kind` has, the newest of the kind `to`."""
+        """Move `chain` from the queue of `kind` to the end of the queue of kind `to`."""
         del self.by_kind[kind][chain]
         self.by_kind[to][chain] = None
         self.changed.add(kind)
         self.changed.add(to)
 
     def least(self, now_s: float) -> Chain | None:
-        """Return the chain that is worth the least now, of equals the one used first; None if there is none."""
+        """Return the chain that is worth the least now, or None.
+
+        If chains are equal, return the least recently used one.
+        """
         changed, candidates = self.changed, self._candidates
         if self._returns.renewals != self._renewals:
             self._renewals, self._until_s = self._returns.renewals, math.inf
@@ -72,7 +76,7 @@ class Queues:
         return self._least[3] if self._least is not None else None
 
     def _compare(self, now_s: float) -> None:
-        """Compare the oldest and the newest of each kind that has changed, and what comes of it with the others."""
+        """Compare the oldest and the newest chain of each changed kind, and the results with the other kinds."""
         changed, candidates, least, tables = self.changed, self._candidates, self._least, self._returns.tables
         if least is not None and least[2] in changed:
             least = None
@@ -89,7 +93,7 @@ class Queues:
                 table, last_s = tables[last.kind], last.used_s
                 at = bisect_right(INNER_S, now_s - last_s)
                 other, leaves_s = (table.computed or table.worths())[at], last_s + _LEAVES_S[at]
-                if leaves_s < until_s:  # noqa: PLR1730  (quicker)
+                if leaves_s < until_s:  # noqa: PLR1730  (faster)
                     until_s = leaves_s
                 if other < worth or (other == worth and last_s < used_s):
                     chain, worth, used_s = last, other, last_s

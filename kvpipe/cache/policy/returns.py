@@ -1,4 +1,4 @@
-"""Learns how soon chains are used again, and computes from that what it is worth to keep one."""
+"""Learns after which pauses chains are used again, and computes how much it is worth to keep a chain."""
 
 from __future__ import annotations
 
@@ -7,64 +7,68 @@ import math
 from bisect import bisect_right
 from typing import Final
 
-from kvpipe.cache.hints import Action
+from kvpipe.cache.policy.hints import Action
 
 PER_OCTAVE: Final = 3
 SHORTEST_S: Final = 0.25
-BINS: Final = 48  # of idle times, up to 4.5 hours; what is idle for longer is in the last one
-PACES: Final = 13  # kinds of chains, by their usual pause: none yet, then octaves from a second on
-LEFT: Final = PACES - 1  # what others have branched off before
-SILENT: Final = PACES  # kinds by pace again, of what waits without a hint, for each class of answers (`answer_class`)
+BINS: Final = 48  # bins of idle times up to 4.5 hours; the last bin has longer times, too
+PACES: Final = 13  # kinds of chains by pace: no pause yet, then octaves of the usual pause from 1 s on
+LEFT: Final = PACES - 1  # the kind of chains behind a point where requests ended or branched off
+SILENT: Final = PACES
+"""The first kind of waits without a hint. Each class of answers (`answer_class`) has `PACES` kinds from here on."""
 ANSWERS_TOKENS: Final = (128, 1024)
-"""From how many tokens on an answer is of the next class: of five ways to cut that were simulated, about the best."""
-RESUMES: Final = SILENT + (2 + len(ANSWERS_TOKENS)) * PACES  # kinds by the octave of the pause that a client has hinted
-RETAINS: Final = RESUMES + 15  # by two octaves of how long a client wants it
+"""The lengths in tokens at which the next class of answers begins: about the best of five simulated divisions."""
+RESUMES: Final = SILENT + (2 + len(ANSWERS_TOKENS)) * PACES  # kinds by octave of the pause that a client has hinted
+RETAINS: Final = RESUMES + 15  # kinds by two octaves of the time for which a client wants chains
 DEMOTED: Final = RETAINS + 8
 KINDS: Final = DEMOTED + 1
-PRIOR: Final = 20.0  # a kind's own returns count as much as everybody's once so many have been seen
-PRIOR_HINTED: Final = 4.0  # and those of kinds of hints, which begin as if hints were right
+PRIOR: Final = 20.0  # the number of waits after which a kind's own counts weigh as much as those of all kinds
+PRIOR_HINTED: Final = 4.0  # the same for kinds of hints, which begin as if hints were right
 PRIOR_TURNS: Final = 20.0
-REMEMBERED: Final = 8192  # turns of a kind; then the older ones count half
+REMEMBERED: Final = 8192  # turns of a kind, after which older turns count half
 REMEMBERED_HINTED: Final = 512
-USELESS: Final = 0.05  # of what is demoted, as much may come back all the same; else it is kept by what it is worth
-TRUST_DECAY: Final = 0.995  # a return
-PROOF_MAX: Final = 0.25  # what one return can move the trust by, which is between -50 and 50 for that
+USELESS: Final = 0.05  # if a larger share of demoted chains returns, such chains are kept by their worth
+TRUST_DECAY: Final = 0.995  # per return
+PROOF_MAX: Final = 0.25  # the most by which one return changes the trust, which stays between -50 and 50
 DISTRUST: Final = -4.0
-CHANCE_MAX: Final = 0.999  # that a chain returns within a bin
-RENEW_EVERY: Final = 8  # turns, one pace in turn; later less often
-RENEW_SHARE: Final = 256  # of all turns so far
+CHANCE_MAX: Final = 0.999  # the highest chance that a chain returns within a bin
+RENEW_EVERY: Final = 8  # turns after which the tables of one pace are renewed, at first
+RENEW_SHARE: Final = 256  # this interval grows by one turn for each 256 turns so far, up to `RENEW_MAX`
 RENEW_MAX: Final = 64
 _EDGES_S: Final = [0.0, *(SHORTEST_S * 2 ** (at / PER_OCTAVE) for at in range(1, BINS + 1))]
 _WIDTHS_BACK_S: Final = [stop_s - start_s for start_s, stop_s in itertools.pairwise(_EDGES_S)][::-1]
-"""Of the bins, the last one first."""
+"""The widths of the bins, the last bin first."""
 INNER_S: Final = _EDGES_S[1:-1]
 """The edges between bins, in seconds: the bin of an idle time is the number of edges that it has reached."""
 
 
 def pace_after(before: float | None, idle_s: float) -> float:
-    """Return a chain's pace after a pause of `idle_s`: the moving mean of log2 of its pauses in seconds.
+    """Return a chain's pace after a pause of `idle_s` seconds: the moving mean of log2 of its pauses in seconds.
 
-    `before`: its pace until now; None: this is the first pause.
+    `before` is the chain's pace before this pause, or None if this is the first pause.
     """
     now = math.log2(max(idle_s, SHORTEST_S))
     return now if before is None else 0.7 * before + 0.3 * now
 
 
-def kind_of(usual: float | None) -> int:
-    """Return the kind of a chain by its pace (`pace_after`); None: it has not paused yet."""
+def chain_kind(usual: float | None) -> int:
+    """Return the kind of a chain by its pace (`pace_after`). The pace is None if the chain has not paused yet."""
     if usual is None:
         return 0
-    octave = 1 + int(usual)  # comparisons are quicker than `min` and `max`
+    octave = 1 + int(usual)  # comparisons are faster than `min` and `max`
     return 1 if octave < 1 else octave if octave < LEFT else LEFT - 1
 
 
 def answer_class(tokens: int) -> int:
-    """Return what to add to `SILENT` and a pace for a wait after an answer of so many tokens; 0: it is not known."""
+    """Return the offset to `SILENT` plus the kind of a pace, for a wait after an answer of `tokens` tokens.
+
+    The offset for an answer of unknown length is 0.
+    """
     return PACES * (1 + bisect_right(ANSWERS_TOKENS, tokens))
 
 
 def hinted_kind(action: Action, in_s: float) -> int:
-    """Return the kind of a chain with the hint `action`, whose time is in `in_s` seconds."""
+    """Return the kind of a chain with the hint `action`, whose time is `in_s` seconds from now."""
     if action is Action.DEMOTE:
         return DEMOTED
     octave = int(math.log2(in_s)) + 1 if 1 <= in_s < 1 << 14 else 14 * (in_s >= 1)
@@ -76,27 +80,27 @@ def _bin(idle_s: float) -> int:
 
 
 class Returns:
-    """Counts, by kind of chain, how often chains began to wait, and after which idle times they were used again.
+    """Counts, by kind, how often chains began to wait (*turns*), and after which idle times they were used again.
 
-    The worth of a chain that has waited for some time is its Gittins index: the expected hits per second of further
-    waiting, at the best time to give up. It needs no horizon; of two chains the one with the larger index is kept. The
-    worths are tables, renewed now and then, so a decision is a table lookup.
+    The worth of a waiting chain is its Gittins index: the expected hits per second until the best time to stop waiting.
+    The index needs no horizon. Between two chains, the chain with the larger index is kept. Worths are kept in tables
+    that are sometimes renewed, so a decision is a table lookup.
 
-    Each kind of hint is a kind of chain, too: its worth follows from how long chains with such a hint have waited.
+    Each kind of hint is a kind of chain, too. Its worth is computed from how long chains with such a hint have waited.
     """
 
     def __init__(self) -> None:
-        """Start without counts: hints are taken as right, and all other kinds are worth the same."""
+        """Start without counts. At first, hints are treated as right, and all other kinds are worth the same."""
         self._ended = [0.0] * KINDS
         self._returned = [[0.0] * BINS for _ in range(KINDS)]
-        self._everybody = [0.0] * BINS  # of all kinds by pace
-        self.tables: list[Table] = [_Useless()] * KINDS
-        """By kind: what its chains are worth, by bin of idle time."""
+        self._everybody = [0.0] * BINS  # the sum of all kinds by pace
+        self.tables: list[WorthTable] = [_Useless()] * KINDS
+        """By kind, the table of what its chains are worth, by bin of idle time."""
         self.renewals = 0
         """How often `tables` have changed."""
         self._turns = self._renewed = 0
         self._renew_at = RENEW_EVERY
-        self._changed = [True] * KINDS  # since they were renewed
+        self._changed = [True] * KINDS  # by kind, whether counts have changed since its table was renewed
         self._trust = 0.0
         for kind in range(RESUMES, KINDS):
             self._ended[kind], self._returned[kind] = PRIOR_TURNS, _as_hinted(kind)
@@ -104,9 +108,12 @@ class Returns:
             self._renew(pace)
 
     def ended(self, kind: int, turns: int = 1) -> None:
-        """Count that a chain of `kind` waits from now on. `turns` is -1 to take that back: it is of another kind."""
+        """Count that a chain of `kind` begins to wait.
+
+        With `turns` -1, take one count back, because the chain's kind has changed.
+        """
         ended = self._ended[kind] + turns
-        self._ended[kind] = ended if ended > 0 else 0.0  # what is taken back may have been halved meanwhile
+        self._ended[kind] = ended if ended > 0 else 0.0  # older turns may have been halved meanwhile
         self._changed[kind] = True
         self._turns += 1
         if self._turns >= self._renew_at:
@@ -115,7 +122,10 @@ class Returns:
             self._renew(self._renewed)
 
     def waits(self, pace: int, silent: int) -> None:
-        """Count that a chain of the kind `pace` waits from now on, and without a hint: `ended` of both its kinds."""
+        """Count that a chain begins to wait without a hint, for both its kinds: `pace` and `silent`.
+
+        The effect is that of two calls of `ended`.
+        """
         if self._turns + 2 < self._renew_at:
             self._turns += 2
             self._ended[pace] += 1
@@ -126,7 +136,7 @@ class Returns:
             self.ended(silent)
 
     def back(self, pace: int, silent: int, idle_s: float) -> None:
-        """Count that such a chain is used again after `idle_s` seconds: `returned` of both its kinds."""
+        """Count that a chain without a hint is used again after `idle_s` seconds: `returned` for both its kinds."""
         at = bisect_right(INNER_S, idle_s)
         self._everybody[at] += 1
         self._returned[pace][at] += 1
@@ -134,7 +144,7 @@ class Returns:
         self._changed[pace] = self._changed[silent] = True
 
     def returned(self, kind: int, idle_s: float) -> None:
-        """Count that a chain is used again after `idle_s` seconds. `kind`: what it was when it began to wait."""
+        """Count that a chain is used again after `idle_s` seconds. `kind` is the chain's kind when it began to wait."""
         at = _bin(idle_s)
         self._returned[kind][at] += 1
         if kind < PACES:
@@ -142,9 +152,10 @@ class Returns:
         self._changed[kind] = True
 
     def proven(self, hinted: int, pace: int, idle_s: float) -> None:
-        """Adjust the trust in hints: a chain with one is used again after `idle_s` seconds.
+        """Adjust the trust in hints, because a chain with a hint is used again after `idle_s` seconds.
 
-        The trust rises if that was more likely for the hint's kind, `hinted`, than for the kind of its pace, `pace`.
+        The trust rises if this time was more likely for the kind of the hint, `hinted`, than for the kind of the pace,
+        `pace`.
         """
         at = _bin(idle_s)
         better = self._likely(hinted, at) / self._likely(pace, at)
@@ -167,7 +178,7 @@ class Returns:
         everybody = _Everybody(sum(self._ended[:PACES]), self._everybody.copy())
         for kind in range(pace, KINDS, PACES):
             if kind >= RESUMES and not self._changed[kind]:
-                continue  # no hint is of it
+                continue  # no hint is of this kind
             self._changed[kind] = False
             if kind == pace or kind >= RESUMES:
                 self._renew_kind(kind, everybody)
@@ -175,22 +186,22 @@ class Returns:
             if kind == SILENT + pace:
                 silent = self._silent(pace, everybody)
             if not self._ended[kind] or self._counts(kind) == self._counts(pace):
-                self.tables[kind] = silent  # there are no hints, and no other answers
+                self.tables[kind] = silent  # there were no hints and no other answers
             else:
                 self._renew_kind(kind, silent)
 
-    def _silent(self, pace: int, everybody: _Everybody) -> Table:
-        """Return what waits of a pace are worth that no client has hinted, after whatever answer."""
+    def _silent(self, pace: int, everybody: _Everybody) -> WorthTable:
+        """Return the worths of waits of a pace without hints, after any answer."""
         ended = sum(self._ended[SILENT + pace : RESUMES : PACES])
         returned = [sum(counts) for counts in zip(*self._returned[SILENT + pace : RESUMES : PACES], strict=True)]
         if (ended, returned) == self._counts(pace):
             return self.tables[pace]
-        return Table(ended, returned, PRIOR, everybody)
+        return WorthTable(ended, returned, PRIOR, everybody)
 
     def _counts(self, kind: int) -> tuple[float, list[float]]:
         return self._ended[kind], self._returned[kind]
 
-    def _renew_kind(self, kind: int, everybody: _Everybody | Table) -> None:
+    def _renew_kind(self, kind: int, everybody: _Everybody | WorthTable) -> None:
         hinted = kind >= RESUMES
         if self._ended[kind] > (REMEMBERED_HINTED if hinted else REMEMBERED):
             self._ended[kind] /= 2
@@ -200,50 +211,53 @@ class Returns:
         waiting, returned = self._ended[kind], self._returned[kind].copy()
         useless = kind == DEMOTED and sum(returned) < USELESS * waiting
         prior = PRIOR_HINTED if hinted else PRIOR
-        self.tables[kind] = _Useless() if useless else Table(waiting, returned, prior, everybody)
+        self.tables[kind] = _Useless() if useless else WorthTable(waiting, returned, prior, everybody)
 
 
 class _Everybody:
-    """How soon chains of all kinds have returned, as it was counted at some time."""
+    """A snapshot of how soon chains of all kinds have returned."""
 
     __slots__ = ("_ended", "_returned", "_usual")
 
     def __init__(self, ended: float, returned: list[float]) -> None:
-        """`returned`: by bin of idle time, of `ended` chains."""
+        """Keep the counts. `returned` has the returns of `ended` chains, by bin of idle time."""
         self._ended, self._returned = ended, returned
         self._usual: list[float] | None = None
 
     def usual(self) -> list[float]:
-        """Return, by bin, how likely a chain returns that has not returned before."""
+        """Return, by bin, the chance that a chain returns within the bin if it has not returned before."""
         if self._usual is None:
             waiting, self._usual = self._ended, []
             for all_ in self._returned:
-                left = waiting if waiting > all_ else all_  # noqa: FURB136  (quicker)
+                left = waiting if waiting > all_ else all_  # noqa: FURB136  (faster)
                 self._usual.append((all_ + 0.05) / (left + 1))
                 waiting -= all_
         return self._usual
 
 
-class Table:
-    """What chains of a kind are worth, by what was counted at some time. It is computed when it is first asked for."""
+class WorthTable:
+    """The worth of chains of one kind, from the counts at one time. It is computed when it is first needed."""
 
     __slots__ = ("_chances", "_ended", "_everybody", "_prior", "_returned", "computed")
 
-    def __init__(self, ended: float, returned: list[float], prior: float, everybody: _Everybody | Table) -> None:
-        """`returned`: by bin of idle time, of `ended` chains. `everybody` counts for as much as `prior` of them."""
+    def __init__(self, ended: float, returned: list[float], prior: float, everybody: _Everybody | WorthTable) -> None:
+        """Keep the counts. `returned` has the returns of `ended` chains, by bin of idle time.
+
+        `everybody` counts as much as `prior` of these chains.
+        """
         self._chances: list[float] | None = None
         self._ended, self._returned, self._prior, self._everybody = ended, returned, prior, everybody
         self.computed: list[float] | None = None
-        """What `worths` returns, once it was asked for."""
+        """The result of `worths`, or None before its first call."""
 
     def worths(self) -> list[float]:
-        """Return, by bin of idle time, the expected hits per second and chunk of a chain that has waited so long."""
+        """Return, by bin of idle time, the expected hits per second and chunk of a chain that has waited that long."""
         if self.computed is None:
             self.computed = _indices(self.usual())
         return self.computed
 
     def usual(self) -> list[float]:
-        """Return, by bin, how likely a chain returns that has not returned before."""
+        """Return, by bin, the chance that a chain returns within the bin if it has not returned before."""
         if self._chances is None:
             waiting, prior, chances = self._ended, self._prior, list[float]()
             for mine, of_all in zip(self._returned, self._everybody.usual(), strict=True):
@@ -255,8 +269,8 @@ class Table:
         return self._chances
 
 
-class _Useless(Table):
-    """Of a kind that is worth nothing."""
+class _Useless(WorthTable):
+    """The table of a kind whose chains are worth nothing."""
 
     __slots__ = ()
 
@@ -265,7 +279,7 @@ class _Useless(Table):
 
 
 def _as_hinted(kind: int) -> list[float]:
-    """Return how many of `PRIOR_TURNS` return in each bin if hints are right within a factor of two or so."""
+    """Return how many of `PRIOR_TURNS` return in each bin if hints are right within a factor of about two."""
     if kind == DEMOTED:
         return [0.0] * BINS
     resumes = kind < RETAINS
@@ -279,13 +293,14 @@ def _as_hinted(kind: int) -> list[float]:
 def _indices(chances: list[float]) -> list[float]:
     """Return the Gittins index at each bin, in hits per second.
 
-    `chances`: of each bin, the probability that a chain returns within it, if it has not returned before. Computed from
-    the last bin on: a bin is joined with the following ones as long as waiting on has a larger index than giving up.
+    `chances` has, for each bin, the probability that a chain returns within the bin if it has not returned before. The
+    index is computed from the last bin on. A bin is joined with the bins after it while their index is larger, because
+    waiting longer then pays.
     """
     out, ahead, log1p = list[float](), list[tuple[float, float, float]](), math.log1p
     for chance, width_s in zip(reversed(chances), _WIDTHS_BACK_S, strict=True):
         hits, waits_s, stays = chance, -width_s * chance / log1p(-chance), 1 - chance
-        while ahead:  # hits, seconds, chance that it goes on behind them
+        while ahead:  # hits, seconds, chance that the wait continues behind these bins
             more, longer_s, still = ahead[-1]
             if more * waits_s <= hits * longer_s:
                 break

@@ -1,26 +1,26 @@
-"""S3-FIFO: a scan of one-time prompts cannot flush chunks that are used again.
+"""S3-FIFO: a scan of one-time prompts cannot evict chunks that are used again.
 
-Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023: a small queue (10 % of the cache) for new
-chunks, a main queue for those that were hit, and a ghost list of identities that the small queue has evicted: such a
-chunk goes to the main queue when it comes back.
+Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023. A small queue (10 % of the cache) holds new
+chunks, and a main queue holds chunks that were hit. A ghost list has the identities that the small queue has evicted. A
+chunk whose identity is in the ghost list is inserted into the main queue.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 
-from kvpipe.cache.large import Ordered, order
 from kvpipe.cache.policy.base import Evictable
+from kvpipe.cache.policy.large import Ordered, order
 
-SMALL_SHARE = 0.10  # of the slots; the paper's value
+SMALL_SHARE = 0.10  # share of the slots, as in the paper
 FREQ_MAX = 3  # two bits, as in the paper
 
 
 class S3Fifo:
-    """Evicts new chunks without a hit before chunks with one."""
+    """Evicts new chunks without a hit before chunks with a hit."""
 
     def __init__(self, slots: int) -> None:
-        """Start empty. `slots`, of the pool, bounds the ghost list and sizes the small queue."""
+        """Start without chunks. `slots` of the pool limit the ghost list and the small queue."""
         self._small: Ordered[Evictable, int] = order(slots)
         self._main: Ordered[Evictable, int] = order(slots)
         self._ghost: Ordered[Hashable, None] = order(slots)
@@ -28,7 +28,7 @@ class S3Fifo:
         self._ghost_max = max(1, slots)
 
     def insert(self, chunk: Evictable, *, hit: bool) -> None:
-        """See `Policy.insert`. A chunk that was loaded goes to the main queue."""
+        """See `Policy.insert`. A chunk that was loaded is inserted into the main queue."""
         ghost = chunk.identity in self._ghost
         if ghost:
             del self._ghost[chunk.identity]

@@ -1,8 +1,8 @@
-"""Keeps the prefixes that are soonest used again: of sessions that pause and go on, each at a pace of its own.
+"""Keeps the prefixes that are used again soonest: those of sessions that pause and continue, each at its own pace.
 
-Chunks are in *chains*: runs of chunks that follow each other, with no branch between them. A chain goes from its end,
-and after what follows it. Which one goes is decided in `returns.py`, by how long chains of its pace, and after
-such an answer, have paused before.
+Chunks are in *chains*: runs of chunks that follow each other, with no branch between them. A chain is evicted from its
+end, and after the chains that follow it. `returns.py` decides which chain is evicted. The decision depends on how long
+chains with the same pace, and with answers of the same length, have paused before.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from collections.abc import Hashable, MutableMapping, Sequence
 from itertools import islice
 from typing import Final
 
-from kvpipe.cache.hints import Action, Hint
-from kvpipe.cache.large import Ordered, order, table, untracked
 from kvpipe.cache.policy.base import Evictable
 from kvpipe.cache.policy.chain import NONE, NOTHING, Chain, by_chain
 from kvpipe.cache.policy.duel import Duel
+from kvpipe.cache.policy.hints import Action, Hint
+from kvpipe.cache.policy.large import Ordered, make_order, order, untracked
 from kvpipe.cache.policy.queues import Queues
 from kvpipe.cache.policy.recency import Recency
-from kvpipe.cache.policy.returns import LEFT, SILENT, Returns, answer_class, hinted_kind, kind_of, pace_after
+from kvpipe.cache.policy.returns import LEFT, SILENT, Returns, answer_class, chain_kind, hinted_kind, pace_after
 
-CHAIN_MAX: Final = 256  # chunks: to split a chain takes no longer than a chain is long
-DEPTH_MAX: Final = 1024  # chains that follow each other
-FORGOTTEN_MAX: Final = 64  # identities at once, as to find the oldest one takes longer
-NOWHERE: Final = object()  # no chunk follows it
-NOBODY: Final = Chain(NOWHERE, NOWHERE, 0.0, orphan=False)  # has no chunks
+CHAIN_MAX: Final = 256  # in chunks: the time to split a chain is proportional to its length
+DEPTH_MAX: Final = 1024  # the most chains that an eviction follows to the end of a prompt
+FORGOTTEN_MAX: Final = 64  # identities per call, because finding the oldest takes longer than removing it
+NOWHERE: Final = object()  # an identity that no chunk follows
+NOBODY: Final = Chain(NOWHERE, NOWHERE, 0.0, orphan=False)  # a chain without chunks
 
 
 class Sessions:
-    """Evicts from the chain that promises the fewest hits for the time that it will be waiting."""
+    """Evicts from the chain with the fewest expected hits per second of waiting."""
 
     def __init__(self, slots: int) -> None:
-        """`slots` bounds what is remembered of chunks that are held, and of chains that went."""
+        """Start without chunks. `slots` limits the numbers of remembered held chunks and evicted chains."""
         self._slots = max(1, slots)
         self._known_max = 2 * self._slots
         self._returns = Returns()
@@ -39,23 +39,23 @@ class Sessions:
         self.sized = self._duel.sized  # see `SizedPolicy`
         self._revalued = self._duel.revalued
         self._chains: list[Chain | None] = [None]  # by the place of their chunks
-        self._numbers: list[int] = []  # of no chain now
-        self._free = self._held = 0  # how many may go, and how many are known that are held
-        self._known: MutableMapping[Hashable, Chain] = table(slots)  # by identity of their chunks
-        self._gone: Ordered[Hashable, Chain] = order(slots)  # by the identity of their head
-        self._branches: Ordered[Hashable, dict[Chain, None]] = order(slots)  # by what they follow
+        self._numbers: list[int] = []  # numbers that no chain has now
+        self._free = self._held = 0  # numbers of chunks that may be evicted, and of known held chunks
+        self._known: MutableMapping[Hashable, Chain] = make_order(slots)  # by the identity of their chunks
+        self._gone: Ordered[Hashable, Chain] = order(slots)  # evicted chains, by the identity of their head
+        self._branches: Ordered[Hashable, dict[Chain, None]] = order(slots)  # by the identity of the chunk before
         self._queues = Queues(slots, self._returns)
         self._orphans = self._queues.others
-        self._recency = Recency(slots)  # of what is in the queues, and of orphans
-        self._tip = NOBODY  # where something was saved last
-        self._follows: Hashable = NOWHERE  # the identity of that
+        self._recency = Recency(slots)  # chains in the queues, and orphans
+        self._tip = NOBODY  # the chain in which a chunk was saved last
+        self._follows: Hashable = NOWHERE  # the identity of that chunk
         self._now_s, self._over, self._answer = 0.0, False, 0
-        self._touched: list[Evictable] = []  # of the request that is over, its end first
-        self._draining, self._bare = NOBODY, False  # nothing follows what is drained
-        self._lost = 0  # chunks that requests saved and that were gone, or of no use, before one was over
+        self._touched: list[Evictable] = []  # chunks of the finished request, its end first
+        self._draining, self._bare = NOBODY, False  # the chain to evict from; whether no chain follows this chain
+        self._lost = 0  # chunks of requests in progress that were evicted or orphans
         untracked(self._chains)
 
-    # ---- what happens --------------------------------------------------------------------------------------------
+    # ---- the policy's calls --------------------------------------------------------------------------------------
 
     def request(self, now_s: float, *, over: bool) -> None:
         """See `SessionPolicy.request`."""
@@ -65,7 +65,7 @@ class Sessions:
             self._draining, self._over = NOBODY, over
             if over:
                 self._follows, self._answer = NOWHERE, 0
-        if now_s > self._now_s:  # noqa: PLR1730  (quicker; what goes is chosen anew when requests end, not as time passes)
+        if now_s > self._now_s:  # noqa: PLR1730  (faster; victims are chosen anew when requests end, not with time)
             self._now_s = now_s
 
     def answered(self, tokens: int) -> None:
@@ -75,7 +75,7 @@ class Sessions:
     def insert(self, chunk: Evictable, *, hit: bool) -> None:
         """See `Policy.insert`."""
         before = chunk.before
-        if before == self._follows and not chunk.place:  # as in the middle of a prompt; no request is over
+        if before == self._follows and not chunk.place:  # the usual case: the chunk follows the last saved chunk
             chain, identity, known = self._tip, chunk.identity, self._known
             stack = chain.stack
             if (
@@ -95,7 +95,7 @@ class Sessions:
         self._insert(chunk, hit=hit)
 
     def _insert(self, chunk: Evictable, *, hit: bool) -> None:
-        """As `insert`, of any chunk."""
+        """Insert any chunk, as `insert`."""
         chain = self._chains[chunk.place]
         if chain is None:
             self._insert_new(chunk)
@@ -107,7 +107,7 @@ class Sessions:
         if self._touched:
             self._settle()
         runs = by_chain(chunks[::-1], self._chains)
-        if sum(map(len, runs.values())) < len(chunks):  # a new one may split chains
+        if sum(map(len, runs.values())) < len(chunks):  # a new chunk may split chains
             for chunk in chunks:
                 self.insert(chunk, hit=hit)
             return
@@ -133,7 +133,7 @@ class Sessions:
         self._free += back
         self._held -= back
         end = chain.stack[-1]
-        for chunk in run if not hit else (end,) if end in run else ():  # of what was used only a prompt's end grows
+        for chunk in run if not hit else (end,) if end in run else ():  # of used chunks, only a prompt's end grows
             self._know(chunk.identity, chain)
 
     def _insert_new(self, chunk: Evictable) -> None:
@@ -160,7 +160,7 @@ class Sessions:
             self._wait(chain, chain.answer)
 
     def _number(self, chain: Chain) -> None:
-        """Give the chain a number: something of it is there from now on."""
+        """Give the chain a number, because it has chunks in memory from now on."""
         if self._numbers:
             chain.number = self._numbers.pop()
             self._chains[chain.number] = chain
@@ -169,7 +169,7 @@ class Sessions:
             self._chains.append(chain)
 
     def _end_number(self, chain: Chain) -> None:
-        """Take back the chain's number if nothing of it is there any more."""
+        """Free the chain's number if the chain has no chunks in memory any more."""
         if not (chain.free or chain.held):
             self._chains[chain.number] = None
             self._numbers.append(chain.number)
@@ -183,7 +183,7 @@ class Sessions:
             self._forget_oldest()
 
     def _forget_oldest(self) -> None:
-        """Forget whose chain the identities are that have been known for longest."""
+        """Forget the chains of the identities that have been known for the longest time."""
         for identity in [*islice(self._known, min(FORGOTTEN_MAX, 1 + self._slots // 128))]:
             del self._known[identity]
 
@@ -203,7 +203,7 @@ class Sessions:
             self._hold(chain, [one for one in run if one not in chain.held] if chain.held else run)
 
     def _hold(self, chain: Chain, run: list[Evictable]) -> None:
-        """What may go of a chain does not go from now on."""
+        """Hold the chunks `run` of a chain, which may not be evicted from now on."""
         if chain.held:
             chain.held.update(run)
         else:
@@ -213,13 +213,13 @@ class Sessions:
         self._held += len(run)
         if run and not chain.free:
             self._leave(chain)
-        if self._held > self._slots:  # nothing reports what was dropped: none of it comes back
+        if self._held > self._slots:  # dropped chunks were not reported, and never return
             for holder in [one for one in self._chains if one is not None and one.held]:
                 for chunk in [one for one in holder.stack if one in holder.held]:
                     self.dropped(chunk)
 
     def dropped(self, chunk: Evictable) -> None:
-        """See `RememberingPolicy.dropped`. Its place in its chain goes when nothing that is there is behind it."""
+        """See `RememberingPolicy.dropped`. The chunk's place is removed when no chunk in memory is behind it."""
         chain = self._chains[chunk.place]
         if chain is None or chunk not in chain.held:
             return
@@ -228,7 +228,7 @@ class Sessions:
         self._held -= 1
         while chain.stack and chain.stack[-1].place != chain.number:
             self._pop(chain)
-        if len(chain.stack) > 2 * (chain.free + len(chain.held)) + 8:  # as many places are of what is gone
+        if len(chain.stack) > 2 * (chain.free + len(chain.held)) + 8:  # half of the places are of dropped chunks
             chain.stack = [one for one in chain.stack if one.place == chain.number]
             untracked(chain.stack)
         self._end_number(chain)
@@ -258,7 +258,7 @@ class Sessions:
         stack = chain.stack
         if not (self._bare and len(stack) == chain.free > 1):
             return self._victim()
-        chunk = stack.pop()  # all of the chain may go, and it stays one
+        chunk = stack.pop()  # all of the chain may be evicted, and the chain is not empty after this
         chunk.place, identity = 0, chunk.identity
         chain.free -= 1
         self._free -= 1
@@ -271,7 +271,7 @@ class Sessions:
         return chunk
 
     def _victim(self) -> Evictable | None:
-        """As `victim`, of any chain."""
+        """Return a victim of any chain, as `victim`."""
         if self._touched:
             self._settle()
         while self._free:
@@ -282,7 +282,7 @@ class Sessions:
                     chain = self._end_of(chain)
             elif not self._bare:
                 chain = self._end_of(chain)
-            self._draining, self._bare = chain, True  # what follows a chain follows its end
+            self._draining, self._bare = chain, True  # now no chain follows `chain`
             chunk = self._pop(chain)
             if chunk is not None:
                 if chain.ended_s is None and not chain.orphan:
@@ -294,7 +294,7 @@ class Sessions:
         """See `Policy.__len__`."""
         return self._free
 
-    # ---- which chain ---------------------------------------------------------------------------------------------
+    # ---- the choice of a chain -----------------------------------------------------------------------------------
 
     def _worst(self) -> Chain:
         """Return the chain to evict from."""
@@ -303,11 +303,11 @@ class Sessions:
         if not self._duel.learnt:
             return self._recency.first()
         worst = self._queues.least(self._now_s)
-        assert worst is not None  # noqa: S101  (whatever may go is in a chain of a queue)
+        assert worst is not None  # noqa: S101  (every evictable chunk is in a chain of a queue)
         return worst
 
     def _end_of(self, chain: Chain) -> Chain:
-        """Return `chain`, or one that follows it, that nothing follows."""
+        """Return a chain at the end of those that follow `chain`, or `chain` if no evictable chain follows it."""
         for _ in range(DEPTH_MAX):
             branches = self._branches.get(chain.stack[-1].identity)
             following = next((one for one in branches if one.free), None) if branches else None
@@ -317,7 +317,7 @@ class Sessions:
         return chain
 
     def _pop(self, chain: Chain) -> Evictable | None:
-        """Take the last chunk off the chain. Return it if it may go."""
+        """Remove the last chunk from the chain. Return the chunk if it may be evicted."""
         stack, held = chain.stack, chain.held
         chunk = stack.pop()
         free = chunk.place == chain.number
@@ -341,7 +341,7 @@ class Sessions:
         return chunk if free else None
 
     def _forget(self, chain: Chain) -> None:
-        """Nothing is left of the chain but its pace, which is remembered for when it comes back."""
+        """Forget the empty chain. Only its pace is remembered, for a later chain with the same first chunk."""
         branches = self._branches.get(chain.before)
         if branches is not None:
             branches.pop(chain, None)
@@ -365,24 +365,24 @@ class Sessions:
             self._queues.drop(chain, chain.kind)
 
     def _line_up(self, chain: Chain) -> None:
-        """Some of it may go from now on."""
+        """Put the chain into the queues, because some of its chunks may be evicted from now on."""
         self._enqueue(chain)
         self._recency.use(chain)
 
     def _leave(self, chain: Chain) -> None:
-        """Nothing of it may go, or it is elsewhere from now on."""
+        """Remove the chain from the queues, because none of its chunks may be evicted, or its queue changes."""
         self._dequeue(chain)
         self._recency.forget(chain)
         if chain is self._draining:
             self._draining = NOBODY
 
-    # ---- what follows what ---------------------------------------------------------------------------------------
+    # ---- the order of chains -------------------------------------------------------------------------------------
 
     def _chain_for(self, identity: Hashable, before: Hashable) -> Chain:
         """Return the chain at whose end a new chunk belongs."""
         chain = self._known.get(identity)
-        if chain is not None and chain.stack:  # else it went, and this is what a chunk of it held before it grew
-            return chain  # of another cache group, or the same content once more
+        if chain is not None and chain.stack:  # false for an evicted chain that once had a chunk with this identity
+            return chain  # the chunk is of another cache group, or has the same content
         parent = self._known.get(before) if before else None
         if parent is not None and not parent.stack:
             parent = None
@@ -396,7 +396,7 @@ class Sessions:
         if chain is None:
             chain = Chain(identity, before, self._now_s, orphan=False)
             if parent is not None and len(parent.stack) >= CHAIN_MAX:
-                chain.pace, chain.kind = parent.pace, kind_of(parent.pace)
+                chain.pace, chain.kind = parent.pace, chain_kind(parent.pace)
         chain.orphan = bool(before) and (parent is None or parent.orphan)
         self._follow(chain)
         if parent is not None and len(self._branches.get(before, ())) > 1:
@@ -413,7 +413,7 @@ class Sessions:
                 self._branches.popitem(last=False)
 
     def _adopt(self, identity: Hashable) -> None:
-        """What follows `identity` can be found from now on: it came before what it follows."""
+        """Make the orphans after `identity` findable, because the missing chunk before these orphans was inserted."""
         ends = [identity]
         while ends:
             for chain in [one for one in self._branches.get(ends.pop(), ()) if one.orphan]:
@@ -425,17 +425,17 @@ class Sessions:
                 ends.append(chain.stack[-1].identity)
 
     def _leave_behind(self, chain: Chain, last: Evictable) -> None:
-        """A request used the chain as far as `last`. What is behind it has waited for longer."""
+        """Split the chain after `last`, the last used chunk, because the chunks after `last` stay idle."""
         stack = chain.stack
         if stack[-1] is not last and chain.held.isdisjoint(stack[stack.index(last) + 1 :]):
             self._split(chain, last.identity)
 
     def _split(self, chain: Chain, at: Hashable) -> None:
-        """What comes behind `at` is left behind: a chain of its own, of a kind of its own, that waits from now on."""
+        """Split off the chunks after `at` as a chain of a kind of its own, which waits from now on."""
         stack = chain.stack
         stop = next((i for i in range(len(stack), 0, -1) if stack[i - 1].identity == at), len(stack))
         rest = stack[stop:]
-        if not any(one.place == chain.number for one in rest):  # places of what is gone
+        if not any(one.place == chain.number for one in rest):  # only places of dropped chunks
             while len(stack) > stop:
                 self._pop(chain)
             return
@@ -458,14 +458,14 @@ class Sessions:
             chain.free -= end.free
             if not chain.free:
                 self._leave(chain)
-        if not any(one.place == chain.number for one in chain.stack):  # else what is given back may be all there is
+        if not any(one.place == chain.number for one in chain.stack):  # else `_give_back` counts them as free later
             self._end_number(chain)
         self._duel.split(chain, len(chain.stack), end, len(rest))
         self._returns.waits(LEFT, SILENT + LEFT)
         self._follow(end)
 
     def _move(self, chunks: list[Evictable], chain: Chain, end: Chain) -> None:
-        """Those of `chain` are of the new chain `end` from now on."""
+        """Move `chunks` from `chain` to the new chain `end`."""
         self._number(end)
         old, new, known = chain.number, end.number, self._known
         for chunk in chunks:
@@ -476,16 +476,16 @@ class Sessions:
             if known.get(identity) is chain:
                 known[identity] = end
 
-    # ---- when ----------------------------------------------------------------------------------------------------
+    # ---- waits and hints -----------------------------------------------------------------------------------------
 
     def _use(self, chain: Chain) -> None:
-        """A request uses a chain that has waited."""
+        """End the wait of a chain that a request uses."""
         self._learn(chain)
-        self._become(chain, kind_of(chain.pace))
+        self._become(chain, chain_kind(chain.pace))
 
     def _learn(self, chain: Chain) -> None:
-        """Its wait is over."""
-        assert chain.ended_s is not None  # noqa: S101  (asked by the callers)
+        """Learn from the chain's wait, which is over."""
+        assert chain.ended_s is not None  # noqa: S101  (checked by the callers)
         idle_s = self._now_s - chain.ended_s
         if not chain.hinted:
             self._returns.back(chain.paced, SILENT + chain.answer + chain.paced, idle_s)
@@ -497,7 +497,7 @@ class Sessions:
         chain.ended_s, chain.hint, chain.hinted = None, None, 0
 
     def _become(self, chain: Chain, kind: int) -> None:
-        """It is valued as one of this kind that is used now."""
+        """Value the chain as a chain of kind `kind` that is used now."""
         if chain.learnt_kept:
             self._revalued.add(chain.learnt_kind)
         if chain.free:
@@ -520,7 +520,7 @@ class Sessions:
         end, demotes = chain.stack[-1].identity, hint.action is Action.DEMOTE
         branches = self._branches.get(end, ())
         own = chunk.identity == end and all(one.hint is hint for one in branches) and not (demotes and chain.shared)
-        if chain.ended_s is None:  # another request uses it, or this one's chunk has just landed
+        if chain.ended_s is None:  # another request uses the chain, or a chunk of this request has just landed
             if own and not demotes:
                 self._expect(chain, hint)
         elif own or not (demotes or self._promises_less(chain, hint)):
@@ -532,10 +532,10 @@ class Sessions:
         chain.hint, kind = hint, hinted_kind(hint.action, hint.at_s - self._now_s)
         if self._returns.trusts:
             self._become(chain, kind)
-            self._draining = NOBODY  # what is saved may now promise less
+            self._draining = NOBODY  # chunks that are being saved may be worth less now
 
     def _promises_less(self, chain: Chain, hint: Hint) -> bool:
-        """Whether the hint would make a chain that waits worth less than it is."""
+        """Whether the hint would reduce the worth of a chain that waits."""
         hinted, now_s = hinted_kind(hint.action, hint.at_s - self._now_s), self._now_s
         return self._returns.worth(hinted, 0.0) < self._returns.worth(chain.kind, now_s - chain.used_s)
 
@@ -549,7 +549,7 @@ class Sessions:
         self._duel.hinted(chain)
 
     def _settle(self) -> None:
-        """A request is over: its chains wait from now on."""
+        """Begin the waits of the chains of a request that is over."""
         touched, self._touched = self._touched, []
         at, many, chains, prompt = 0, len(touched), self._chains, list[tuple[Chain, int]]()
         while at < many and (chain := chains[touched[at].place]) is not None:
@@ -561,7 +561,7 @@ class Sessions:
             if begun is not stack:
                 self._leave_behind(chain, begun[-1])
             self._wait(chain, self._answer)
-            if not chain.orphan:  # of those, what was lost is counted
+            if not chain.orphan:  # orphans are counted in `_lost`
                 prompt.append((chain, size))
             at += size
         if at < many:
@@ -572,9 +572,10 @@ class Sessions:
         self._duel.used(prompt, self._now_s)
 
     def _put_in_order(self, touched: list[Evictable]) -> list[tuple[Chain, int]]:
-        """The order of a chain's chunks is that in which the request had them, the last one first.
+        """Put the chunks of each chain in the order in which the request had them.
 
-        Returns which chains there are but those of orphans, and how many chunks of each.
+        The last chunk is first in `touched`. Returns the chains except orphans, each with the number of its chunks in
+        `touched`.
         """
         chains: dict[Chain, dict[Evictable, None]] = {}
         for chunk in touched:
@@ -587,10 +588,10 @@ class Sessions:
         return [(chain, len(chunks)) for chain, chunks in chains.items() if not chain.orphan]
 
     def _wait(self, chain: Chain, answer: int) -> None:
-        """No request uses it from now on."""
+        """Begin a wait of the chain, because no request uses it."""
         if chain.ended_s is not None:
             self._learn(chain)
-        pace = chain.paced = kind_of(chain.pace)
+        pace = chain.paced = chain_kind(chain.pace)
         chain.ended_s, chain.answer = self._now_s, answer
         self._returns.waits(pace, SILENT + answer + pace)
         self._become(chain, SILENT + answer + pace)

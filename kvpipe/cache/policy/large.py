@@ -1,7 +1,8 @@
-"""Mappings of a million entries of which no call takes long, and which the garbage collector does not traverse.
+"""Mappings whose calls stay fast with a million entries. The garbage collector does not traverse these mappings.
 
-A dict of n entries copies all of them now and then, even if it does not grow: 0.3 ms for 40,000, 40 ms for 700,000.
-These mappings are made of many small dicts; up to `PLAIN_MAX` entries they are plain dicts.
+A dict of n entries sometimes copies all entries in one call, even if it does not grow. The copy takes 0.3 ms for 40,000
+entries, and 40 ms for 700,000. These mappings consist of many small dicts. Up to `PLAIN_MAX` entries they are plain
+dicts.
 """
 
 from __future__ import annotations
@@ -17,67 +18,71 @@ V = TypeVar("V")
 
 PLAIN_MAX: Final = 1 << 14
 SHARD_ENTRIES: Final = 1 << 12
-SHARDS: Final = (13, 31, 61, 127, 251, 509, 1021, 2039)  # primes: hashes of objects are their addresses
+SHARDS: Final = (13, 31, 61, 127, 251, 509, 1021, 2039)  # primes, because hashes of objects are their addresses
 RUN_MAX: Final = 1 << 10
 _MISSING: Final = object()
 
 untracked = ctypes.pythonapi.PyObject_GC_UnTrack
-"""Untracks one object: the garbage collector ignores it, and only its reference count frees it.
+"""Untracks one object: the garbage collector ignores the object, and only its reference count frees it.
 
-A full collection traverses all tracked objects: 0.6 s for a million chunks. An untracked object must not be part of a
-reference cycle, which would never be freed.
+A full collection traverses all tracked objects, which takes 0.6 s for a million chunks. An untracked object must not be
+part of a reference cycle, because the cycle would never be freed.
 """
 untracked.argtypes, untracked.restype = [ctypes.py_object], None
 
 
 class Shard(dict[K, V]):
-    """One of the dicts. Unlike a plain one it is tracked while it is empty, so vLLM's `gc.freeze` at start has it."""
+    """One dict of a mapping.
+
+    Unlike a plain dict, a shard is tracked by the garbage collector even while it is empty. Therefore vLLM's
+    `gc.freeze` at start includes the shard.
+    """
 
     __slots__ = ()
 
 
 class Shards(MutableMapping[bytes, V]):
-    """A dict in 256 pieces by the first byte of the key, which must be a hash. Unordered."""
+    """A dict that is divided into 256 pieces by the first byte of the key, which must be a hash. It has no order."""
 
     __slots__ = ("_shards",)
 
     def __init__(self) -> None:
-        """Start empty."""
+        """Start without entries."""
         self._shards: tuple[Shard[bytes, V], ...] = tuple(Shard() for _ in range(256))
 
     def __getitem__(self, key: bytes) -> V:
-        """Raises KeyError."""
+        """Return the value of `key`. Raises KeyError if there is none."""
         return self._shards[key[0]][key]
 
     def __setitem__(self, key: bytes, value: V) -> None:
-        """As of a dict."""
+        """Set a value, as in a dict."""
         self._shards[key[0]][key] = value
 
     def __delitem__(self, key: bytes) -> None:
-        """As of a dict; raises KeyError. A piece that becomes empty frees its memory."""
+        """Delete an entry, as in a dict. Raises KeyError. A piece that becomes empty frees its memory."""
         shard = self._shards[key[0]]
         del shard[key]
         if not shard:
             shard.clear()
 
     def __contains__(self, key: Any) -> bool:  # noqa: ANN401
-        """As of a dict."""
+        """Whether the mapping has the key, as in a dict."""
         return key in self._shards[key[0]]
 
     def get(self, key: bytes, default: Any = None) -> Any:  # noqa: ANN401
-        """As of a dict."""
+        """Return a value or the default, as a dict does."""
         return self._shards[key[0]].get(key, default)
 
     def __iter__(self) -> Iterator[bytes]:
-        """As of a dict, but in no order."""
+        """Iterate over the keys, in no order."""
         return chain.from_iterable(self._shards)
 
     def __len__(self) -> int:
-        """As of a dict."""
+        """Return the number of entries."""
         return sum(map(len, self._shards))
 
     def clear(self) -> None:
-        """As of a dict."""
+        """Remove all entries."""
         for shard in self._shards:
             shard.clear()
 
@@ -97,7 +102,10 @@ def _shards(entries_max: int) -> tuple[Shard[Any, Any], ...]:
 
 
 class _Stretch:
-    """A run of consecutive entries. `filled`: entries since it was last compacted, those that have left included."""
+    """A run of consecutive entries.
+
+    `filled` counts the entries since the last compaction, including removed entries.
+    """
 
     __slots__ = ("entries", "filled", "newer", "older")
 
@@ -113,26 +121,27 @@ class ShardedOrder(MutableMapping[K, V]):
     __slots__ = ("_first", "_last", "_len", "_many", "_shards")
 
     def __init__(self, entries_max: int, shards: tuple[Shard[K, _Stretch], ...] = ()) -> None:
-        """Start empty. It may hold more than `entries_max` entries; calls take longer then.
+        """Start without entries. With more than `entries_max` entries, calls take longer.
 
-        `shards`: an index that it shares with others. A key may be in one of them at a time, and is asked of that one.
+        `shards` is an index that several orders share. At any time a key may be in only one of these orders, and only
+        this order may be asked for the key.
         """
         self._shards = shards or _shards(entries_max)
         self._many, self._len = len(self._shards), 0
         self._first = self._last = _Stretch()
 
     def __getitem__(self, key: K) -> V:
-        """Raises KeyError."""
+        """Return a value, as a dict does. Raises KeyError."""
         value: V = self._shards[hash(key) % self._many][key].entries[key]
         return value
 
     def get(self, key: K, default: Any = None) -> Any:  # noqa: ANN401
-        """As of a dict."""
+        """Return a value or the default, as a dict does."""
         run = self._shards[hash(key) % self._many].get(key)
         return default if run is None else run.entries[key]
 
     def __setitem__(self, key: K, value: V) -> None:
-        """As of an `OrderedDict`: a key that is in it keeps its place."""
+        """Set a value. As in an `OrderedDict`, an existing key keeps its position."""
         shard = self._shards[hash(key) % self._many]
         run = shard.get(key)
         if run is None:
@@ -145,11 +154,11 @@ class ShardedOrder(MutableMapping[K, V]):
         run.entries[key] = value
 
     def __delitem__(self, key: K) -> None:
-        """Raises KeyError."""
+        """Delete an entry. Raises KeyError."""
         self.pop(key)
 
     def pop(self, key: K, default: Any = _MISSING) -> Any:  # noqa: ANN401
-        """As of a dict."""
+        """Remove an entry and return its value, as a dict does."""
         run = self._shards[hash(key) % self._many].pop(key, None)
         if run is None:
             if default is _MISSING:
@@ -163,11 +172,10 @@ class ShardedOrder(MutableMapping[K, V]):
         return value
 
     def popitem(self, last: bool = True) -> tuple[K, V]:  # noqa: FBT001, FBT002  (as of OrderedDict)
-        """Remove and return the newest entry, or, if not `last`, the oldest.
+        """Remove and return the newest entry, or the oldest if `last` is False.
 
         Raises:
-            KeyError: there is none.
-
+            KeyError: there are no entries.
         """
         key = next(reversed(self) if last else iter(self), _MISSING)
         if key is _MISSING:
@@ -175,33 +183,33 @@ class ShardedOrder(MutableMapping[K, V]):
         return key, self.pop(key)  # type: ignore[arg-type, return-value]
 
     def move_to_end(self, key: K) -> None:
-        """Make it the newest. Raises KeyError."""
+        """Make the entry the newest. Raises KeyError."""
         self[key] = self.pop(key)
 
     def __contains__(self, key: object) -> bool:
-        """As of a dict."""
+        """Whether the mapping has the key, as in a dict."""
         return key in self._shards[hash(key) % self._many]
 
     def __iter__(self) -> Iterator[K]:
-        """The oldest first."""
+        """Iterate over the keys, the oldest first."""
         run: _Stretch | None = self._first
         while run is not None:
             yield from run.entries
             run = run.newer
 
     def __reversed__(self) -> Iterator[K]:
-        """The newest first."""
+        """Iterate over the keys, the newest first."""
         run: _Stretch | None = self._last
         while run is not None:
             yield from reversed(run.entries)
             run = run.older
 
     def __len__(self) -> int:
-        """As of a dict."""
+        """Return the number of entries."""
         return self._len
 
     def _open(self) -> _Stretch:
-        """Return a run for a new entry: the last one has reached `RUN_MAX`, perhaps with few entries left in it."""
+        """Return a run for a new entry. The last run has reached `RUN_MAX`, but may have few entries left."""
         last = self._last
         if len(last.entries) * 2 < RUN_MAX:
             _fill(last, dict(last.entries))
@@ -211,7 +219,7 @@ class ShardedOrder(MutableMapping[K, V]):
         return self._last
 
     def _shrink(self, run: _Stretch) -> None:
-        """Compact `run`, which has few entries left and is not the last one; join it with a neighbour that is small."""
+        """Compact `run`, which has few entries left and is not the last run, or join it with a small neighbour."""
         older, newer = run.older, run.newer
         if not run.entries:
             self._unlink(run)
@@ -231,7 +239,7 @@ class ShardedOrder(MutableMapping[K, V]):
         self._unlink(newer)
 
     def _unlink(self, run: _Stretch) -> None:
-        """Take out a run, which is not the last one."""
+        """Remove a run that is not the last one from the list of runs."""
         older, newer = run.older, run.newer
         assert newer is not None  # noqa: S101
         newer.older = older
@@ -249,11 +257,11 @@ def _fill(run: _Stretch, entries: dict[Any, Any]) -> None:
 
 
 def by_key(entries_max: int) -> MutableMapping[bytes, V]:
-    """Return an empty dict, or `Shards` if `entries_max` is large. Keys are hashes."""
+    """Return an empty dict, or `Shards` if `entries_max` is large. The keys must be hashes."""
     return {} if entries_max <= PLAIN_MAX else Shards()
 
 
-def table(entries_max: int) -> MutableMapping[K, V]:
+def make_order(entries_max: int) -> MutableMapping[K, V]:
     """Return an empty dict, or a `ShardedOrder` if `entries_max` is large."""
     return {} if entries_max <= PLAIN_MAX else ShardedOrder(entries_max)
 
@@ -264,7 +272,7 @@ def order(entries_max: int) -> Ordered[K, V]:
 
 
 def orders(entries_max: int, count: int) -> tuple[Ordered[K, V], ...]:
-    """Return `count` orders as of `order`; large ones share an index: a key may be in one of them at a time."""
+    """Return `count` mappings as from `order`. Large ones share an index, so a key may be in one of them at a time."""
     if entries_max <= PLAIN_MAX:
         return tuple(OrderedDict() for _ in range(count))
     shards = _shards(entries_max)
