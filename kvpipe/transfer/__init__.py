@@ -1,1 +1,1 @@
-"""Copies between paged KV blocks and host slots: the protocol in `base.py`, and the transfer engines."""
+"""This package copies between paged KV blocks and host slots. `base.py` is the protocol of the transfer engines."""

@@ -1,47 +1,47 @@
-"""The transfer protocol: the calls that the pipeline makes to a transfer engine, and what an engine must guarantee.
+"""The transfer protocol: the calls that the pipeline makes to a transfer engine, and the guarantees of an engine.
 
-An engine copies one layer of one batch of jobs per submission. It completes the submissions of one plan in the order in
-which they were submitted, each exactly once, from any thread. `prepare` and `submit` never raise: a copy that fails
-completes its ticket with the jobs that have failed.
+With each submission, an engine copies one layer of one batch of jobs, or several layers that are final at once. The
+engine completes the submissions of one plan in the order of their submission, each exactly once, from any thread.
+`prepare` and `submit` never raise. If a copy fails, the engine completes the copy's ticket with the failed jobs.
 
-The engine orders copies against the caller's compute, and nothing else. *Slots are ordered by the host*: a load from a
-slot is submitted only after the save into it has completed, and a save into a slot only after all loads from it have.
-So no engine makes a load wait for a save, or a save for a load.
+The engine orders copies only against the caller's compute. *The scheduler side orders the uses of slots.* It plans a
+load from a slot only after the save into the slot has completed. The scheduler side plans a save into a slot only after
+all loads from the slot have completed. So a transfer engine need not make a load wait for a save, or a save for a load.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from kvpipe.messages import ROW_BYTES, Job, table_of
+from kvpipe.protocol.messages import ROW_BYTES, Job, table_of
 
 if TYPE_CHECKING:
-    from kvpipe.geometry import Geometry
+    from kvpipe.protocol.geometry import Geometry
     from kvpipe.transfer.pages import PageView
     from kvpipe.transfer.pool import HostPool
 
 NO_JOBS: frozenset[int] = frozenset()
-"""`Ticket.failed` of a copy that succeeded."""
+"""The value of `Ticket.failed` if the copy succeeded."""
 
 
 class TicketState(Enum):
-    """The states of `kvpipe/statemachine/ticket.py`, by name, in a form for which the data plane needs no pydantic."""
+    """The states of `kvpipe/statemachine/ticket.py` as an enum, so that the data plane need not import pydantic."""
 
     QUEUED, BEGUN, WITHDRAWN, OVER, DONE = "QUEUED", "BEGUN", "WITHDRAWN", "OVER", "DONE"
 
 
 QUEUED, BEGUN, WITHDRAWN, OVER, DONE = TicketState
 QUIET: Final = (OVER, DONE, WITHDRAWN)
-"""The states in which a ticket's copy touches no memory any more. A tuple, because an enum member's hash is slow."""
+"""The states in which a ticket's copy touches no memory. This is a tuple, because hashing an enum member is slow."""
 _LEAVING: Final = threading.Lock()
-"""Held by the thread that moves a ticket out of `QUEUED`. All tickets share it: it is held for about a microsecond."""
+"""A thread holds this lock for about 1 us to move a ticket out of `QUEUED`. All tickets share the lock."""
 
 
 class Direction(IntEnum):
@@ -52,7 +52,7 @@ class Direction(IntEnum):
 
 
 class Run(NamedTuple):
-    """One contiguous copy for one job: `pages` pages of `slot` from `page` on, and as many blocks from `block` on."""
+    """One copy for one job, between pages [page, page + pages) of `slot` and the blocks [block, block + pages)."""
 
     job: int
     slot: int
@@ -62,9 +62,9 @@ class Run(NamedTuple):
 
 
 class SlotSpan(NamedTuple):
-    """`pages` adjacent pages of one slot, from `page` on: contiguous on the host side.
+    """The pages [page, page + pages) of one slot, which are contiguous in host memory.
 
-    `blocks`: the block of each page, shape (pages,). `adjacent`: these are adjacent too, from `block` on.
+    `blocks` has the block of each page, shape (pages,). `adjacent` says whether these are [block, block + pages).
     """
 
     slot: int
@@ -75,66 +75,104 @@ class SlotSpan(NamedTuple):
     blocks: npt.NDArray[np.int64]
 
 
-class CopyPlan:
-    """The rows of a batch of jobs per cache group, merged. Made once per step and direction, used by every layer.
+Table = npt.NDArray[np.int64]
 
-    For cache group g, in int64 arrays; an engine uses what suits it:
-    `rows[g]`: shape (n, 3), one row per page: slot, page, block.
-    `cuts[g]`: shape (s,), the indices into `rows[g]` at which a new span begins.
-    `runs[g]`: shape (m, 5), the fields of one `Run` per row.
+
+class MergedRows(NamedTuple):
+    """The rows of a `CopyPlan` and the indices at which spans begin, by cache group."""
+
+    rows: tuple[Table, ...]
+    cuts: tuple[Table, ...]
+
+
+class CopyPlan:
+    """The rows of a batch of jobs per cache group, merged. A plan is made once per batch and used by every layer.
+
+    The first thread that reads `rows`, `cuts` or `runs` makes them. If two threads make them at once, both threads get
+    equal arrays.
     """
 
-    __slots__ = ("_spans", "cuts", "direction", "jobs", "mark", "mover", "rows", "runs")
+    __slots__ = ("_groups", "_merged", "_runs", "_spans", "direction", "jobs", "mark", "mover")
 
     def __init__(self, direction: Direction, jobs: Sequence[Job], groups: int) -> None:
-        """Merge adjacent rows of `jobs`, for a model with `groups` cache groups. O(rows), vectorised."""
-        self.direction, self.jobs = direction, tuple(jobs)
+        """`groups` is the number of the model's cache groups."""
+        self.direction, self.jobs, self._groups = direction, tuple(jobs), groups
         self.mark: object = None  # for the engine's own use
-        self.mover = ""  # the engine's mover for this plan, for the trace
+        self.mover = ""  # the name of the engine's mover for this plan, for the trace
         self._spans: dict[int, list[SlotSpan]] = {}
-        rows = table_of(jobs).astype(np.int64)
-        owners = np.repeat(np.array([job.id for job in jobs], np.int64), [len(job.rows) // ROW_BYTES for job in jobs])
-        if groups == 1:
-            parts = [(rows[:, 1:], owners)]
-        else:
-            parts = [(rows[mine][:, 1:], owners[mine]) for mine in (rows[:, 0] == g for g in range(groups))]
-        merged = [_merge(*part) for part in parts]
-        self.rows: tuple[npt.NDArray[np.int64], ...] = tuple(mine for mine, _ in parts)
-        self.runs: tuple[npt.NDArray[np.int64], ...] = tuple(runs for runs, _ in merged)
-        self.cuts: tuple[npt.NDArray[np.int64], ...] = tuple(cuts for _, cuts in merged)
+        self._merged: MergedRows | None = None
+        self._runs: tuple[Table, ...] | None = None  # not all movers need runs, and a call of numpy may be slow
+
+    @property
+    def rows(self) -> tuple[Table, ...]:
+        """One int64 array per cache group, shape (n, 3). Each row is one page: slot, page, block."""
+        return (self._merged or self._merge()).rows
+
+    @property
+    def cuts(self) -> tuple[Table, ...]:
+        """One int64 array per cache group, shape (s,). It has the indices into `rows` at which spans begin."""
+        return (self._merged or self._merge()).cuts
+
+    @property
+    def runs(self) -> tuple[Table, ...]:
+        """One int64 array per cache group, shape (m, 5). Each row has the fields of one `Run`."""
+        if self._runs is None:
+            owners = [job.id for job in self.jobs], [len(job.rows) // ROW_BYTES for job in self.jobs]
+            each = self._by_group(np.repeat(*(np.array(numbers, np.int64) for numbers in owners)))
+            self._runs = tuple(map(_runs_of, self.rows, each))
+        return self._runs
+
+    def _merge(self) -> MergedRows:
+        rows = tuple(part[:, 1:] for part in self._by_group(table_of(self.jobs).astype(np.int64)))
+        self._merged = made = MergedRows(rows, tuple(_apart(part).nonzero()[0] for part in rows))
+        return made
+
+    def _by_group(self, each: Table) -> Iterable[Table]:
+        """Divide an array with an item for each row of the jobs by cache group."""
+        if self._groups == 1:
+            return (each,)
+        groups = table_of(self.jobs)[:, 0]
+        return [each[groups == group] for group in range(self._groups)]
 
     def run_list(self, group: int) -> list[Run]:
         """Return the runs of cache group `group` as tuples of Python integers."""
         return [Run(*row) for row in self.runs[group].tolist()]
 
     def spans(self, group: int) -> list[SlotSpan]:
-        """Return the spans of cache group `group`, computed at the first call."""
+        """Return the spans of cache group `group`. The first call computes the spans."""
         made = self._spans.get(group)
         if made is None:
             made = self._spans[group] = _spans(self.rows[group], self.cuts[group])
         return made
 
 
-def _merge(
-    rows: npt.NDArray[np.int64], owners: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return (runs, cuts) of (slot, page, block) rows: a run is adjacent on both sides and of one job of `owners`."""
-    slot, page, block = (rows[1:] - rows[:-1]).T
-    span, run = np.ones((2, len(rows)), bool)  # whether one begins at each row
-    span[1:] = (slot != 0) | (page != 1)
-    run[1:] = span[1:] | (block != 1) | (owners[1:] != owners[:-1])
-    first = run.nonzero()[0]
+def _apart(rows: Table) -> npt.NDArray[np.bool_]:
+    """Return whether a span begins at each of the (slot, page, block) rows."""
+    begins = np.ones(len(rows), bool)
+    slot, page, _ = (rows[1:] - rows[:-1]).T
+    begins[1:] = (slot != 0) | (page != 1)
+    return begins
+
+
+def _runs_of(rows: Table, owners: Table) -> Table:
+    """Return the runs of (slot, page, block) rows.
+
+    The pages of a run belong to one job, and are adjacent in slot and blocks. `owners` has the id of each row's job.
+    """
+    begins = _apart(rows)
+    begins[1:] |= (rows[1:, 2] - rows[:-1, 2] != 1) | (owners[1:] != owners[:-1])
+    first = begins.nonzero()[0]
     runs = np.empty((len(first), 5), np.int64)
     runs[:, 0], runs[:, 1:4], runs[:-1, 4], runs[-1:, 4] = owners[first], rows[first], first[1:], len(rows)
     runs[:, 4] -= first
-    return runs, span.nonzero()[0]
+    return runs
 
 
-def _spans(rows: npt.NDArray[np.int64], cuts: npt.NDArray[np.int64]) -> list[SlotSpan]:
+def _spans(rows: Table, cuts: Table) -> list[SlotSpan]:
     if not len(rows):
         return []
     blocks = np.ascontiguousarray(rows[:, 2])
-    apart = np.ones(len(rows), bool)  # from the block before
+    apart = np.ones(len(rows), bool)  # whether each row's block is not the block after the previous row's block
     apart[1:] = blocks[1:] != blocks[:-1] + 1
     apart[cuts] = False
     adjacent = (~np.logical_or.reduceat(apart, cuts)).tolist()
@@ -147,79 +185,88 @@ def _spans(rows: npt.NDArray[np.int64], cuts: npt.NDArray[np.int64]) -> list[Slo
 
 
 class Ticket:
-    """One submitted copy of one layer. Completed exactly once; `sink(ticket)` then hands it to the loop thread.
+    """One submitted copy of layers. A ticket is completed exactly once. Then `sink(ticket)` notifies the loop thread.
 
-    `state` is a state of the ticket machine. It leaves `QUEUED` under a lock; the thread that completes the ticket
-    leaves every other state.
+    `state` is a state of the ticket machine. A thread changes the state `QUEUED` only under a lock. Only the thread
+    that completes the ticket changes any other state.
     """
 
     __slots__ = (
-        "_landed", "batch", "begun_ns", "born_ns", "done_ns", "failed", "layer", "mark", "ordinal", "sink", "state",
+        "_landed", "batch", "begun_ns", "born_ns", "done_ns", "failed", "layer", "layers", "mark", "ordinal", "sink",
+        "state",
     )  # fmt: skip
 
-    def __init__(self, batch: object, layer: int, ordinal: int, sink: Callable[[Ticket], object]) -> None:
-        """`layer`: an index into `geometry.layers`. `ordinal`: of the batch's submissions, from 0: k of ``LAYER_k``."""
+    def __init__(
+        self, batch: object, layer: int, ordinal: int, sink: Callable[[Ticket], object], layers: tuple[int, ...] = ()
+    ) -> None:
+        """`layer` is an index into `geometry.layers`. `layers` has all copied layers, `layer` first.
+
+        Empty `layers` mean that only `layer` is copied. `ordinal` is the number of the batch's layers that were
+        submitted before: the k of ``LAYER_k``.
+        """
         self.batch, self.layer, self.ordinal, self.sink = batch, layer, ordinal, sink
+        self.layers = layers or (layer,)
         self.failed = NO_JOBS
-        self.mark: object = None  # for the engine's own use: what device work is ordered after
+        self.mark: object = None  # for the engine's own use, such as the point after which device work is ordered
         self.state = QUEUED
-        self.born_ns = self.begun_ns = time.monotonic_ns()  # an engine that holds it back sets `begun_ns`
-        self.done_ns = self.born_ns  # until it is completed
+        self.born_ns = self.begun_ns = time.monotonic_ns()  # an engine that delays the copy sets `begun_ns` later
+        self.done_ns = self.born_ns  # the time of completion, once the ticket is completed
         self._landed = threading.Lock()
         self._landed.acquire()
 
     @property
     def over(self) -> bool:
-        """Whether it is completed: its copy touches no memory any more."""
+        """Whether the ticket is completed, so that its copy touches no memory any more."""
         state = self.state
         return state is OVER or state is DONE
 
     @property
     def done(self) -> bool:
-        """Whether it is over, and `sink` has returned."""
+        """Whether the ticket is over and `sink` has returned."""
         return self.state is DONE
 
     def begin(self) -> bool:
-        """Announce that the copy is about to touch memory. Returns False if it was given up: it must not begin then.
+        """Announce that the copy is about to touch memory. Returns False if the copy was given up and must not begin.
 
-        For engines whose `abandon` is `withdraw`. Raises RuntimeError if the copy has begun already.
+        This method is for engines whose `abandon` calls `withdraw`. Raises RuntimeError if the copy has begun already.
         """
         with _LEAVING:
             if self.state is QUEUED:
                 self.state = BEGUN
                 return True
         if self.state is BEGUN:
-            raise self._illegal("begin", "its copy has begun already")
+            raise self._illegal("begin", "the copy has begun already")
         return False
 
     def withdraw(self) -> bool:
-        """Give the copy up, unless it has begun. Returns True if it touches no memory from now on."""
+        """Give the copy up unless the copy has begun. Returns True if the copy touches no memory from now on."""
         with _LEAVING:
             if self.state is QUEUED:
                 self.state = WITHDRAWN
         return self.state is not BEGUN
 
     def complete(self, failed: frozenset[int] = NO_JOBS) -> None:
-        """Complete the copy, also one that was withdrawn. `failed`: ids of the jobs whose bytes must not be used.
+        """Complete the ticket, even after a withdrawal. `failed` has the ids of the jobs whose bytes must not be used.
 
         Raises:
-            RuntimeError: it was completed before.
+            RuntimeError: the ticket was completed before.
 
         """
         if self.state is QUEUED:
             with _LEAVING:
-                if self.state is QUEUED:  # else somebody withdraws it just now
+                if self.state is QUEUED:  # otherwise another thread has just withdrawn the ticket
                     self.state = BEGUN
         if (state := self.state) is OVER or state is DONE:
-            raise self._illegal("complete", "it was completed twice")
-        self.failed, self.done_ns = failed, time.monotonic_ns()  # first: who sees that it is over sees how
+            raise self._illegal("complete", "a ticket is completed only once")
+        # `failed` is set before `state`, so that a thread that sees the state OVER also sees which jobs failed.
+        self.failed, self.done_ns = failed, time.monotonic_ns()
         self.state = OVER
         self.sink(self)
         self.state = DONE
-        self._landed.release()  # last: a waiter finds the completion in the loop's inbox
+        self._landed.release()  # after `sink`, so that a thread in `wait` finds the completion in the loop's inbox
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until the copy is done, for at most `timeout_s` seconds. Returns False on a timeout."""
+        """Block until the ticket is done, for at most `timeout_s` seconds. Returns False on a timeout."""
         if not self._landed.acquire(timeout=timeout_s):
             return False
         self._landed.release()
@@ -230,49 +277,59 @@ class Ticket:
 
 
 class TransferEngine(Protocol):
-    """Copies layers. One per rank."""
+    """A transfer engine copies layers. Each rank has one transfer engine."""
 
     piece_bytes: int
-    """About how many bytes of the pool one call of `claim` should get."""
+    """The approximate number of bytes of the pool for one call of `claim`."""
 
     def attach(self, views: Sequence[PageView], geometry: Geometry, pool: HostPool) -> None:
-        """Bind the paged cache (one view per layer, in the order of `geometry.layers`) and the pool. Called first."""
+        """Bind the paged cache (one view per layer, in the order of `geometry.layers`) and the pool.
+
+        This is the first call. The caller calls `attach` again, with no copy in flight, when the same caches have moved
+        to other addresses. Slots that were claimed before stay claimed.
+        """
 
     def claim(self, address: int, size: int) -> bool:
-        """Take `size` bytes at `address`, which are whole slots in memory: pin them, for example.
+        """Make `size` bytes of whole slots at `address` ready for copies. An engine may pin these bytes, for example.
 
-        Returns whether the slots may be used; after False, call again later. Calls come in the order of the slots.
-        Idempotent; on any thread; never raises.
+        If other ranks have parts of the slots, the bytes are this rank's part of one slot.
+
+        Returns whether the slots may be used. After False the caller repeats the call later. Calls are made in the
+        order of the slots, from any thread. The method is idempotent and never raises.
         """
 
     def prepare(self, plan: CopyPlan) -> None:
-        """Order the loads of `plan` after all compute enqueued so far. Called at step start, before `submit`."""
+        """Order the loads of `plan` after all compute enqueued so far. The caller calls this before `submit`.
+
+        A plan of saves need not be prepared.
+        """
 
     def submit(self, plan: CopyPlan, ticket: Ticket) -> None:
-        """Copy layer `ticket.layer` of `plan`; complete the ticket when the bytes have landed.
+        """Copy the layers `ticket.layers` of `plan`. Complete the ticket when the bytes have landed.
 
-        An engine may hold a layer back until more of the plan is submitted, or until a call orders something after it.
-        One that learns of a failure before it may complete the ticket sets `ticket.failed` early.
+        An engine may delay a layer until more of the plan is submitted, or until a call orders something after the
+        layer. If a copy fails before the engine may complete the copy's ticket, the engine sets `ticket.failed` at
+        once.
         """
 
     def guard_read(self, ticket: Ticket, timeout_s: float) -> bool:
-        """Order the caller's next compute after the copy. On CPU the caller waits; on CUDA the compute stream does.
+        """Order the caller's next compute after the copy. On CPU the caller waits. On CUDA the compute stream waits.
 
-        Returns False if that was not possible within `timeout_s` seconds.
+        Returns False if the copy could not be ordered within `timeout_s` seconds.
         """
 
     def reached(self, ticket: Ticket) -> object:
-        """Notify the engine that attention has reached a completed layer: it may launch its next wave."""
+        """Notify the engine that attention has reached a completed layer. The engine may then launch its next wave."""
 
     def fence(self, ticket: Ticket, timeout_s: float) -> bool:
-        """Order later writes to the paged blocks after the copy's reads. Returns False after `timeout_s` seconds."""
+        """Order later writes to the paged blocks after the copy's reads. Returns False on a timeout of `timeout_s`."""
 
     def abandon(self, ticket: Ticket) -> bool:
-        """Give up a copy. Returns True if it touches no memory from now on: it is over, or will never begin.
+        """Give up a copy. Returns True if the copy is over or will never begin, so that it touches no memory any more.
 
-        An engine that calls `Ticket.begin` before each copy, and makes none for which that returns False, returns
-        `ticket.withdraw()`.
+        Some engines call `Ticket.begin` before each copy and skip the copy if `begin` returns False. Such an engine
+        returns `ticket.withdraw()` here.
         """
 
     def shutdown(self) -> None:
-        """Finish what was submitted and free threads. Idempotent."""
+        """Finish the submitted copies and end the threads. Idempotent."""

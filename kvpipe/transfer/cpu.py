@@ -1,14 +1,14 @@
-"""The CPU engine: native copies between the engine's paged cache and the pool, beside or inside the forward.
+"""The CPU engine makes native copies between the paged cache and the pool, in parallel with the forward or within it.
 
-One thread per direction copies while the forward computes; with ``threads=0`` the calling thread copies, which is
-better if the forward's own threads use every core. To order compute after a copy, the caller waits for it.
+One thread per direction copies while the forward computes. With ``threads=0`` the calling thread copies, which is
+better if the forward's own threads use every core. To order compute after a copy, the caller waits for the copy.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvpipe.cores import bind_this_thread
-from kvpipe.geometry import Geometry
+from kvpipe.machine.cores import bind_this_thread
+from kvpipe.protocol.geometry import Geometry
 from kvpipe.trace.log import log
 from kvpipe.transfer.base import NO_JOBS, CopyPlan, Direction, Ticket
 from kvpipe.transfer.pages import PageView
@@ -25,17 +25,17 @@ from kvpipe.transfer.pool import HostPool
 
 _memmove = ctypes.memmove
 _WORD = 8
-_TORCH_BYTES_MIN = 65_536  # below it a torch call costs more than it gains over memmove
-_Work = tuple[CopyPlan, Ticket] | None
+_TORCH_BYTES_MIN = 65_536  # for fewer bytes `memmove` is faster than a call of torch
+_QueuedCopy = tuple[CopyPlan, Ticket] | None
 
 
 class CpuEngine:
-    """Implements `TransferEngine` for caches in host memory."""
+    """The implementation of `TransferEngine` for caches in host memory."""
 
     piece_bytes = 64 << 20
 
     def __init__(self, threads: int, cpus: frozenset[int] = frozenset()) -> None:
-        """`threads`: 0 or 1 per direction. `cpus`: cores that the threads may use; empty: any."""
+        """`threads` is 0 or 1 per direction. `cpus` has the cores that the threads may use; if empty, all cores."""
         self._threads, self._cpus = threads, cpus
         self._lanes: dict[Direction, _CopyThread] = {}
         self._views: tuple[PageView, ...] = ()
@@ -45,14 +45,17 @@ class CpuEngine:
         """See `TransferEngine.attach`."""
         self._views, self._geometry, self._pool = tuple(views), geometry, pool
         self._words = tuple(map(_as_words, self._views))
-        self._host_bytes = pool.tensor.view(-1).numpy()
+        self._host_bytes = pool.flat.numpy()
 
     def claim(self, address: int, size: int) -> bool:  # noqa: ARG002
-        """See `TransferEngine.claim`. Resident memory is enough: there is nothing to pin."""
+        """See `TransferEngine.claim`. This engine needs only resident memory, so it pins nothing."""
         return True
 
     def prepare(self, plan: CopyPlan) -> None:
-        """See `TransferEngine.prepare`. Nothing to do: the caller has computed everything when it calls."""
+        """See `TransferEngine.prepare`.
+
+        This method does nothing, because on a CPU all earlier compute has ended before the call.
+        """
 
     def submit(self, plan: CopyPlan, ticket: Ticket) -> None:
         """See `TransferEngine.submit`."""
@@ -71,10 +74,10 @@ class CpuEngine:
         return ticket.wait(timeout_s)
 
     def reached(self, ticket: Ticket) -> None:
-        """See `TransferEngine.reached`. Nothing to do: no layer is held back."""
+        """See `TransferEngine.reached`. This method does nothing, because this engine delays no layer."""
 
     def fence(self, ticket: Ticket, timeout_s: float) -> bool:
-        """See `TransferEngine.fence`. Copies of one plan complete in order, so the last one stands for all."""
+        """See `TransferEngine.fence`. Copies of a plan complete in order, so waiting for the last copy is enough."""
         return ticket.wait(timeout_s)
 
     def abandon(self, ticket: Ticket) -> bool:
@@ -91,19 +94,28 @@ class CpuEngine:
         failed = frozenset(job.id for job in plan.jobs)
         try:
             if ticket.begin():
-                failed = self.copy_layer(plan, ticket.layer)
-                if failed and plan.direction is Direction.LOAD:
-                    self._scrub(plan, ticket.layer, failed)
+                failed = self._copy(plan, ticket.layers)
         except Exception:
             log.exception("copy_failed", layer=ticket.layer)
         finally:
             ticket.complete(failed)
 
+    def _copy(self, plan: CopyPlan, layers: Iterable[int]) -> frozenset[int]:
+        """Copy `layers` of `plan`. Returns the ids of the jobs that have failed."""
+        bad = NO_JOBS
+        for layer in layers:
+            failed = self.copy_layer(plan, layer)
+            if failed and plan.direction is Direction.LOAD:
+                self._scrub(plan, layer, failed)
+            bad |= failed
+        return bad
+
     def _scrub(self, plan: CopyPlan, layer: int, failed: frozenset[int]) -> None:
         """Zero the blocks of failed loads before attention reads them.
 
-        The step computes garbage from them in any case, and it is thrown away; but a NaN would stay behind in the
-        freed blocks, and a masked position times NaN is NaN for the block's next owner.
+        Without this, the step would also compute garbage from these blocks, and the garbage is discarded. But a NaN
+        would remain in the freed blocks. The weight of a masked position is 0, and 0 times NaN is NaN, so the block's
+        next owner would compute NaN.
         """
         group, _ = self._geometry.layers[layer]
         for run in plan.run_list(group):
@@ -114,8 +126,8 @@ class CpuEngine:
         """Copy one layer of `plan` on the calling thread. Returns the ids of the jobs that have failed."""
         group, index = self._geometry.layers[layer]
         view, words, offset = self._views[layer], self._words[layer], self._geometry.layer_offsets[group][index]
-        saving, size, flat = plan.direction is Direction.SAVE, view.page_bytes, self._pool.tensor
-        slot_bytes, pool, dense, stride = self._geometry.slot_bytes, self._pool.base, view.dense, view.stride_bytes
+        saving, size, flat = plan.direction is Direction.SAVE, view.page_bytes, self._pool.flat
+        slot_bytes, pool, dense, stride = self._pool.slot_bytes, self._pool.base, view.dense, view.stride_bytes
         for slot, first, pages, block, adjacent, blocks in plan.spans(group):
             at, n = slot * slot_bytes + offset + first * size, pages * size
             if (adjacent and dense) or pages == 1:
@@ -126,33 +138,31 @@ class CpuEngine:
                 a = torch.as_strided(flat, (n,), (1,), at)
                 b = torch.as_strided(view.tensor, (n,), (1,), view.tensor.storage_offset() + block * stride)
                 (a if saving else b).copy_(b if saving else a)
-            elif saving and dense:  # measured: torch gathers faster, numpy scatters faster
+            elif saving:  # torch gathers faster than numpy, which would first copy a whole strided cache
                 out = torch.as_strided(flat, (pages, size), (size, 1), at)
                 torch.index_select(view.tensor, 0, torch.from_numpy(blocks), out=out)
-            elif saving:
-                np.take(words, blocks, axis=0, out=self._host(at, pages, size), mode="clip")
             else:
                 words[blocks] = self._host(at, pages, size)
         return NO_JOBS
 
     def _host(self, at: int, pages: int, page_bytes: int) -> npt.NDArray[Any]:
-        """Return `pages` pages of the pool from byte `at` on, shape (pages, words or bytes), as `_as_words`."""
+        """Return `pages` pages of the pool from byte `at` on, as an array like that of `_as_words`."""
         region = self._host_bytes[at : at + pages * page_bytes].reshape(pages, page_bytes)
         return region.view(np.int64) if page_bytes % _WORD == 0 else region
 
 
 def _as_words(view: PageView) -> npt.NDArray[Any]:
-    """Return the paged cache, shape (blocks, 8-byte words), or (blocks, bytes) if pages are no multiple of 8 bytes."""
+    """Return the paged cache as words of 8 bytes, shape (blocks, words); as bytes if a size is no multiple of 8."""
     pages: npt.NDArray[np.uint8] = view.tensor.numpy()
     whole = view.page_bytes % _WORD == 0 and view.stride_bytes % _WORD == 0
     return pages.view(np.int64) if whole else pages
 
 
 class _CopyThread:
-    """One copying thread, fed in order."""
+    """One thread that copies the items of its queue in order."""
 
     def __init__(self, name: str, run: object, cpus: frozenset[int]) -> None:
-        self.queue: SimpleQueue[_Work] = SimpleQueue()
+        self.queue: SimpleQueue[_QueuedCopy] = SimpleQueue()
         self._run, self._cpus = run, cpus
         self._thread = threading.Thread(target=self._main, name=f"kvpipe-{name}", daemon=True)
         self._thread.start()

@@ -1,67 +1,62 @@
 """The operations of CUDA that the CUDA engine uses: streams, events, copies, one kernel, pinning.
 
-`CudaDevice` implements them with torch, Triton and the driver's library (`driver.py`). Tests use a simulated device
-that may do whatever CUDA may legally do.
+`CudaDevice` implements these operations with torch, Triton and the driver's library (`driver.py`). Tests use a
+simulated device, which orders operations in all ways that CUDA allows.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 from typing import Any, Final, NamedTuple, Protocol
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvpipe.cores import CPUS_AT_START, parse_cpus
-from kvpipe.transfer.driver import Driver
+from kvpipe.machine.cores import CPUS_AT_START, parse_cpus
+from kvpipe.transfer.driver import CopyBatch, Driver
 
-Ints = npt.NDArray[np.int64]
 Pair = tuple[torch.Tensor, torch.Tensor]
 
-STAGED_PROGRAMS_MAX: Final = 512  # a gather in the device's own memory is over in microseconds: let it use everything
-DIRECT_PROGRAMS: Final = 16  # enough loads under way to fill a bus (16 of 16 KiB), few enough to leave compute alone
-WORDS_MAX: Final = 2048  # of 8 bytes, per program and turn
+STAGED_PROGRAMS_MAX: Final = 512  # a gather takes microseconds, so it may use the whole device
+DIRECT_PROGRAMS: Final = 16  # 16 loads of 16 KiB in flight use the whole bus, and leave multiprocessors to the forward
+WORDS_MAX: Final = 2048  # words of 8 bytes, per program and iteration
 WORD_BYTES: Final = 8
 WARPS: Final = 8
 VECTOR_BYTES: Final = 16
+LAG_BYTES, LAG_PASSES, LAG_REPEATS = 64 << 20, 10, 9  # 0.2 to 0.6 ms of work, long enough that a waiting thread sleeps
 
 
 class DeviceEvent(Protocol):
     """A point in a stream."""
 
     def query(self) -> bool:
-        """Whether everything before it is done. Never blocks."""
+        """Return whether all work before the event is done. This method never blocks."""
 
     def synchronize(self) -> None:
-        """Block the host until everything before it is done."""
+        """Block the host until all work before the event is done."""
 
 
 class Stream(Protocol):
     """A queue of device work."""
 
-    def record_event(self) -> Any:  # noqa: ANN401  (an `DeviceEvent`: torch's stubs know only their own)
-        """Mark the point after what was queued so far."""
+    def record_event(self) -> Any:  # noqa: ANN401  (a `DeviceEvent`: torch's stubs know only torch's type)
+        """Return an event that fires after the work that is queued now."""
 
     def wait_event(self, event: Any) -> None:  # noqa: ANN401
-        """Hold back what is queued from now on until `event` has fired."""
+        """Delay the work that is queued from now on until `event` has fired."""
 
     def synchronize(self) -> None:
-        """Block the host until the queue is empty."""
-
-
-class CopyBatch(NamedTuple):
-    """n copies in any order: `sizes[i]` bytes from address `sources[i]` to `targets[i]`. Each int64, shape (n,)."""
-
-    targets: Ints
-    sources: Ints
-    sizes: Ints
+        """Block the host until the stream's queue is empty."""
 
 
 class Launch(NamedTuple):
-    """The arguments of one launch of `kernels.copy_pages`. `bay`: its address; None: copy directly to or from slots."""
+    """The arguments of one launch of `kernels.copy_pages`. `bay` is an address, or None to copy to or from slots."""
 
     table: Any
     places: Any
@@ -80,7 +75,7 @@ class Launch(NamedTuple):
     @property
     def arguments(self) -> tuple[Any, ...]:
         """The kernel's positional arguments."""
-        bay = self.pool if self.bay is None else self.bay  # never 0: a small integer would be another type
+        bay = self.pool if self.bay is None else self.bay  # never 0, because Triton gives small integers another type
         return (
             self.table, self.places, bay, self.pool, self.slot_bytes, self.stride, self.page_bytes // self.align,
             self.first, self.rows, self.layer, self.layers,
@@ -93,7 +88,7 @@ class Launch(NamedTuple):
 
     @property
     def programs(self) -> int:
-        """The number of programs: the size of the grid."""
+        """The number of programs of the launch, which is the size of the grid."""
         if self.bay is None:
             return DIRECT_PROGRAMS
         turn = _words(self.page_bytes) * WORD_BYTES
@@ -101,7 +96,10 @@ class Launch(NamedTuple):
 
 
 def _words(page_bytes: int) -> int:
-    """Return how many words a program copies per iteration: a power of two; a whole page, up to `WORDS_MAX`."""
+    """Return the number of words that a program copies per iteration: a page's words, rounded up to a power of two.
+
+    The number is at most `WORDS_MAX`.
+    """
     return min(WORDS_MAX, 1 << (page_bytes // WORD_BYTES - 1).bit_length())
 
 
@@ -114,40 +112,50 @@ class Device(Protocol):
     """The operations of CUDA that the transfer engine uses."""
 
     def stream(self, name: str) -> Stream:
-        """Return the stream of this name. Nobody else queues on it, and it does not synchronize with other streams."""
+        """Return the stream of this name. It is for the caller alone, and does not synchronize with other streams."""
 
     def current_stream(self) -> Stream:
         """Return the stream on which the caller computes."""
 
     def enter_thread(self) -> None:
-        """Prepare the calling thread, which is not vLLM's, to use the device."""
+        """Prepare the calling thread, which is not vLLM's thread, to use the device."""
 
     def cpus(self) -> frozenset[int]:
-        """Return the cores near the device that this process may use; empty if unknown."""
+        """Return the cores near the device that this process may use. The set is empty if the cores are unknown."""
+
+    def capability(self) -> tuple[int, int]:
+        """Return the device's compute capability, for example (9, 0) for sm_90."""
 
     def copy(self, stream: Any, pairs: Iterable[Pair]) -> None:  # noqa: ANN401
-        """Queue a copy of each pair's second tensor to its first. Host memory need not be pinned."""
+        """Queue a copy of each pair's second tensor into the pair's first tensor. Host memory need not be pinned."""
 
-    def copy_batch(self, stream: Any, copies: CopyBatch) -> None:  # noqa: ANN401
-        """Queue a batch of copies. Host memory must be pinned. Raises `TransferError`."""
+    def copy_batch(self, stream: Any, copies: CopyBatch, *, settled: bool) -> None:  # noqa: ANN401
+        """Queue a batch of copies. Host memory must be pinned. Raises `TransferError`.
+
+        `settled` says that the sources have their final bytes now and keep these bytes until the copies are done. So
+        the device may read the sources at any time from now on.
+        """
 
     def upload(self, stream: Any, array: npt.NDArray[Any]) -> Any:  # noqa: ANN401
-        """Queue a copy of `array` to the device. Returns a handle, valid in launches on `stream`."""
+        """Queue a copy of `array` to the device. Returns a handle that is valid in launches on `stream`."""
 
     def launch(self, stream: Any, launch: Launch) -> None:  # noqa: ANN401
-        """Queue the kernel. Raises whatever Triton raises."""
+        """Queue one launch of the kernel. Exceptions of Triton are passed on."""
 
     def allocate(self, size: int) -> torch.Tensor:
-        """Return `size` bytes of device memory, uint8."""
+        """Return `size` bytes of device memory as a uint8 tensor."""
 
     def allocate_pinned(self, size: int) -> torch.Tensor:
-        """Return `size` bytes of pinned host memory, uint8."""
+        """Return `size` bytes of pinned host memory as a uint8 tensor."""
+
+    def blocking_lag_us(self) -> float:
+        """Return how many microseconds later a sleeping thread notices an event than a polling thread."""
 
     def has_kernels(self) -> str:
-        """Return why no kernel can be launched; "" if kernels can be."""
+        """Return why no kernel can be launched. Return "" if kernels can be launched."""
 
     def reads_pool(self) -> bool:
-        """Whether kernels can use the addresses of pinned host memory."""
+        """Return whether kernels can use the host's addresses of pinned host memory."""
 
     def register(self, address: int, size: int) -> None:
         """Pin host memory. Raises `TransferError`."""
@@ -157,28 +165,39 @@ class Device(Protocol):
 
 
 class OwnStream(torch.cuda.ExternalStream):
-    """A stream of the driver's, wrapped for torch."""
+    """A stream that the driver has created, wrapped for torch."""
 
     def record_event(self, event: Any = None) -> Any:  # noqa: ANN401
-        """See torch.cuda.Stream. A host thread that waits for the event sleeps instead of polling."""
+        """See `torch.cuda.Stream`. A host thread that waits for the event sleeps instead of polling."""
         made = torch.cuda.Event(blocking=True) if event is None else event  # type: ignore[no-untyped-call]
         return super().record_event(made)
 
 
 _streams: dict[tuple[int, str], Stream] = {}
-"""By device and name, one per process: torch's allocators may refer to a stream for longer than an engine lives."""
+"""The streams of the process by device and name. A stream is never deleted, as torch's allocators may refer to it."""
+
+
+def outside(make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Call `make` in a new thread and return its result.
+
+    With `enable_cumem_allocator`, while vLLM registers the caches, each allocation of vLLM's thread comes from a memory
+    pool that vLLM may release later. Allocations of other threads do not come from that pool.
+    """
+    with ThreadPoolExecutor(1, "kvpipe-allocate") as alone:
+        return alone.submit(make).result()
 
 
 class CudaDevice:
-    """`Device` over torch.cuda."""
+    """The implementation of `Device` with torch.cuda."""
 
     def __init__(self, device: torch.device, driver: Driver | None = None) -> None:
         """`device` must have an index, because a new thread's current device need not be the engine's."""
         self._device, self._index = device, device.index or 0
         self._driver = driver or Driver()
+        self._driver.suit(self._index)
 
     def stream(self, name: str) -> Stream:
-        """See `Device.stream`. Not one of torch's pool: it has 32 streams, and shares them with vLLM."""
+        """See `Device.stream`. The stream is not from torch's pool, because vLLM uses that pool's 32 streams, too."""
         key = self._index, name
         if key not in _streams:
             with torch.cuda.device(self._device):
@@ -192,8 +211,8 @@ class CudaDevice:
     def enter_thread(self) -> None:
         """See `Device.enter_thread`.
 
-        A thread that may be at work while vLLM captures a CUDA graph must not be bound by the capture: in CUDA's
-        default mode its queries and registrations would fail, and make the capture fail.
+        vLLM may capture a CUDA graph while this thread runs. In CUDA's default mode, queries and registrations of this
+        thread would then fail and make the capture fail. So the thread is set to ignore captures.
         """
         torch.cuda.set_device(self._device)
         self._driver.enter(self._index)
@@ -204,20 +223,29 @@ class CudaDevice:
         place = Path("/sys/bus/pci/devices") / self._driver.bus_id(self._index) / "local_cpulist"
         return parse_cpus(place.read_text("ascii")) & CPUS_AT_START
 
+    def capability(self) -> tuple[int, int]:
+        """See `Device.capability`."""
+        return torch.cuda.get_device_capability(self._device)
+
     def copy(self, stream: torch.cuda.Stream, pairs: Iterable[Pair]) -> None:
-        """See `Device.copy`. Inference mode: vLLM's caches may be inference tensors, read-only outside of it."""
+        """See `Device.copy`. vLLM's caches may be inference tensors, which are read-only outside of inference mode."""
         with torch.inference_mode(), torch.cuda.stream(stream):
             for to, source in pairs:
                 to.copy_(source, non_blocking=True)
 
-    def copy_batch(self, stream: torch.cuda.Stream, copies: CopyBatch) -> None:
+    def copy_batch(self, stream: torch.cuda.Stream, copies: CopyBatch, *, settled: bool) -> None:
         """See `Device.copy_batch`."""
-        self._driver.copy_batch(stream.cuda_stream, copies)
+        self._driver.copy_batch(stream.cuda_stream, copies, settled=settled)
 
     def upload(self, stream: torch.cuda.Stream, array: npt.NDArray[Any]) -> torch.Tensor:
-        """See `Device.upload`. torch's caching allocators keep both ends until the stream has got there."""
-        with torch.cuda.stream(stream):
-            return torch.from_numpy(array).pin_memory().to(self._device, non_blocking=True)
+        """See `Device.upload`. torch's caching allocators keep source and target until the stream has copied."""
+        host = torch.from_numpy(array).pin_memory()
+
+        def send() -> torch.Tensor:
+            with torch.cuda.stream(stream):
+                return host.to(self._device, non_blocking=True)
+
+        return outside(send)
 
     def launch(self, stream: torch.cuda.Stream, launch: Launch) -> None:
         """See `Device.launch`."""
@@ -228,11 +256,26 @@ class CudaDevice:
 
     def allocate(self, size: int) -> torch.Tensor:
         """See `Device.allocate`."""
-        return torch.empty(size, dtype=torch.uint8, device=self._device)
+        return outside(lambda: torch.empty(size, dtype=torch.uint8, device=self._device))
 
     def allocate_pinned(self, size: int) -> torch.Tensor:
         """See `Device.allocate_pinned`."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def blocking_lag_us(self) -> float:
+        """See `Device.blocking_lag_us`."""
+        memory, took = self.allocate(LAG_BYTES), {True: list[float](), False: list[float]()}
+        for _, blocking in itertools.product(range(LAG_REPEATS), took):
+            for _ in range(LAG_PASSES):
+                memory.zero_()
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self._device))
+            began = time.perf_counter()
+            while not blocking and not event.query():  # type: ignore[no-untyped-call]
+                pass
+            event.synchronize()
+            took[blocking].append(time.perf_counter() - began)
+        return (median(took[True]) - median(took[False])) * 1e6
 
     def has_kernels(self) -> str:
         """See `Device.has_kernels`."""
@@ -247,7 +290,11 @@ class CudaDevice:
         return self._driver.host_pointers_are_device_pointers(self._index)
 
     def register(self, address: int, size: int) -> None:
-        """See `Device.register`. Not through the runtime: a failure would be the next launch's, too."""
+        """See `Device.register`.
+
+        The driver is called and not CUDA's runtime, because after a failure in the runtime the next launch would fail,
+        too.
+        """
         self._driver.register(address, size)
 
     def unregister(self, address: int) -> None:

@@ -1,39 +1,55 @@
-"""Calls of the CUDA driver's library that torch does not offer. Its entry points are stable between releases.
+"""Calls of the CUDA driver's library that torch does not offer. The library's entry points are stable.
 
-Numbers and structures are those of cuda.h.
+Numbers and structures in this module are copied from cuda.h.
 """
 
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, NamedTuple
 
-from kvpipe.errors import TransferError
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvpipe.errors import TransferError, UnsupportedError
 from kvpipe.trace.log import log
 
-if TYPE_CHECKING:
-    from kvpipe.transfer.device import CopyBatch
+Ints = npt.NDArray[np.int64]
 
-
-BATCHES_SINCE: Final = 12080  # CUDA 12.8; CUDA 13 has another signature under the same name
-NON_BLOCKING: Final = 1  # of a stream: it does not wait for the legacy default stream
+LIBRARY: Final = "libcuda.so.1"
+BATCHES_SINCE: Final = 12080  # CUDA 12.8; in CUDA 13 the function has another signature under the same name
+NON_BLOCKING: Final = 1  # the flag of a stream that does not wait for the legacy default stream
 STREAM_PRIORITY: Final = -1
-"""Before compute's, which is 0: streams of one priority share hardware queues, in which a wait blocks all behind it."""
+"""The streams of copies have this priority, which is higher than compute's priority 0.
+
+Streams of one priority share hardware queues, and a waiting stream blocks the work behind it in such a queue.
+"""
 BUS_ID_BYTES: Final = 16
 
 _HOST_REGISTER_PORTABLE, _HOST_REGISTER_MAPPED = 1, 2
 _CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM: Final = 91
 _RELAXED: Final = 2
 _ORDER_STREAM: Final = 1
+_ORDER_ANY: Final = 3
+"""The device may read the source before the stream reaches the copy. So the source must not change after the call."""
 _PREFER_OVERLAP: Final = 1
 _INVALID_VALUE, _NOT_SUPPORTED = 1, 801
 _REFUSALS: Final = frozenset({_INVALID_VALUE, _NOT_SUPPORTED})
-"""Errors of the call itself. After any other error, which may be the context's, nothing is tried again."""
+"""Errors by which the driver refuses a call. The call is then repeated in another way. All other errors raise."""
 
 _POINTER, _SIZE, _CODE = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 _BATCH = ctypes.CFUNCTYPE(
     _CODE, _POINTER, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER, _SIZE, _POINTER, _POINTER
-)  # targets, sources, sizes, count, attributes, where each begins, their count, where it failed, stream
+)  # targets, sources, sizes, count, attributes, first copy of each, their count, failed copy, stream
+
+
+class CopyBatch(NamedTuple):
+    """A batch of n copies in any order. Copy i copies `sizes[i]` bytes from address `sources[i]` to `targets[i]`."""
+
+    targets: Ints
+    sources: Ints
+    sizes: Ints
 
 
 class _Location(ctypes.Structure):
@@ -41,7 +57,7 @@ class _Location(ctypes.Structure):
 
 
 class Attributes(ctypes.Structure):
-    """``CUmemcpyAttributes``."""
+    """The structure ``CUmemcpyAttributes`` of cuda.h."""
 
     _fields_ = (
         ("source_access_order", ctypes.c_int),
@@ -54,9 +70,14 @@ class Attributes(ctypes.Structure):
 class Driver:
     """The driver's library, which every CUDA process has loaded."""
 
-    def __init__(self, library: Any = None) -> None:  # noqa: ANN401  (a `ctypes.CDLL`, or what stands for one)
-        """Look the symbols up. Without ``cuMemcpyBatchAsync`` copies are queued one by one."""
-        library = library or ctypes.CDLL("libcuda.so.1")
+    def __init__(self, library: Any = None) -> None:  # noqa: ANN401  (a `ctypes.CDLL`, or a fake of one in tests)
+        """Find the symbols of `library`. Without ``cuMemcpyBatchAsync``, copies are queued one by one.
+
+        Raises:
+            UnsupportedError: the driver's library cannot be loaded.
+
+        """
+        library = library or _load()
 
         def find(name: str, *types: Any) -> Any:  # noqa: ANN401
             call = getattr(library, name)
@@ -73,30 +94,46 @@ class Driver:
         self._make_current = find("cuCtxSetCurrent", _POINTER)
         self._exchange = find("cuThreadExchangeStreamCaptureMode", _POINTER)
         self._batch = _find_batch(library)
-        self.how = Attributes(_ORDER_STREAM, _Location(), _Location(), _PREFER_OVERLAP)
-        self._how_at, self._from_first = ctypes.addressof(self.how), ctypes.c_size_t(0)
-        self.batches = "taken"  # or how batches are queued instead, and why
+        self.how = {
+            settled: Attributes(order, _Location(), _Location(), _PREFER_OVERLAP)
+            for settled, order in ((False, _ORDER_STREAM), (True, _ORDER_ANY))
+        }
+        self._from_first = ctypes.c_size_t(0)
+        self.batches = "taken"  # how batches are queued, and the reason if not with one call
         if self._batch is None:
             self._report("one by one: the driver has no cuMemcpyBatchAsync, which came with CUDA 12.8")
 
-    def copy_batch(self, stream: int, copies: CopyBatch) -> None:
-        """Queue a batch of copies. Raises `TransferError`."""
+    def suit(self, device: int) -> None:
+        """Queue copies one by one on a device that has other addresses for registered memory (WSL2, Tegra).
+
+        A batch with the host's addresses would be an illegal access there, which destroys the context. A single copy
+        with the host's addresses is legal.
+        """
+        if self._batch is not None and not self.host_pointers_are_device_pointers(device):
+            self._batch = None
+            self._report("one by one: registered memory has other addresses on the device (as with WSL2 and Tegra)")
+
+    def copy_batch(self, stream: int, copies: CopyBatch, *, settled: bool = False) -> None:
+        """Queue a batch of copies. `Device.copy_batch` describes `settled`. Raises `TransferError`."""
         targets, sources, sizes = copies
-        if self._batch is not None and len(sizes) > 1 and self._take(stream, copies):
+        if self._batch is not None and len(sizes) > 1 and self._take(stream, copies, self.how[settled]):
             return
         for target, source, size in zip(targets.tolist(), sources.tolist(), sizes.tolist(), strict=True):
             _check(self._copy(target, source, size, stream))
 
-    def _take(self, stream: int, copies: CopyBatch) -> bool:
-        """Queue a batch as one call. Returns False if it was refused; copies of it that were queued can be repeated."""
-        code = self._call(stream, copies)
-        if code in _REFUSALS and self.how.flags:
-            asked, self.how.flags = self.how.flags, 0  # a hint only
-            why, code = code, self._call(stream, copies)
+    def _take(self, stream: int, copies: CopyBatch, how: Attributes) -> bool:
+        """Queue a batch with one call. Returns False if the driver refused the call.
+
+        After a refusal the caller may queue all copies of the batch again, even if some were queued.
+        """
+        code = self._call(stream, copies, how)
+        if code in _REFUSALS and how.flags:
+            asked, how.flags = how.flags, 0  # the flags are only hints, so try without them
+            why, code = code, self._call(stream, copies, how)
             if code == 0:
                 self._report(f"taken without overlap: CUDA error {why} with it")
             else:
-                self.how.flags = asked
+                how.flags = asked
         if code in _REFUSALS:
             self._report(f"one by one: CUDA error {code}")
             if code == _NOT_SUPPORTED:
@@ -105,12 +142,12 @@ class Driver:
         _check(code)
         return True
 
-    def _call(self, stream: int, copies: CopyBatch) -> int:
+    def _call(self, stream: int, copies: CopyBatch, how: Attributes) -> int:
         targets, sources, sizes = copies
         failed = ctypes.c_size_t(0)
         code: int = self._batch(
             targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes),
-            self._how_at, ctypes.addressof(self._from_first), 1, ctypes.addressof(failed), stream,
+            ctypes.addressof(how), ctypes.addressof(self._from_first), 1, ctypes.addressof(failed), stream,
         )  # fmt: skip
         return code
 
@@ -120,13 +157,13 @@ class Driver:
             log.warning("no_batches", how=how, effect="queueing copies takes longer")
 
     def make_stream(self, priority: int = STREAM_PRIORITY) -> int:
-        """Return the handle of a new stream of the calling thread's context. Raises `TransferError`."""
+        """Return the handle of a new stream in the calling thread's context. Raises `TransferError`."""
         made = ctypes.c_void_p()
         _check(self._stream(ctypes.byref(made), NON_BLOCKING, priority))
         return made.value or 0
 
     def register(self, address: int, size: int) -> None:
-        """Pin host memory for all contexts, and map it. Raises `TransferError`."""
+        """Pin host memory for all contexts, and map this memory into the device. Raises `TransferError`."""
         _check(self._register(address, size, _HOST_REGISTER_PORTABLE | _HOST_REGISTER_MAPPED))
 
     def unregister(self, address: int) -> None:
@@ -134,7 +171,7 @@ class Driver:
         _check(self._unregister(address))
 
     def enter(self, device: int) -> None:
-        """Make the device's primary context, which torch uses, the calling thread's. Raises `TransferError`."""
+        """Make the device's primary context, as torch uses it, current in this thread. Raises `TransferError`."""
         context = ctypes.c_void_p()
         _check(self._retain(ctypes.byref(context), device))
         _check(self._make_current(context))
@@ -144,16 +181,29 @@ class Driver:
         _check(self._exchange(ctypes.byref(ctypes.c_int(_RELAXED))))
 
     def host_pointers_are_device_pointers(self, device: int) -> bool:
-        """Whether kernels can use registered host memory at the host's own addresses."""
+        """Return whether kernels can use registered host memory at the host's own addresses."""
         answer = ctypes.c_int(0)
         code = self._attribute(ctypes.byref(answer), _CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM, device)
         return code == 0 and answer.value == 1
 
     def bus_id(self, device: int) -> str:
-        """Return the device's place on the PCI bus, as the kernel writes it. Raises `TransferError`."""
+        """Return the device's PCI bus id in the form that the Linux kernel uses. Raises `TransferError`."""
         answer = ctypes.create_string_buffer(BUS_ID_BYTES)
         _check(self._bus_id(answer, BUS_ID_BYTES, device))
         return answer.value.decode("ascii").lower()
+
+
+def _load() -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(LIBRARY)
+    except OSError as error:
+        hip = getattr(torch.version, "hip", None)
+        cause = f"torch is built for ROCm {hip}" if hip else "NVIDIA's driver is not installed, or not for this process"
+        msg = (
+            f"kvpipe: the CUDA driver's library cannot be loaded ({error}): {cause}; KV caches are supported on "
+            "NVIDIA GPUs and CPUs: install the driver (in a container, start it with the GPU), or use vLLM's CPU build"
+        )
+        raise UnsupportedError(msg) from error
 
 
 def _find_batch(library: Any) -> Any:  # noqa: ANN401
@@ -166,7 +216,7 @@ def _find_batch(library: Any) -> Any:  # noqa: ANN401
         code = ask(b"cuMemcpyBatchAsync", ctypes.byref(found), BATCHES_SINCE, 0, ctypes.byref(status))
         if code == 0 and found.value:
             return _BATCH(found.value)
-    plain = getattr(library, "cuMemcpyBatchAsync", None)  # where it is exported, it is that of 12.8
+    plain = getattr(library, "cuMemcpyBatchAsync", None)  # the exported symbol has the signature of CUDA 12.8
     return None if plain is None else _BATCH(ctypes.cast(plain, _POINTER).value or 0)
 
 

@@ -1,4 +1,4 @@
-"""A guard for transfer engines of other packages: if one raises, its copies fail, and nothing wrong is loaded."""
+"""A guard for transfer engines of other packages. If an engine raises, its copies fail, and no wrong KV is loaded."""
 
 from __future__ import annotations
 
@@ -8,21 +8,24 @@ from typing import TYPE_CHECKING
 from kvpipe.transfer.base import CopyPlan, Ticket, TransferEngine
 
 if TYPE_CHECKING:
-    from kvpipe.geometry import Geometry
+    from kvpipe.protocol.geometry import Geometry
     from kvpipe.transfer.pages import PageView
     from kvpipe.transfer.pool import HostPool
 
 
 class GuardedEngine:
-    """Copies with `engine` until it raises. From then on every copy fails, and the host waits for copies under way."""
+    """A guard that copies with `engine` until `engine` raises. Then later copies fail.
+
+    The host waits for the copies that were submitted earlier.
+    """
 
     def __init__(self, engine: TransferEngine, name: str, fault: Callable[..., object]) -> None:
-        """`fault("engine_failed", engine=name, call=..., why=...)` is called for everything that it raises."""
+        """`fault("engine_failed", engine=name, call=..., why=...)` is called for each exception of `engine`."""
         self._engine, self._name, self._fault, self._lost = engine, name, fault, False
         self.piece_bytes = engine.piece_bytes
 
     def attach(self, views: Sequence[PageView], geometry: Geometry, pool: HostPool) -> None:
-        """See `TransferEngine.attach`. What it raises is passed on: vLLM does not start."""
+        """See `TransferEngine.attach`. Exceptions of `attach` are passed on, so that vLLM does not start."""
         self._engine.attach(views, geometry, pool)
 
     def claim(self, address: int, size: int) -> bool:
@@ -67,7 +70,7 @@ class GuardedEngine:
     def _ask(self, name: str, call: Callable[[], object]) -> object:
         try:
             return call()
-        except Exception as error:  # noqa: BLE001  (a bug of the engine's: its copies fail, the model serves)
+        except Exception as error:  # noqa: BLE001  (after a bug of the engine its copies fail, and vLLM serves)
             self._lost = True
             self._fault("engine_failed", engine=self._name, call=name, why=repr(error))
             return None

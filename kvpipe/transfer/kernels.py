@@ -1,11 +1,11 @@
-"""The gather/scatter kernel: pages between the paged cache and a staging bay, or the slots of the host pool themselves.
+"""The kernel `copy_pages` copies pages between the paged cache and a staging bay, or the slots of the host pool.
 
 A row locates one page: (slot, page in the slot, block, first row of its span, rows of its span), int32. A *span* is a
-stretch of adjacent pages of one slot. A bay holds ``[span][layer][page of the span]``, so that a span of one
-layer, or of all layers when it is a whole chunk, is one contiguous copy to or from its slot.
+range of adjacent pages of one slot. A bay holds ``[span][layer][page of the span]``. So a span of one layer is one
+contiguous copy to or from the span's slot. A span that is a whole chunk is one contiguous copy for all layers together.
 
-Triton compiles it where it is used; there is no extension to install. Integers are not specialised on: one compiled
-kernel per combination of the constants serves every step, and no step ever waits for the compiler.
+Triton compiles the kernel at run time, so no extension is installed. Triton does not specialise the kernel on integers.
+So one compiled kernel per combination of the constants serves every step, and no step waits for the compiler.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ import triton.language as tl
 def copy_pages(  # type: ignore[no-untyped-def]  # noqa: ANN201
     table,  # noqa: ANN001  (int32, rows x 5)
     places,  # noqa: ANN001  (int64, layers x 2: address of the layer's cache, offset of the layer in a slot)
-    bay,  # noqa: ANN001  (address of the bay)
+    bay,  # noqa: ANN001  (address of the staging bay)
     pool,  # noqa: ANN001  (address of the host pool)
     slot_bytes,  # noqa: ANN001
     stride,  # noqa: ANN001  (bytes from block to block)
     vectors,  # noqa: ANN001  (units of ALIGN bytes of a page)
-    first,  # noqa: ANN001  (row to begin with)
-    count,  # noqa: ANN001  (rows)
-    layer,  # noqa: ANN001  (layer to begin with)
-    layers,  # noqa: ANN001  (layers)
+    first,  # noqa: ANN001  (number of the first row)
+    count,  # noqa: ANN001  (number of rows)
+    layer,  # noqa: ANN001  (number of the first layer)
+    layers,  # noqa: ANN001  (number of layers)
     STAGED: tl.constexpr,  # noqa: N803
     SAVE: tl.constexpr,  # noqa: N803
     WORDS: tl.constexpr,  # noqa: N803
     ALIGN: tl.constexpr,  # noqa: N803
 ):
-    """Copy `layers` x `count` pages. Each program takes every n-th piece of at most WORDS words."""
-    words = vectors * (ALIGN // 8)  # a multiple of ALIGN by construction, or the mask would cut accesses in two
+    """Copy `layers` x `count` pages. With n programs, each program copies every n-th piece of at most WORDS words."""
+    words = vectors * (ALIGN // 8)  # the compiler sees a multiple of ALIGN, so that the mask does not split accesses
     pieces = (words + WORDS - 1) // WORDS
     for item in range(tl.program_id(0), layers * count * pieces, tl.num_programs(0)):
         number = item // pieces

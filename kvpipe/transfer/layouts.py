@@ -1,8 +1,9 @@
 """The layouts of the paged KV caches of vLLM 0.32 and 0.33, by name.
 
-vLLM gives every layer one logical tensor [B, H, N, C]: blocks; heads; tokens of a block (states, for compressing
-models); the content of one token in one head, keys and values side by side. Only the strides define the order of bytes.
-A layout's name has two parts: the order of the bytes within one page, and what is between one block and the next.
+vLLM gives every layer one logical tensor [B, H, N, C]: blocks, heads, tokens of a block (states, for compressing
+models), content. The content of one token in one head is the keys followed by the values. Only the strides define the
+order of bytes. A layout's name has two parts. One part is for the order of the bytes within one page. The other part
+is for the bytes between one block and the next.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from typing import NamedTuple
 
 DIMENSIONS, OPAQUE_DIMENSIONS = 4, 2
 DS_MLA_BYTES = (584, 656)
-"""Bytes of one token in `fp8_ds_mla`: DeepSeek V4's (448 + 128 + 8) and V3.2's (512 + 16 + 128)."""
+"""The bytes of one token in `fp8_ds_mla`, for DeepSeek V4 (448 + 128 + 8) and V3.2 (512 + 16 + 128)."""
 
 
 class Paged(NamedTuple):
-    """Shape and strides of one layer's cache.
+    """The shape and the strides of one layer's cache.
 
-    `shape`: logical, [B * r, H, N, C], with r kernel blocks per block. `strides`: in elements. `itemsize`: bytes of an
-    element. `blocks`: B, the number of the scheduler's blocks.
+    `shape` is the logical shape [B * r, H, N, C], with r kernel blocks per block. `strides` are counted in elements.
+    `itemsize` is the number of bytes of an element. `blocks` is B, the number of the scheduler's blocks.
     """
 
     shape: tuple[int, ...]
@@ -31,16 +32,16 @@ class Paged(NamedTuple):
 
     @property
     def split(self) -> int:
-        """Kernel blocks per block: 1 if the attention kernel uses the scheduler's block size."""
+        """The number of kernel blocks per block. It is 1 if the attention kernel uses the scheduler's block size."""
         return self.shape[0] // self.blocks
 
     @property
     def page(self) -> int:
-        """Elements of one kernel block."""
+        """The number of elements of one kernel block."""
         return prod(self.shape[1:])
 
     def lies(self, *order: int) -> bool:
-        """Whether the dimensions `order`, outermost first, are contiguous. Strides of size-1 dimensions are ignored."""
+        """Return whether the dimensions `order`, outermost first, are contiguous. Dimensions of size 1 always fit."""
         run = 1
         for dim in reversed(order):
             if self.shape[dim] != 1 and self.strides[dim] != run:
@@ -55,7 +56,7 @@ class Paged(NamedTuple):
 
     @property
     def heads(self) -> int:
-        """Size of the head dimension; 0 if there is none."""
+        """The size of the head dimension, or 0 if the shape has no head dimension."""
         return self.shape[1] if len(self.shape) == DIMENSIONS else 0
 
 
@@ -70,7 +71,7 @@ class LayoutHalf:
     bytes: str
     """The dimensions in the order of the bytes, outermost first."""
     sentence: str
-    """Which caches have it, in one line."""
+    """One line that says which caches have this half."""
     fits: Predicate
 
 
@@ -97,18 +98,21 @@ INSIDE: tuple[LayoutHalf, ...] = (
     LayoutHalf(
         "nhd",
         "N H C",
-        "tokens first: vLLM's LBNHC and BLNHC, what FLASH_ATTN, TRITON_ATTN and FLASHINFER prefer",
+        "tokens first: vLLM's LBNHC and BLNHC, preferred by FLASH_ATTN, TRITON_ATTN and FLASHINFER",
         lambda c: c.heads > 1 and c.lies(2, 1, 3),
     ),
 )
-"""Orders of a page's bytes. The first that fits gives the name: one head is `mla`, one token with several is `hnd`."""
+"""The orders of a page's bytes. The first order that fits gives the name.
+
+So a cache with one head is `mla`, and a cache with several heads and one token per block is `hnd`.
+"""
 
 BETWEEN: tuple[LayoutHalf, ...] = (
     LayoutHalf("", "B [{}]", "block after block", lambda c: c.split == 1 and c.strides[0] == c.page),
     LayoutHalf(
         "kernel_blocks_",
         "B r [{}]",
-        "r kernel blocks a block, as the attention kernel takes smaller ones than the scheduler",
+        "r kernel blocks per block, because the attention kernel uses smaller blocks than the scheduler",
         lambda c: c.split > 1 and c.strides[0] == c.page,
     ),
     LayoutHalf(
@@ -124,7 +128,8 @@ BETWEEN: tuple[LayoutHalf, ...] = (
         lambda c: c.split == 1 and c.strides[0] > c.page,
     ),
 )
-"""Strides between blocks. The first that fits gives the name; padding of whole pages is called `cross_layer_`."""
+"""The strides between blocks. The first entry that fits gives the name, so a cache padded by whole pages is
+`cross_layer_`."""
 
 OPAQUE = LayoutHalf(
     "bytes",
@@ -136,7 +141,7 @@ OPAQUE = LayoutHalf(
 
 @dataclass(frozen=True, slots=True)
 class LayoutAdapter:
-    """A known layout."""
+    """A known layout, made of two halves."""
 
     inside: LayoutHalf
     between: LayoutHalf
@@ -148,18 +153,18 @@ class LayoutAdapter:
 
     @property
     def bytes(self) -> str:
-        """The dimensions in the order of the bytes, one page in brackets."""
+        """The dimensions in the order of the bytes. Brackets enclose the dimensions of one page."""
         return self.between.bytes.format(self.inside.bytes)
 
     @property
     def sentence(self) -> str:
-        """Which caches have it, in one line."""
+        """One line that says which caches have this layout."""
         return f"{self.inside.sentence}; {self.between.sentence}"
 
     def fits(self, cache: Paged) -> bool:
-        """Whether a cache has this layout."""
+        """Return whether a cache has this layout."""
         shape, blocks = cache.shape, cache.blocks
-        # without a whole number of kernel blocks to a block there is no `split`; nothing is known of empty pages
+        # `split` needs a whole number of kernel blocks per block. Empty pages have no known layout.
         whole = len(shape) > 1 and blocks > 0 and prod(shape) > 0 and shape[0] % blocks == 0
         return whole and self.inside.fits(cache) and self.between.fits(cache)
 
@@ -173,16 +178,16 @@ ADAPTERS: dict[str, LayoutAdapter] = {
         LayoutAdapter(OPAQUE, _PADDED),
     )
 }
-"""Layouts by name. A cache has the first layout that fits."""
+"""The layouts by name. A cache has the first layout that fits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A reason to refuse a cache that fits no adapter."""
+    """A reason to refuse a cache that no adapter fits."""
 
     why: str
     sentence: str
-    """Which caches are like that, in one line."""
+    """One line that says which caches are refused for this reason."""
     fits: Predicate
 
 
@@ -202,11 +207,11 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         NOT_WHOLE,
-        "no vLLM that is known",
+        "no known release of vLLM",
         lambda c: len(c.shape) < OPAQUE_DIMENSIONS or c.blocks <= 0 or c.shape[0] % c.blocks != 0,
     ),
     Refusal(
-        "it has not the 4 dimensions [B, H, N, C], or nothing in one of them",
+        "it does not have the 4 dimensions [B, H, N, C], or one of them is empty",
         "attention backends before vLLM 0.32",
         lambda c: len(c.shape) not in {OPAQUE_DIMENSIONS, DIMENSIONS} or not prod(c.shape),
     ),
@@ -215,23 +220,23 @@ REFUSALS: tuple[Refusal, ...] = (
         "`VLLM_KV_CACHE_LAYOUT` LHBNC or BHLNC and more than one head; LHBNC is ROCm's own choice",
         lambda c: c.heads > 1 and c.lies(2, 3) and c.strides[1] > prod(c.shape[2:]),
     ),
-    Refusal(NOT_CONTIGUOUS, "no vLLM that is known", lambda c: not c.lies(*c.by_stride)),
-    Refusal(OVERLAP, "no vLLM that is known", lambda c: c.strides[0] < c.page),
+    Refusal(NOT_CONTIGUOUS, "no known release of vLLM", lambda c: not c.lies(*c.by_stride)),
+    Refusal(OVERLAP, "no known release of vLLM", lambda c: c.strides[0] < c.page),
     Refusal(
         KERNEL_BLOCKS_APART,
-        "no vLLM that is known: 0.32 and 0.33 do not split packed or padded blocks",
+        "no known release of vLLM: 0.32 and 0.33 do not split packed or padded blocks",
         lambda c: c.split > 1 and c.strides[0] != c.page,
     ),
-    Refusal(UNKNOWN_ORDER, "no vLLM that is known", lambda _: True),
+    Refusal(UNKNOWN_ORDER, "no known release of vLLM", lambda _: True),
 )
-"""The first that fits is the reason given. Each may assume that those before it do not fit."""
+"""The first refusal that fits gives the reason. A refusal may assume that no earlier refusal fits."""
 
 
-def find(cache: Paged) -> LayoutAdapter | None:
-    """Return the layout of a cache; None if it is not known."""
+def find_layout(cache: Paged) -> LayoutAdapter | None:
+    """Return the layout of a cache. Return None if the layout is not known."""
     return next((one for one in ADAPTERS.values() if one.fits(cache)), None)
 
 
 def why_unknown(cache: Paged) -> str:
-    """Return why `find` knows no layout for a cache."""
+    """Return the reason why `find` has no layout for a cache."""
     return next(one.why for one in REFUSALS if one.fits(cache)).format(blocks=cache.blocks)

@@ -1,13 +1,14 @@
-"""The movers: ways to copy a layer's pages between the paged cache and the host pool, each by a few queue operations.
+"""The movers are ways to copy a layer's pages between the paged cache and the host pool, with a few queue operations.
 
 =========  ========================================================================================================
-dma        The copy engines copy every run of pages that is adjacent on both sides. No kernel; slow below 64 KiB.
-staged     For a save, a kernel gathers the pages into a bay in device memory, in microseconds, and the copy engines
-           copy whole spans from the bay to the slots; for a load, the reverse. A save's blocks are free as soon as
-           they are gathered.
-direct     A kernel copies pages between the cache and the slots. One launch, however many pages; it keeps a few
-           multiprocessors busy for as long as the bus takes.
-pageable   torch's copies, for slots that are not pinned. They block the host.
+dma        The copy engines copy every run of pages that is adjacent on both sides. No kernel runs. Copies of less
+           than 64 KiB are slow.
+staged     For a save, a kernel gathers the pages into a bay in device memory, in microseconds. Then the copy engines
+           copy whole spans from the bay to the slots. For a load, both steps run in reverse. A save's blocks may be
+           reused as soon as the pages are gathered.
+direct     A kernel copies pages between the cache and the slots. One launch copies any number of pages. The kernel
+           occupies a few multiprocessors for as long as the bus takes.
+pageable   torch copies to and from slots that are not pinned. These copies block the host.
 =========  ========================================================================================================
 
 A `DirectionQueues` has the streams and bays of one direction. All layers of one plan use the same mover, so the last
@@ -16,7 +17,7 @@ event of a plan covers all of its layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
 from enum import StrEnum
 from functools import cached_property
@@ -25,20 +26,21 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 
-from kvpipe.geometry import Geometry
+from kvpipe.protocol.geometry import Geometry
 from kvpipe.transfer.base import CopyPlan, Direction
-from kvpipe.transfer.device import VECTOR_BYTES, WORD_BYTES, CopyBatch, Device, DeviceEvent, Ints, Launch, Stream
+from kvpipe.transfer.device import VECTOR_BYTES, WORD_BYTES, Device, DeviceEvent, Launch, Stream
+from kvpipe.transfer.driver import CopyBatch, Ints
 from kvpipe.transfer.pages import PageView
 from kvpipe.transfer.pool import HostPool
-from kvpipe.transfer.tables import Tables
+from kvpipe.transfer.tables import RowTables
 
-BAYS: Final = 2  # one fills while the other empties
+BAYS: Final = 2  # two bays, so that one bay is filled while the other bay is emptied
 ROW_COLUMNS: Final = 5
 TABLES_BYTES: Final = 4 << 20  # per direction: 100 steps of 128 requests with a chunk each
 
 
 class Mover(StrEnum):
-    """How pages are copied: see the module."""
+    """The movers. The docstring of the module describes them."""
 
     DMA = "dma"
     STAGED = "staged"
@@ -47,7 +49,10 @@ class Mover(StrEnum):
 
 
 class Alike(NamedTuple):
-    """`layers` layers of one group from `first` on, of equal page size and stride: one launch copies them."""
+    """The layers [first, first + layers) of one group. One launch copies all of these layers.
+
+    The layers have the same page size and stride.
+    """
 
     group: int
     first: int
@@ -55,7 +60,7 @@ class Alike(NamedTuple):
 
 
 class BayTransfer(NamedTuple):
-    """One filling of a bay: `rows` rows from row `first` of the group on, of `layers` layers from `layer` on."""
+    """The content of one bay: rows [first, first + rows) of the group, of layers [layer, layer + layers)."""
 
     layer: int
     layers: int
@@ -64,21 +69,24 @@ class BayTransfer(NamedTuple):
 
 
 class SubmittedWork(NamedTuple):
-    """Events that later device work can wait for: the bytes have landed; the source can be overwritten."""
+    """The events of queued copies, for which later device work can wait.
+
+    `landed` fires when the bytes have landed. `read` fires when the source may be overwritten.
+    """
 
     landed: DeviceEvent
     read: DeviceEvent
 
 
 Kept = dict[tuple[int, ...], tuple[Ints, Ints, Ints]]
-"""By kind of layer, the arrays that all its layers share: offsets on the host, offsets on the device, bytes."""
+"""The arrays that all layers of a kind share, by kind of layer: offsets on the host, offsets on the device, bytes."""
 
 
 class Layout:
     """The addresses of the paged caches, and of the slots of the host pool."""
 
     def __init__(self, views: Sequence[PageView], geometry: Geometry, pool: HostPool) -> None:
-        """`views`: one per layer, in the order of `geometry.layers`."""
+        """`views` has one view per layer, in the order of `geometry.layers`."""
         self.views, self.geometry, self.pool = tuple(views), geometry, pool
         self.groups = [group for group, _ in geometry.layers]
         self.offsets = [geometry.layer_offsets[group][index] for group, index in geometry.layers]
@@ -86,7 +94,7 @@ class Layout:
 
     @cached_property
     def align(self) -> int:
-        """The largest of 16 and 8 that divides every address and size that a kernel would use, or 0."""
+        """The bytes, 16 or 8, to which all addresses and sizes of kernels are aligned; 0 if not even to 8."""
         sizes = [n for v in self.views for n in (v.base, v.page_bytes, v.stride_bytes)]
         every = int(np.gcd.reduce([self.pool.base, self.pool.slot_bytes, *sizes, *self.offsets]))
         return next((n for n in (VECTOR_BYTES, WORD_BYTES) if every % n == 0), 0)
@@ -95,10 +103,18 @@ class Layout:
         """Return the bytes of one layer of a plan."""
         return len(plan.rows[self.groups[layer]]) * self.views[layer].page_bytes
 
-    def alike(self, layers: Sequence[int]) -> Iterator[Alike]:
-        """Divide `layers` where group, page size or stride changes, or where layers are not adjacent in a slot.
+    def alike(self, layers: Sequence[int]) -> Iterable[Alike]:
+        """Return `_alike` of `layers`, which has each layer once. The result for all layers is cached."""
+        return self._whole if len(layers) == len(self.views) else self._alike(layers)
 
-        They need not be adjacent: vLLM's specification may pad a layer's part of a slot.
+    @cached_property
+    def _whole(self) -> list[Alike]:
+        return list(self._alike(range(len(self.views))))
+
+    def _alike(self, layers: Sequence[int]) -> Iterator[Alike]:
+        """Divide `layers` into runs with equal group, page size and stride that are adjacent in a slot.
+
+        Layers may be apart in a slot, because vLLM's specification may pad a layer's part of a slot.
         """
         if len(layers) == 1:
             yield Alike(self.groups[layers[0]], layers[0], 1)
@@ -143,20 +159,23 @@ class Layout:
         return CopyBatch(host, paged, sizes) if plan.direction is Direction.SAVE else CopyBatch(paged, host, sizes)
 
     def pieces(self, plan: CopyPlan, alike: Alike, bay_bytes: int) -> Iterator[BayTransfer]:
-        """Divide `alike` into parts that fit into a bay: all of it, or else ranges of rows of single layers."""
-        size, rows = self.views[alike.first].page_bytes, len(plan.rows[alike.group])
-        if alike.layers * rows * size <= bay_bytes:
-            yield BayTransfer(alike.first, alike.layers, 0, rows)
+        """Divide `alike` into parts that fit a bay: several layers with all rows, or else ranges of a layer's rows."""
+        size, rows, end = self.views[alike.first].page_bytes, len(plan.rows[alike.group]), alike.first + alike.layers
+        deep = bay_bytes // max(1, rows * size)
+        if deep:
+            for layer in range(alike.first, end, deep):
+                yield BayTransfer(layer, min(deep, end - layer), 0, rows)
             return
         step = bay_bytes // size
-        for layer in range(alike.first, alike.first + alike.layers):
+        for layer in range(alike.first, end):
             for first in range(0, rows, step):
                 yield BayTransfer(layer, 1, first, min(step, rows - first))
 
     def spans(self, plan: CopyPlan, piece: BayTransfer, bay: int, kept: Kept) -> CopyBatch:
         """Return the copies of spans between a bay and slots.
 
-        A bay holds ``[span][layer][page]``, a slot ``[layer][page]``: a whole chunk is one copy for all layers.
+        A bay holds ``[span][layer][page]`` and a slot holds ``[layer][page]``. So one copy moves all layers of a whole
+        chunk.
         """
         group, size = self.groups[piece.layer], self.views[piece.layer].page_bytes
         key = (group, size, piece.layers, piece.first, piece.rows)
@@ -178,16 +197,22 @@ class Layout:
         staged = (first - piece.first) * piece.layers * size
         sizes = pages * size
         if piece.layers > 1:
-            whole = self.geometry.pages_per_chunk[group]
+            whole, deep = self.geometry.pages_per_chunk[group], np.arange(piece.layers, dtype=np.int64)
             full = pages == whole
-            part, deep = np.flatnonzero(~full), np.arange(piece.layers, dtype=np.int64)
-            host = np.append(host[full], np.add.outer(host[part], deep * whole * size).ravel())
-            staged = np.append(staged[full], (staged[part, None] + np.outer(sizes[part], deep)).ravel())
-            sizes = np.append(sizes[full] * piece.layers, np.repeat(sizes[part], piece.layers))
+            each = (host, staged, sizes) if not full.any() else (host[~full], staged[~full], sizes[~full])
+            apart = (
+                (each[0][:, None] + deep * (whole * size)).ravel(),
+                (each[1][:, None] + each[2][:, None] * deep).ravel(),
+                np.repeat(each[2], piece.layers),
+            )
+            if each[0] is host:
+                return apart
+            host, staged = np.append(host[full], apart[0]), np.append(staged[full], apart[1])
+            sizes = np.append(sizes[full] * piece.layers, apart[2])
         return host, staged, np.ascontiguousarray(sizes)
 
     def table(self, plan: CopyPlan) -> tuple[np.ndarray[Any, np.dtype[np.int32]], list[int]]:
-        """Return (the kernel's rows of all groups, int32, shape (n, ROW_COLUMNS); the first row of each group)."""
+        """Return the kernel's rows of all groups, int32, shape (n, ROW_COLUMNS), and the first row of each group."""
         parts, firsts = [], [0]
         for rows, cuts in zip(plan.rows, plan.cuts, strict=True):
             pages = np.diff(np.append(cuts, len(rows)))
@@ -197,20 +222,20 @@ class Layout:
 
 
 class Prepared:
-    """What `DirectionQueues` keeps of a plan beside its rows."""
+    """The data that `DirectionQueues` keeps for a plan, in addition to the plan's rows."""
 
     __slots__ = ("firsts", "kept", "mover", "start", "table")
 
     def __init__(
         self, mover: Mover, start: DeviceEvent | None, table: object = None, firsts: Sequence[int] = ()
     ) -> None:
-        """`start`: the event that a load must come after. `table`: the kernel's rows; `firsts`: of each group."""
+        """A load must run after the event `start`. `table` has the kernel's rows, `firsts` each group's first row."""
         self.mover, self.start, self.table, self.firsts = mover, start, table, firsts
         self.kept: Kept = {}
 
 
 class _Bay:
-    """A part of the staging memory. `free`: the event after its last use; None: it was never used."""
+    """A part of the staging memory. `free` is the event after the bay's last use, or None if it was never used."""
 
     __slots__ = ("address", "free")
 
@@ -220,10 +245,10 @@ class _Bay:
 
 
 class DirectionQueues:
-    """One direction: a stream for the copy engines, one for kernels, and the bays between them."""
+    """The queues of one direction: a stream for the copy engines, a stream for kernels, and the bays between them."""
 
     def __init__(self, device: Device, direction: Direction, layout: Layout, staging: torch.Tensor | None) -> None:
-        """`staging`: device memory for the bays, uint8; None: there are none."""
+        """`staging` is the device memory of the bays, uint8. None means that there are no bays."""
         self.device, self.direction, self.layout = device, direction, layout
         name = direction.name.lower()
         self.bus: Stream = device.stream(f"{name}-bus")
@@ -233,26 +258,30 @@ class DirectionQueues:
         base = 0 if staging is None else staging.data_ptr()
         self._bays = [_Bay(base + i * self.bay_bytes) for i in range(BAYS)]
         self._turn = 0
-        self._tables: Tables | None = None
+        self._tables: RowTables | None = None
         self.places: object = None
 
     def hold_tables(self) -> None:
-        """Allocate the memory for uploads of row tables, so that no step has to.
+        """Allocate the memory for uploads of row tables now, so that no step has to allocate memory.
 
         Raises:
-            Exception: whatever the device raises when there is no memory.
+            Exception: the device's exception if the device or the host has no memory left.
 
         """
-        self._tables = Tables(self.device, self.kernel, TABLES_BYTES)
+        self._tables = RowTables(self.device, self.kernel, TABLES_BYTES)
 
     def over(self, layout: Layout) -> DirectionQueues:
-        """Return a copy with the same streams and bays, for other caches."""
+        """Return a copy of these queues with the same streams and bays, for the caches of `layout`."""
         made = copy(self)
-        made.layout, made.places = layout, None
+        made.move(layout)
         return made
 
+    def move(self, layout: Layout) -> None:
+        """Copy from and to the caches of `layout` from now on. The next upload includes the caches' addresses."""
+        self.layout, self.places = layout, None
+
     def prepare(self, plan: CopyPlan, mover: Mover, start: DeviceEvent | None) -> Prepared:
-        """Upload what the mover needs on the device. `start`: the event that a load must come after."""
+        """Upload the table that the mover needs on the device. A load must run after the event `start`."""
         if mover not in {Mover.STAGED, Mover.DIRECT}:
             return Prepared(mover, start)
         table, firsts = self.layout.table(plan)
@@ -262,11 +291,11 @@ class DirectionQueues:
         """Compile the kernels for every page size, before any step."""
         table = self._upload(np.zeros((1, ROW_COLUMNS), np.int32))
         for layer in {view.page_bytes: layer for layer, view in enumerate(self.layout.views)}.values():
-            for bay in [self._bays[0].address] * staged + [None] * direct:  # of no rows: nothing is copied
+            for bay in [self._bays[0].address] * staged + [None] * direct:  # a launch without rows copies nothing
                 self.device.launch(self.kernel, self._arguments(table, 0, BayTransfer(layer, 1, 0, 0), bay))
 
     def queue(self, plan: CopyPlan, prepared: Prepared, layers: Sequence[int], start: DeviceEvent) -> SubmittedWork:
-        """Queue the copies of `layers`, which begin after the event `start`. Raises what the device raises."""
+        """Queue the copies of `layers`, which begin after the event `start`. The device's exceptions are passed on."""
         if prepared.mover is Mover.STAGED:
             return self._staged(plan, prepared, layers, start)
         if prepared.mover is Mover.DIRECT:
@@ -286,19 +315,19 @@ class DirectionQueues:
         return SubmittedWork(landed, landed)
 
     def end(self) -> DeviceEvent:
-        """Return an event after everything that was queued."""
+        """Return an event that fires after all work that was queued so far."""
         self.bus.wait_event(self.kernel.record_event())
         made: DeviceEvent = self.bus.record_event()
         return made
 
     def synchronize(self) -> None:
-        """Block the host until everything is done."""
+        """Block the host until all queued work is done."""
         self.kernel.synchronize()
         self.bus.synchronize()
 
     def _staged(self, plan: CopyPlan, prepared: Prepared, layers: Sequence[int], start: DeviceEvent) -> SubmittedWork:
         saving = plan.direction is Direction.SAVE
-        self.kernel.wait_event(start)  # bays are private: only the kernel has to wait
+        self.kernel.wait_event(start)  # only the kernel's stream waits, because only the kernel touches the caches
         landed = read = None
         for alike in self.layout.alike(layers):
             for piece in self.layout.pieces(plan, alike, self.bay_bytes):
@@ -318,20 +347,24 @@ class DirectionQueues:
                 else:
                     self._launch(prepared, alike.group, piece, bay.address)
                 landed = bay.free = second.record_event()
-        if landed is None or read is None:  # no rows of these layers
+        if landed is None or read is None:  # the plan has no rows for these layers
             landed = read = self.kernel.record_event()
         return SubmittedWork(landed, read if saving else landed)
 
     def _upload(self, table: np.ndarray[Any, np.dtype[np.int32]]) -> object:
-        """Upload a table of rows; before the first one, the layers' addresses too."""
+        """Upload a table of rows. Before the first table, upload the layers' addresses too."""
         if self.places is None:
             self.places = self.device.upload(self.kernel, self.layout.places)
         held = self._tables.upload(table) if self._tables is not None else None
         return self.device.upload(self.kernel, table) if held is None else held
 
     def _copy(self, copies: CopyBatch) -> None:
+        """Queue copies between slots and the device.
+
+        The slots of a load are `settled`, because their saves have completed.
+        """
         if len(copies.sizes):
-            self.device.copy_batch(self.bus, copies)
+            self.device.copy_batch(self.bus, copies, settled=self.direction is Direction.LOAD)
 
     def _launch(self, prepared: Prepared, group: int, piece: BayTransfer, bay: int | None) -> None:
         if piece.rows:

@@ -1,8 +1,8 @@
-"""Views of an engine's paged KV cache as (blocks, page bytes), whatever the order of the bytes inside a page.
+"""Views of an engine's paged KV cache as (blocks, page bytes), for any order of the bytes inside a page.
 
-That order (heads first or tokens first, K and V packed) does not matter to a copy; namespaces in tiers depend on it.
-What matters is that one block of one layer is one contiguous run of bytes. In all layouts of
-`kvpipe.transfer.layouts` it is; a tensor of any other layout is refused.
+The order of the bytes (heads first or tokens first, K and V packed) does not matter to a copy. Only the namespaces of
+tiers depend on the order. A copy needs each block of one layer to be one contiguous run of bytes. All layouts of
+`kvpipe.transfer.layouts` have this property. A tensor of any other layout is refused.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from math import prod
 import torch
 
 from kvpipe.errors import UnsupportedError
-from kvpipe.transfer.layouts import Paged, find, why_unknown
+from kvpipe.transfer.layouts import Paged, find_layout, why_unknown
 
 
 @dataclass(frozen=True, slots=True)
 class PageView:
-    """One layer's paged cache: `blocks` pages of `page_bytes`, `stride_bytes` apart, from address `base`."""
+    """One layer's paged cache: `blocks` pages of `page_bytes` bytes, `stride_bytes` apart, from address `base` on."""
 
     name: str
     base: int
@@ -26,9 +26,14 @@ class PageView:
     page_bytes: int
     stride_bytes: int
     tensor: torch.Tensor
-    """uint8, shape (blocks, page_bytes), strides (stride_bytes, 1), aliasing the engine's cache."""
+    """A uint8 view of the engine's cache, shape (blocks, page_bytes), strides (stride_bytes, 1)."""
     layout: str = "bytes"
-    """Name of the layout in `kvpipe.transfer.layouts.ADAPTERS`."""
+    """The name of the layout in `kvpipe.transfer.layouts.ADAPTERS`."""
+
+    @property
+    def kind(self) -> tuple[int, int, int, str]:
+        """All values that a copy depends on, except the address."""
+        return self.blocks, self.page_bytes, self.stride_bytes, self.layout
 
     @property
     def dense(self) -> bool:
@@ -40,17 +45,17 @@ def view_pages(name: str, cache: torch.Tensor, blocks: int) -> PageView:
     """View one layer's cache by block.
 
     Args:
-        name: the layer's name, for errors.
+        name: the layer's name, for messages.
         cache: logical shape (blocks * r, ...): vLLM's ``[B, H, N, C]`` with r kernel blocks per block (r >= 1).
-        blocks: the number of blocks that the scheduler hands out.
+        blocks: the number of blocks that vLLM's scheduler allocates from.
 
     Raises:
-        UnsupportedError: shape and strides are of no known layout.
+        UnsupportedError: no known layout has this shape and these strides.
 
     """
     shape, strides, itemsize = tuple(cache.shape), cache.stride(), cache.element_size()
     paged = Paged(shape, strides, itemsize, blocks)
-    adapter = find(paged)
+    adapter = find_layout(paged)
     if adapter is None:
         msg = (
             f"kvpipe: the KV cache of layer {name!r} has shape {shape} and strides {strides}, a layout that kvpipe "

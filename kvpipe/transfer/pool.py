@@ -1,53 +1,106 @@
-"""The host pool: a bounded number of fixed-size slots, one chunk each. Every rank has its own."""
+"""The host pool is a fixed number of slots of one size. A slot holds one chunk. Every rank has its own pool."""
 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from kvpipe.errors import ConfigError
-from kvpipe.geometry import Geometry
+from kvpipe.protocol.geometry import Geometry
+
+
+class SharedSlots(NamedTuple):
+    """Memory of slots that several engines share. A slot has `slot_bytes` bytes; this rank's part begins at byte `at`.
+
+    `token` names the memory. `saves` is False if another rank saves the same bytes to the same part. `with_memory`
+    returns the number of slots, from the first on, that have memory. None means that all slots have memory.
+    """
+
+    memory: memoryview
+    slot_bytes: int
+    at: int
+    token: bytes
+    saves: bool = True
+    with_memory: Callable[[], int] | None = None
 
 
 class HostPool:
-    """`geometry.slots` slots of `geometry.slot_bytes` bytes, page-aligned. The system commits memory at the first use.
+    """A pool of slots. A slot has a chunk of `geometry.slot_bytes` bytes. The system commits memory at the first use.
 
-    `tensor`: uint8, shape (slots, slot_bytes). `base`: its address. `ready`: how many slots, from the first on, may be
-    used; a `Readier` sets it to 0 and lets it grow. `near`: cores near the device; empty: not known, or any.
+    The pool begins at a page of memory. `tensor` is the pool's memory, uint8, one row per slot, at the address `base`.
+    `slot_bytes` is the distance of two slots. `flat` has all bytes from `base` on. The first `ready` slots may be used.
+    A `Readier` sets `ready` to 0 and then increases `ready`. `near` has the cores near the device; it is empty if these
+    cores are not known, or if any core may be used.
+
+    Slots may be `shared`. Then a slot has `part_bytes` bytes of this rank, and the parts of other ranks lie between
+    these parts. `token` is b"" for a pool of the rank's own.
     """
 
-    def __init__(self, geometry: Geometry) -> None:
-        """Reserve the address range. No memory is touched.
+    def __init__(self, geometry: Geometry, shared: SharedSlots | None = None) -> None:
+        """Reserve the pool's address range, or use `shared` slots. No memory is touched.
 
         Raises:
             ConfigError: the system refuses so much address space.
 
         """
+        self.near: frozenset[int] = frozenset()
+        self.token, self._with_memory = (b"", None) if shared is None else (shared.token, shared.with_memory)
+        self.part_bytes = geometry.slot_bytes
+        if shared is not None:
+            self._share(geometry, shared)
+            return
         self.slots, self.slot_bytes = geometry.slots, geometry.slot_bytes
         self.ready = self.slots
-        self.near: frozenset[int] = frozenset()
-        # Private, because shared memory gets no huge pages on most systems; and not for children: a page that is pinned
-        # must not be copied when both sides of a fork write to it.
+        # The map is private, because shared memory gets no huge pages on most systems. A forked child does not inherit
+        # the map, because the kernel would copy a pinned page as soon as parent and child write to it.
         try:
             self._map = mmap.mmap(-1, self.slots * self.slot_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, OverflowError) as error:
             msg = (
-                f"kvpipe: pool_bytes_max={geometry.pool_bytes_max} cannot be had on this machine ({error}); "
+                f"kvpipe: pool_bytes_max={geometry.pool_bytes_max} cannot be reserved on this machine ({error}); "
                 "set a smaller pool_bytes_max (it is per rank)"
             )
             raise ConfigError(msg) from None
         self._map.madvise(mmap.MADV_DONTFORK)
         try:
-            # fewer faults and less work in pinning: 2 MiB at a time instead of 4 KiB; kernels without it refuse: fine
+            # Huge pages need fewer faults and less work to pin: 2 MiB at a time instead of 4 KiB. A kernel without huge
+            # pages refuses this advice, which is harmless.
             self._map.madvise(mmap.MADV_HUGEPAGE)
         except OSError:
             self.huge_pages = False
         else:
             self.huge_pages = True
         self.tensor = torch.frombuffer(self._map, dtype=torch.uint8).view(self.slots, self.slot_bytes)
+        self.flat = self.tensor.view(-1)
         self.base = self.tensor.data_ptr()
 
+    def _share(self, geometry: Geometry, shared: SharedSlots) -> None:
+        self._memory = shared.memory  # this reference keeps the memory mapped
+        whole = torch.frombuffer(shared.memory, dtype=torch.uint8)
+        self.slot_bytes, self.slots = shared.slot_bytes, whole.numel() // shared.slot_bytes
+        self.ready, self.huge_pages = self.slots, False
+        self.flat = torch.frombuffer(shared.memory, dtype=torch.uint8, offset=shared.at)
+        self.base = self.flat.data_ptr()
+        self.tensor = whole.view(self.slots, self.slot_bytes)[:, shared.at : shared.at + geometry.slot_bytes]
+
+    @property
+    def with_memory(self) -> int:
+        """The number of slots, from the first on, that this rank may touch.
+
+        The holder of shared slots gives memory to the slots. A touch of another slot would take memory, too, and the
+        system would count this memory as the rank's.
+        """
+        return self.slots if self._with_memory is None else min(self._with_memory(), self.slots)
+
+    def parts(self, first: int, stop: int) -> list[tuple[int, int]]:
+        """Return (offset from `base`, bytes) of this rank's parts of slots [first, stop). Adjacent parts are joined."""
+        if self.part_bytes == self.slot_bytes:
+            return [(first * self.slot_bytes, (stop - first) * self.slot_bytes)]
+        return [(slot * self.slot_bytes, self.part_bytes) for slot in range(first, stop)]
+
     def slot(self, index: int) -> torch.Tensor:
-        """Return slot `index` as uint8, shape (slot_bytes,)."""
+        """Return slot `index` as a uint8 tensor, shape (slot_bytes,)."""
         return self.tensor[index]

@@ -1,15 +1,19 @@
-"""Makes the slots of a pool ready before they are used: resident, and pinned if the transfer engine needs that.
+"""The readier makes the slots of a pool ready before their use: resident, and pinned if the transfer engine pins.
 
-The first touch of a page is a fault, which can take twenty times as long as the copy: on a virtual machine whose host
-has not allocated the page yet, 2 MiB take 7 ms or more. So a thread touches the pool from its beginning to its end.
+The first touch of a page causes a page fault, which can take twenty times as long as the copy of that page. On a
+virtual machine whose host has not allocated the page yet, the faults of 2 MiB take 7 ms or more. So a thread touches
+the pool from its beginning to its end.
 
-Where slots must be pinned, only those that the thread is done with are used. Elsewhere slots are also used *on demand*:
-when the engine saves faster than the thread works, the copies take the faults, because the alternative is to evict
-chunks from a pool that has room. The thread goes on behind what was handed out.
+If slots must be pinned, only slots that the thread has finished are used. If not, slots are also used *on demand*: when
+the engine saves faster than the thread works, the copies cause the page faults. The alternative would be to evict
+chunks although the pool has room. The thread continues after the slots that the scheduler side has used.
 
-Pages are touched by writing one byte each, not by ``MADV_POPULATE_WRITE``: that holds the lock of the whole address
-space while the kernel clears pages, so every allocation of the forward would wait. This overwrites a slot's content,
-which does not matter before the slot is used.
+The thread touches a page by writing one byte. ``MADV_POPULATE_WRITE`` would hold the lock of the whole address space
+while the kernel clears pages, so that every allocation of the forward would wait. The write overwrites a byte of the
+slot, which does not matter before the slot is used.
+
+Slots that engines share may have chunks, and the holder gives memory to these slots. So the thread only reads one byte
+of each page that has memory. The read maps the page, so that the first copy causes no page fault.
 """
 
 from __future__ import annotations
@@ -21,35 +25,40 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from kvpipe.cores import bind_this_thread
-from kvpipe.headroom import Headroom, tightest
+from kvpipe.machine.cores import bind_this_thread
+from kvpipe.machine.headroom import Headroom, tightest
 from kvpipe.trace.log import log
 from kvpipe.transfer.pool import HostPool
 
 How = Literal["ahead", "start", "use"]
 
-STROKE_BYTES: Final = 4 << 20  # touched at once on the forward's own cores: 14 ms where pages are slowest
+STROKE_BYTES: Final = 4 << 20  # bytes touched in one call on the forward's own cores, in 14 ms at most
 SHARE_OF_A_BUSY_CORE: Final = 0.05
+SHARE_OF_PINNING: Final = 0.05
+"""The share of a busy engine's time in which all ranks together pin, because no launch runs while a rank pins."""
 LOOK_S: Final = 0.02
-DEMAND_BYTES_MAX: Final = 1 << 30  # of all ranks: handed out ahead of the thread until the next step's report
-SHORT_S: Final = 5.0  # how often memory is asked for again when there is none to spare
+DEMAND_BYTES_MAX: Final = 1 << 30  # for all ranks together: the most bytes that are usable but not touched yet
+SHORT_S: Final = 5.0  # the pause before free memory is checked again when there was too little
+WITHOUT_MEMORY_S: Final = 0.1  # the pause before the thread checks again whether shared slots have memory
 STOP_S_MAX: Final = 10.0
 
 
 @dataclass
 class Manners:
-    """Limits of the thread. `cpus`: cores that it may use; empty: any.
+    """The limits of the thread. `cpus` has the cores that the thread may use. Empty `cpus` allow any core.
 
-    `share`: the share of time in which it works while the engine is `busy`.
+    While the engine is `busy`, `share` is the largest share of time in which the thread touches pages. `claim_share` is
+    the largest share of time in which the thread claims pages.
     """
 
     cpus: frozenset[int] = frozenset()
     share: float = 1.0
+    claim_share: float = 1.0
     busy: Callable[[], bool] = lambda: True
 
 
 class Readier:
-    """Makes a pool's slots ready, from the first on. One per pool. `pool.ready` is the progress."""
+    """The readier of one pool makes the pool's slots ready, from the first slot on. `pool.ready` is the progress."""
 
     def __init__(
         self,
@@ -63,45 +72,49 @@ class Readier:
         short: Callable[[Headroom], object] = lambda _: None,
         room: Callable[[], Headroom | None] = tightest,
     ) -> None:
-        """`claim(address, bytes)`: called for each piece of resident slots, see `TransferEngine.claim`.
+        """`claim(address, bytes)`, such as `TransferEngine.claim`, is called for each piece of resident slots.
 
-        `piece_bytes`: about how many bytes a piece has. `demand_bytes_max`: how much of the pool may be used
-        before it is in memory; if not 0, `claim` takes pieces in any order. `done(seconds)` is called when all slots
-        are ready, `short(room)` when there is no memory to spare at present. `room()`: returns the memory that is left.
+        `piece_bytes` is the approximate size of a piece. Slots are offered at most
+        `demand_bytes_max` bytes beyond the last slot that is resident or used. If `demand_bytes_max` is not 0, then
+        `claim` must take pieces in any order.
+        `done(seconds)` is called when all slots are ready. `short(room)` is called when too little memory is free.
+        `room()` returns the free memory.
         """
         self._pool, self._claim, self._manners = pool, claim, manners or Manners()
         self._done, self._short, self._room = done, short, room
         self._demand_bytes_max, self._lock = demand_bytes_max, threading.Lock()
         self.used = 0
-        """Slots before this one were handed out. The thread does not touch them any more."""
-        self._step = max(1, piece_bytes // pool.slot_bytes)
+        """The scheduler side has used the slots [0, used). The thread does not touch these slots any more."""
+        self._step = max(1, piece_bytes // pool.part_bytes)
         self._at = 0  # the first slot of the next piece
-        self._bytes = pool.tensor.view(-1).numpy()
+        self._bytes = pool.flat.numpy()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._began = time.monotonic()
         self._touches = True
         self._is_short = False
+        self._pause_s = 0.0  # before the next piece, because the last one could not be made ready
 
     def begin(self, how: How) -> None:
-        """Make the first piece ready, and the rest in the background; with how="start", wait for the rest.
+        """Make the first piece ready, and the other pieces in the background. With how="start", wait for all pieces.
 
-        With how="use" nothing is touched: every slot counts as ready, and its first writer takes the page faults.
+        With how="use" no slot is touched. Then every slot counts as ready, and the first copy into a slot causes the
+        slot's page faults. Shared slots always count as ready. They are only read here, because they have chunks.
         """
         self._touches = how != "use"
-        self._pool.ready = 0 if self._touches else self._pool.slots
+        self._pool.ready = 0 if self._touches and not self._pool.token else self._pool.slots
         self._next()
         if self._at == self._pool.slots:
             return
         self._thread = threading.Thread(target=self._main, name="kvpipe-ready", daemon=True)
         self._thread.start()
-        while how == "start" and self._thread.is_alive() and not self._is_short:
+        while how == "start" and self._thread.is_alive() and not self._pause_s:
             self._thread.join(LOOK_S)
 
     def use(self, stop: int) -> None:
-        """Touch no slot before `stop` from now on: they are about to be written. Waits for one stroke at most.
+        """Touch none of the slots [0, stop) any more, because they are about to be written.
 
-        Called on vLLM's thread, before anything is copied into those slots.
+        Waits for one stroke at most. vLLM's thread calls this before any copy into these slots.
         """
         if stop <= self._at:
             self.used = stop
@@ -113,52 +126,64 @@ class Readier:
             self._offer()
 
     def _offer(self) -> None:
-        """Let more slots be used: all that are in memory and, on demand, those behind them that there is memory for."""
+        """Let more slots be used: all resident slots and, on demand, the next slots if memory is free for them."""
         pool, stop = self._pool, max(self._at, self.used)
         if self._demand_bytes_max:
             room, demand = self._room(), self._demand_bytes_max
             demand = demand if room is None else min(max(0, room.spare), demand)
             stop = min(stop + demand // pool.slot_bytes, pool.slots)
-        with self._lock:  # vLLM's thread and the readier's both come here
+        with self._lock:  # vLLM's thread and the readier's thread both increase `ready`
             pool.ready = max(pool.ready, stop)
 
     def stop(self) -> None:
-        """End the thread. Idempotent."""
+        """End the readier's thread. Idempotent."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(STOP_S_MAX)
 
     def _main(self) -> None:
-        near = self._pool.near  # where a page is first touched it stays, and every copy goes the way from there
+        near = self._pool.near  # a page stays in the memory of the core that first touches it
         if cpus := near & self._manners.cpus or near or self._manners.cpus:
             bind_this_thread(cpus)
         try:
             while self._at < self._pool.slots and not self._stop.is_set():
                 self._next()
-                if self._is_short:
-                    self._stop.wait(SHORT_S)
+                if self._pause_s:
+                    self._stop.wait(self._pause_s)
         except Exception:
             log.exception("pool_not_readied", ready=self._pool.ready, slots=self._pool.slots)
 
     def _next(self) -> None:
-        """Make the next piece ready, if there is memory for it."""
-        pool, first = self._pool, max(self._at, self.used)
-        stop = min(first + self._step, pool.slots)
-        low, high = first * pool.slot_bytes, stop * pool.slot_bytes
-        if self._touches and not (self._has_room(high - low) and self._touch(low, high)):
-            return
-        if not self._claim(pool.base + low, high - low):
+        """Make the next piece ready if its slots have memory, or enough memory is free."""
+        first = max(self._at, self.used)
+        stop = min(first + self._step, self._pool.with_memory)
+        if stop <= first < self._pool.slots:
+            self._pause_s = WITHOUT_MEMORY_S
+        else:
+            self._pause_s = 0.0 if self._make_ready(first, stop) else SHORT_S
+
+    def _make_ready(self, first: int, stop: int) -> bool:
+        """Make slots [first, stop) ready. Returns False if they are not ready yet."""
+        pool, parts = self._pool, self._pool.parts(first, stop)
+        total = sum(size for _, size in parts)
+        if self._touches and not (self._has_room(total) and all(self._touch(at, at + size) for at, size in parts)):
+            return False
+        began = time.monotonic()
+        if not all(self._claim(pool.base + at, size) for at, size in parts):
             self._is_short = True
-            return
+            return False
         self._is_short, self._at = False, stop
-        if self._touches:
+        if self._touches and not pool.token:
             self._offer()
         if stop == pool.slots:
             self._done(time.monotonic() - self._began)
+        else:
+            self._rest(began, self._manners.claim_share)
+        return True
 
     def _has_room(self, size: int) -> bool:
-        """Whether `size` more bytes of memory are left. Otherwise the system would kill the engine."""
-        room = self._room()
+        """Return whether `size` more bytes of memory are free. Without this check the system could kill the engine."""
+        room = None if self._pool.token else self._room()  # the holder has checked
         is_short = room is not None and room.spare < size
         if room is not None and is_short and not self._is_short:
             self._short(room)
@@ -168,8 +193,9 @@ class Readier:
     def _touch(self, low: int, high: int) -> bool:
         """Touch the pages of the bytes [low, high). Returns False if `stop` was called meanwhile.
 
-        In one stroke, unless the engine is busy or may wait for it: after each stroke this thread needs the GIL again,
-        and vLLM's thread may have to wait until it has had it.
+        All pages are touched in one stroke, unless the thread shares its cores or slots are used on demand. One call to
+        native code touches a stroke. After each stroke this thread needs the GIL, and vLLM's thread may have to wait
+        for the GIL.
         """
         manners = self._manners
         stroke = STROKE_BYTES if manners.share < 1 or self._demand_bytes_max else high - low
@@ -179,9 +205,15 @@ class Readier:
             began = time.monotonic()
             with self._lock:
                 first, stop = max(at, self.used * self._pool.slot_bytes), min(at + stroke, high)
-                if first < stop:
+                if first < stop and self._pool.token:
+                    self._bytes[first : stop : mmap.PAGESIZE].max()
+                elif first < stop:
                     self._bytes[first : stop : mmap.PAGESIZE] = 0
                     self._bytes[stop - 1] = 0
-            if manners.share < 1 and manners.busy():
-                self._stop.wait((time.monotonic() - began) * (1 / manners.share - 1))
+            self._rest(began, manners.share)
         return True
+
+    def _rest(self, began: float, share: float) -> None:
+        """If the engine is busy, pause so long that the work since `began` takes only `share` of the time."""
+        if share < 1 and self._manners.busy():
+            self._stop.wait((time.monotonic() - began) * (1 / share - 1))

@@ -1,7 +1,7 @@
-"""Uploads of row tables for the kernel: a ring of pinned host memory, and one of device memory.
+"""Row tables for the kernel are uploaded from a ring of pinned host memory into a ring of device memory.
 
-torch's allocators are not used, because they cache only blocks of sizes that were used before: with several steps under
-way they would allocate within a step, which waits for the device.
+torch's allocators are not used, because they cache only blocks of sizes that were used before. With several steps in
+flight, torch would allocate memory within a step, and such an allocation waits for the device.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ ALIGN_BYTES: Final = 256
 
 
 class _Lent(NamedTuple):
-    """A stretch of both rings, in use as long as its table is alive."""
+    """A range of both rings, which is in use as long as the range's table is alive."""
 
     begin: int
     table: weakref.ref[torch.Tensor]
 
 
-class Tables:
-    """The rings of one stream. A stretch is free again when its table is garbage, in the order of uploads.
+class RowTables:
+    """The rings of one stream. A range is free again when its table is garbage. Ranges become free in upload order.
 
-    The caller must keep a table until all work that was queued with it is done.
+    The caller must keep a table until all work that was queued with the table is done.
     """
 
     def __init__(self, device: Device, stream: Stream, size: int) -> None:
-        """`size`: bytes of each ring, a multiple of `ALIGN_BYTES`."""
+        """`size` is the number of bytes of each ring, a multiple of `ALIGN_BYTES`."""
         self._device, self._stream, self._size = device, stream, size
         self._host, self._there = device.allocate_pinned(size), device.allocate(size)
         self._bytes: npt.NDArray[np.uint8] = self._host.numpy()
@@ -44,7 +44,7 @@ class Tables:
         """Queue a copy of `table` to the device. Returns the device's tensor, or None if the ring is full.
 
         Raises:
-            Exception: whatever the device raises for a copy.
+            Exception: the device's exception for a failed copy.
 
         """
         while self._lent and self._lent[0].table() is None:
@@ -62,7 +62,7 @@ class Tables:
         return made
 
     def _place(self, size: int) -> int | None:
-        """Return the offset of `size` contiguous free bytes, or None. The used part ends at the head."""
+        """Return the offset of `size` contiguous free bytes, or None. The used part of the ring ends at `_head`."""
         if not self._lent:
             return 0 if size <= self._size else None
         tail = self._lent[0].begin

@@ -6,24 +6,29 @@ import time
 from collections import deque
 from typing import Final
 
-from kvpipe.messages import Job, Kind, Outcome
+from kvpipe.protocol.messages import Job, Kind, Outcome
 from kvpipe.statemachine.copy import LayerCursor
 from kvpipe.statemachine.core import Edge
 from kvpipe.transfer.base import QUIET, CopyPlan, Direction, Ticket
 
 LAST_MOVES: Final = 8
+NO_COPY: Final = Ticket(None, 0, 0, bool)
+"""`Batch.last` of a batch of which the transfer engine has taken no copy. This ticket is already completed."""
+NO_COPY.complete()
+NO_COPY.born_ns = 0
 
 
 class Batch:
-    """The jobs of one kind in one step: one copy plan, one ticket per submitted layer, one cursor per job.
+    """The jobs of one kind in one step: one copy plan, a ticket for each submission, one cursor per job.
 
-    vLLM's thread submits the copies and waits for them; the loop thread does everything else. See `kvpipe.worker`.
+    vLLM's thread submits the copies and waits for their end. The loop thread does everything else. See `kvpipe.worker`.
     """
 
     __slots__ = (
         "closed",
         "cursors",
         "ended",
+        "first_ns",
         "guarded",
         "history",
         "jobs",
@@ -31,7 +36,6 @@ class Batch:
         "last",
         "moved_ns",
         "open",
-        "pages",
         "plan",
         "step",
         "stuck",
@@ -41,38 +45,47 @@ class Batch:
     )
 
     def __init__(self, kind: Kind, jobs: tuple[Job, ...], groups: int, step: int, *, traced: bool) -> None:
-        """`groups`: number of cache groups. `traced`: some jobs are traced in detail.
+        """`groups` is the number of cache groups. `traced`: whether some of the jobs are traced in detail.
 
-        Layers in `guarded` are loaded before any later compute; for layers in `waited`, attention has waited.
+        The layers in the attribute `guarded` have loads after which later compute is already ordered. The attribute
+        `waited` has the layers whose attention called `wait_layer`.
         """
         self.kind, self.jobs, self.step, self.traced = kind, jobs, step, traced
         self.plan = CopyPlan(Direction.SAVE if kind is Kind.SAVE else Direction.LOAD, jobs, groups)
-        self.pages = [len(rows) for rows in self.plan.rows]  # per group
-        # vLLM's thread:
+        # The attributes of vLLM's thread:
         self.guarded: set[int] = set()
         self.waited: set[int] = set()
         self.tickets: dict[int, Ticket] = {}  # by layer, in the order of submission
-        self.last: Ticket | None = None  # of those that the engine has taken: copies of a batch complete in order
-        self.open: deque[Ticket] = deque()  # put there before their copies begin; the loop takes out what is over
-        # the loop thread:
+        self.last = NO_COPY  # the last ticket that the engine took: copies of a batch complete in order
+        self.open: deque[Ticket] = deque()  # appended before their copies begin; the loop removes tickets that are over
+        # The attributes of the loop thread:
         self.cursors: dict[int, LayerCursor] = {}
         self.ended: list[Outcome] = []
         self.closed = False
         self.moved_ns = time.monotonic_ns()
+        self.first_ns = 0  # the time at which the first landed copy was submitted; 0: no copy has landed
         self.history: deque[tuple[int, Edge]] = deque(maxlen=LAST_MOVES * len(jobs))
         self.stuck = False
 
     @property
+    def pages(self) -> list[int]:
+        """The number of the batch's pages by cache group. The loop thread reads this property."""
+        return [len(rows) for rows in self.plan.rows]
+
+    @property
     def settled(self) -> bool:
-        """Whether no copy can touch the jobs' slots or blocks any more. On the loop thread, once all are submitted."""
+        """Whether no copy can touch the jobs' slots or blocks any more.
+
+        The loop thread reads this property once all copies are submitted.
+        """
         while self.open and self.open[0].state in QUIET:
             self.open.popleft()
         return not self.open
 
     @property
     def landed(self) -> bool:
-        """Whether every copy that the engine has taken has completed. On vLLM's thread."""
-        return self.last is None or self.last.done
+        """Whether every copy that the engine has taken has completed. vLLM's thread reads this property."""
+        return self.last.done
 
     @property
     def ids(self) -> frozenset[int]:
@@ -82,8 +95,12 @@ class Batch:
     def header(self, rank: int) -> tuple[int, int, str, int, int]:
         """Return the first fields of a trace event about the batch: now (ns), rank, request, epoch, step.
 
-        Request and epoch are "" and 0 if there are several jobs.
+        If the batch has several jobs, then the request is "" and the epoch is 0.
         """
         job = self.jobs[0]
         request, epoch = (job.request, job.epoch) if len(self.jobs) == 1 else ("", 0)
         return time.monotonic_ns(), rank, request, epoch, self.step
+
+
+NO_BATCH: Final = Batch(Kind.SAVE, (), 0, 0, traced=False)
+"""The batch that stands for a kind of which a step has no jobs. It never changes."""

@@ -1,56 +1,74 @@
-"""The loop thread's half of the pipeline: one cursor per job, from its step's beginning to its report.
+"""The loop thread's half of the pipeline: one cursor per job, from the beginning of its step to its report.
 
-Events come through the inbox: from vLLM's thread (`put`), and from the transfer engine's threads, which complete
-tickets. A job is reported only when no copy can touch its slots or blocks any more, even if its cursor ended before.
+Events come through the inbox. vLLM's thread calls `put`, and the transfer engine's threads complete tickets. One thread
+at a time handles these events: the loop thread, or the thread that has completed a batch's last ticket. A job is
+reported only when no copy can touch the job's slots or blocks any more, even if the job's cursor ended earlier.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from kvpipe.geometry import Geometry
-from kvpipe.loop import LoopThread
-from kvpipe.messages import Job, Kind, Outcome
+from kvpipe.protocol.geometry import Geometry
+from kvpipe.protocol.messages import Job, Kind, Outcome
 from kvpipe.statemachine import copy as m
 from kvpipe.statemachine.copy import LayerCursor
 from kvpipe.statemachine.core import Cursor, Edge, IllegalTransition, State, Watch
+from kvpipe.threads.loop import LoopThread
 from kvpipe.trace import events as e
-from kvpipe.trace.log import Counters
-from kvpipe.trace.recorder import Recorder
-from kvpipe.transfer.base import Ticket
+from kvpipe.trace.durations import LOAD, MEMORY, STORE
+from kvpipe.transfer.base import QUIET, Ticket
 from kvpipe.worker.batch import Batch
-from kvpipe.worker.watchdog import Watchdog
+from kvpipe.worker.context import RankContext
 
 OPENED: Final = "opened"
 SUBMITTED: Final = "submitted"
-"""Events of a batch as a whole; all others are events of its jobs' machine."""
+"""`OPENED` and `SUBMITTED` are events of a whole batch. All other events are events of the jobs' machine."""
+SLOWER_SHARE: Final = 1 / 16
 RATE_BYTES: Final = 256 << 20
-"""The rate of loads is measured over so many bytes; then the sums are halved."""
+"""The sums of bytes and time are halved when the sum of bytes exceeds this number, so that older loads count less."""
 
 
 class LoadRate:
-    """Measures the rate of loads, in bytes per second.
+    """This class measures the rate of loads in bytes per second.
 
-    Only layers that were queued before the previous layer had landed count: others may have waited for compute. Layers
-    that were queued together (a wave) land together.
+    A layer counts only if it was queued before the previous layer had landed, because any other layer may have waited
+    for compute. Layers that were queued together (a wave) land together.
+
+    A ticket of all layers is the only ticket of its load, so by this rule hardly any such ticket would count. Therefore
+    every such ticket counts. If the ticket is slower than the rate, it may have waited for compute, so only its share
+    `SLOWER_SHARE` counts. Loads that follow one another without a pause (a run) are measured together, because several
+    landings may be noticed at the same time.
     """
 
     def __init__(self) -> None:
         """Start without a measurement: `bytes_per_s` is 0."""
         self.bytes_per_s = 0.0
-        self._landed_ns = 0  # the last layer of a load
-        self._wave_ns, self._wave_counts = 0, False  # when the wave that lands was queued; whether it measures speed
-        self._of_late = (0, 0)  # bytes, and nanoseconds that they took
+        self._landed_ns = 0  # the time at which the last layer of a load landed
+        self._wave_ns, self._wave_counts = 0, False  # when the landing wave was queued, and whether it counts
+        self._of_late = (0, 0)  # recently loaded bytes, and the nanoseconds of these loads
+        self._run = (0, 0)  # the bytes of the present run of loads, and the time at which the run began
 
-    def landed(self, ticket: Ticket, size: int) -> None:
-        """Record that a layer of `size` bytes has landed."""
+    def landed(self, ticket: Ticket, size: int, *, alone: bool = False) -> None:
+        """Record that `ticket`, a copy of `size` bytes, has landed.
+
+        `alone`: whether the ticket has all layers of a load.
+        """
         now = ticket.done_ns
+        if alone:
+            loaded, began_ns = self._run if ticket.begun_ns < self._landed_ns else (0, ticket.begun_ns)
+            self._run = loaded + size, began_ns
+            rate = self._run[0] * 1e9 / max(1, now - began_ns)
+            self.bytes_per_s += (rate - self.bytes_per_s) * (1 if rate > self.bytes_per_s else SLOWER_SHARE)
+            self._landed_ns = now
+            return
         if ticket.begun_ns != self._wave_ns:
             self._wave_ns, self._wave_counts = ticket.begun_ns, self._landed_ns > ticket.begun_ns
-        took_ns, self._landed_ns = now - self._landed_ns, now
+        took_ns, self._landed_ns, self._run = now - self._landed_ns, now, (0, now)
         if not self._wave_counts:
             return
         loaded, spent_ns = self._of_late
@@ -61,45 +79,61 @@ class LoadRate:
 
 
 class Copies:
-    """The cursors of one rank's jobs. `outbox`: how jobs ended, for vLLM's thread to take."""
+    """The cursors of one rank's jobs. vLLM's thread takes the outcomes of jobs from `outbox`."""
 
     def __init__(
-        self,
-        geometry: Geometry,
-        abandon: Callable[[Ticket], bool],
-        *,
-        counters: Counters,
-        stuck_ms_max: int,
-        cpus: frozenset[int],
-        trace: Recorder,
+        self, context: RankContext, geometry: Geometry, abandon: Callable[[Ticket], bool], *, saves: bool = True
     ) -> None:
-        """Start the thread, bound to `cpus` if any are given. `abandon`: as of the transfer engine."""
-        self.counters, self.trace = counters, trace
+        """Make the loop thread. `abandon` is the transfer engine's method. Without `saves`, saves copy nothing."""
+        self.counters, self.trace, self._abandon, self._saves = context.counters, context.trace, abandon, saves
         groups = geometry.groups
         self._layers = [(group, groups[group].layers[index].page_bytes) for group, index in geometry.layers]
+        self._group_bytes = [sum(layer.page_bytes for layer in group.layers) for group in groups]
+        self._paths: dict[tuple[State, range], Edge | None] = {}
         self.machines = m.SAVE.compile(len(geometry.layers)), m.LOAD.compile(len(geometry.layers))
-        self.live: dict[Batch, None] = {}  # batches with jobs that are not reported
+        self.live: dict[Batch, None] = {}  # batches with jobs that are not yet reported
         self.bytes, self.ns = dict.fromkeys(Kind, 0), dict.fromkeys(Kind, 0)
         self.rate = LoadRate()
+        loaded, stored = (self.counters.durations.of(name, MEMORY) for name in (LOAD, STORE))
+        self._took = {Kind.SAVE: stored, Kind.LOAD_SYNC: loaded, Kind.LOAD_ASYNC: loaded}
         self.outbox: deque[Outcome] = deque()
-        self.loop = LoopThread("kvpipe-loop", self._handle, cpus=cpus)
-        self.loop.begin(Watchdog(self, abandon, stuck_ms_max).run)  # which looks at the loop
+        self.loop = LoopThread("kvpipe-loop", self._handle, cpus=context.cpus)
 
     def put(self, event: str, batch: Batch, why: str = "", *, wake: bool = True) -> None:
-        """Send an event of `batch` to the loop thread. On vLLM's thread. `wake`: as of `LoopThread.put`."""
+        """Send an event of `batch` from vLLM's thread to the loop thread. `wake` is an argument of `LoopThread.put`."""
         self.loop.put((event, batch, why), wake=wake)
 
     def completed(self, ticket: Ticket) -> None:
-        """Send a completed ticket to the loop thread: the sink of all tickets, on any thread.
+        """Send a completed ticket to the loop thread. Any thread may call this sink of all tickets.
 
-        Only the batch's last one wakes it, or one that has failed. Before that another ticket comes, or vLLM's thread
-        still submits, and wakes it when it is done: what is read here is read after the ticket is in the inbox.
+        After a failed ticket or the batch's last ticket, this thread handles the inbox itself, because waking the loop
+        thread takes longer. After any other ticket, either another ticket completes, or vLLM's thread still submits.
+        `batch.last` is read only after the ticket is in the inbox, so that no ticket is missed.
         """
         self.loop.put(ticket, wake=False)
         batch = ticket.batch
         assert isinstance(batch, Batch)  # noqa: S101  (the pipeline makes all tickets)
         if ticket.failed or batch.last is ticket:
-            self.loop.wake()
+            self.loop.drain()
+
+    def drain(self, fence: Callable[[Ticket, float], bool], wait_s: float) -> bool:
+        """Wait for the copies of each batch, `wait_s` seconds at most. Then abandon the copies that have not begun.
+
+        vLLM's thread calls this between steps. `fence` is the transfer engine's method, which queues the copies that
+        the engine holds back. Returns False if a copy may still touch memory.
+        """
+        live: list[Batch] = []
+        if not (self.loop.put(lambda: live.extend(self.live)) and self.loop.settle(wait_s)):
+            return False
+        for batch in live:
+            last = batch.last
+            if last.done or (fence(last, wait_s) and last.wait(wait_s)):
+                continue
+            for ticket in batch.tickets.values():
+                self._abandon(ticket)
+            self.put(m.FAULT, batch, "the copy did not complete before the memory of its blocks was unmapped")
+        ended = all(ticket.state in QUIET for batch in live for ticket in batch.tickets.values())
+        return self.loop.settle(wait_s) and ended
 
     # ---- the loop thread -----------------------------------------------------------------------------------------
 
@@ -112,7 +146,7 @@ class Copies:
         else:
             event, batch, why = item
             self._news(batch, event, why)
-        self.report(batch)
+        self.put_outcomes(batch)
 
     def _news(self, batch: Batch, event: str, why: str) -> None:
         if event == SUBMITTED:
@@ -124,42 +158,82 @@ class Copies:
             self.live[batch] = None
             if batch.kind is not Kind.LOAD_ASYNC:
                 return
-            event = m.CONFIRM  # nobody reads before its copy has landed
+            event = m.CONFIRM  # no forward reads the blocks of an asynchronous load before its copy has landed
         for job in batch.jobs:
             self.fire(batch, job, event, why)
 
     def _landed(self, batch: Batch, ticket: Ticket) -> None:
         took_ns = ticket.done_ns - ticket.born_ns
-        self.ns[batch.kind] += took_ns
-        if not ticket.failed:
-            group, page_bytes = self._layers[ticket.layer]
-            size = batch.pages[group] * page_bytes
-            self.bytes[batch.kind] += size
-            if batch.kind is not Kind.SAVE:
-                self.rate.landed(ticket, size)
+        if self._saves or batch.kind is not Kind.SAVE:
+            self._count(batch, ticket, took_ns)
         if batch.traced:
             header = batch.header(self.trace.rank)[1:]
-            self.trace.put(e.LayerCopied(
-                ticket.born_ns, *header, kind=batch.kind.name.lower(), layer=ticket.layer,
-                jobs=[job.id for job in batch.jobs], took_ns=took_ns, failed=sorted(ticket.failed),
-            ))  # fmt: skip
+            for layer in ticket.layers:
+                self.trace.put(e.LayerCopied(
+                    ticket.born_ns, *header, kind=batch.kind.name.lower(), layer=layer,
+                    jobs=[job.id for job in batch.jobs], took_ns=took_ns, failed=sorted(ticket.failed),
+                ))  # fmt: skip
         for job in batch.jobs:
             if job.id in ticket.failed:
                 self.fire(batch, job, m.FAULT, f"the copy of layer {ticket.layer} failed")
             else:
-                self.fire(batch, job, ticket.ordinal, "completions out of order")
+                self._land(batch, job, range(ticket.ordinal, ticket.ordinal + len(ticket.layers)))
+
+    def _count(self, batch: Batch, ticket: Ticket, took_ns: int) -> None:
+        """Add a copy to the figures of the batch's kind."""
+        self.ns[batch.kind] += took_ns
+        batch.first_ns = batch.first_ns or ticket.born_ns
+        if not ticket.failed:
+            size = self._size(batch.pages, ticket.layers)
+            self.bytes[batch.kind] += size
+            if batch.kind is not Kind.SAVE:
+                self.rate.landed(ticket, size, alone=len(ticket.layers) == len(self._layers))
+
+    def _size(self, pages: list[int], layers: tuple[int, ...]) -> int:
+        """Return the number of bytes of `layers`, if cache group g has `pages[g]` pages."""
+        if len(layers) == len(self._layers):
+            return sum(map(operator.mul, pages, self._group_bytes))
+        return sum(pages[group] * page_bytes for group, page_bytes in (self._layers[layer] for layer in layers))
+
+    def _land(self, batch: Batch, job: Job, layers: range) -> None:
+        """Fire the landing of each of `layers` (ordinals) at the job's cursor.
+
+        Without a watch, the cursor moves once for all layers.
+        """
+        cursor = batch.cursors[job.id]
+        edge = self._path(cursor, layers) if cursor.watch is None else None
+        if edge is None:
+            for k in layers:
+                self.fire(batch, job, k, "completions out of order")
+        else:
+            cursor.state = edge.to
+            self._moved_on(batch, job, edge, "")
+
+    def _path(self, cursor: LayerCursor, layers: range) -> Edge | None:
+        """Return the last edge that `cursor` takes when `layers` land, or None unless `layers` are its next layers."""
+        key = cursor.state, layers
+        if key not in self._paths:
+            trial = LayerCursor(cursor.machine, cursor.key)
+            trial.state = cursor.state
+            try:
+                edges = [trial.landed(k) for k in layers]
+            except IllegalTransition:
+                edges = []
+            good = bool(edges) and all(edge.moves and edge.event == m.LANDED_NEXT for edge in edges)
+            self._paths[key] = edges[-1] if good else None
+        return self._paths[key]
 
     def fire(self, batch: Batch, job: Job, news: str | int, why: str) -> None:
-        """Fire an event at a job's cursor, or a landed layer. If the job ends, its outcome is kept in the batch.
+        """Fire an event or a landed layer at a job's cursor. If the job ends, its outcome is kept in the batch.
 
-        `news`: the event, or the ordinal of the layer. An illegal transition fails the job; it is not raised.
+        `news` is the event, or the ordinal of the layer. An illegal transition fails the job and raises nothing.
         """
         cursor = batch.cursors[job.id]
         was_final = cursor.state.final
         try:
             edge = cursor.fire(news, why) if isinstance(news, str) else cursor.landed(news, why)
         except IllegalTransition as error:
-            # a bug of ours: the job is failed rather than trusted, and the engine is not affected
+            # This is a bug of kvpipe. The job fails, because its bytes cannot be trusted; the engine is not affected.
             message = {"machine": error.machine, "state": error.state, "on": error.event, "why": error.why}
             self.counters.fault("illegal_transition", **message)
             if was_final:
@@ -169,25 +243,31 @@ class Copies:
         if not edge.moves:
             self.counters["no_op_transitions"] += 1
             return
+        self._moved_on(batch, job, edge, why)
+
+    def _moved_on(self, batch: Batch, job: Job, edge: Edge, why: str) -> None:
+        """Record that the job's cursor took `edge`. If the job has ended, record its outcome too."""
         batch.history.append((job.id, edge))
-        if cursor.state.final:
-            ok = cursor.state.row == m.FINALIZED
+        if edge.to.final:
+            ok = edge.to.row == m.FINALIZED
             batch.ended.append(Outcome(job, ok, "" if ok else why))
             if not ok:
-                self.counters.fault("job_failed", job=job.id, request=job.request, state=cursor.state.name, why=why)
+                self.counters.fault("job_failed", job=job.id, request=job.request, state=edge.to.name, why=why)
 
-    def report(self, batch: Batch) -> None:
-        """Put the outcomes of jobs that have ended into the outbox, once no copy can touch their slots or blocks."""
+    def put_outcomes(self, batch: Batch) -> None:
+        """Put the outcomes of ended jobs into the outbox, once no copy can touch the slots or blocks of these jobs."""
         if batch.closed and batch.settled:
+            if batch in self.live and all(cursor.state.final for cursor in batch.cursors.values()):
+                del self.live[batch]
+                if batch.first_ns:
+                    self._took[batch.kind]((batch.moved_ns - batch.first_ns) / 1e9)
             self.outbox.extend(batch.ended)
             batch.ended = []
-            if all(cursor.state.final for cursor in batch.cursors.values()):
-                self.live.pop(batch, None)
 
     # ---- the trace -----------------------------------------------------------------------------------------------
 
     def _watch(self, batch: Batch, job: Job) -> Watch | None:
-        """Return the watch for the job's cursor. Outside of the trace's sample, only a failure is traced."""
+        """Return the watch for the job's cursor. Outside the trace's sample of requests, only failures are traced."""
         if not self.trace.detail:
             return None
         watch = self._moved if self.trace.sampled(job.request) else self._failed

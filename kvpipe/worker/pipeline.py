@@ -1,38 +1,38 @@
-"""The calls of one rank's steps, on vLLM's thread: they submit copies, and order compute after them.
+"""The calls of one rank's steps on vLLM's thread submit copies, and order compute after the copies.
 
-The step machine defines what each call does in each state: all are harmless when repeated, missing or out of order.
-`copies` handles the completions of submitted copies, on the loop thread.
+The step machine defines the effect of each call in each state. A repeated, missing or misplaced call is harmless.
+The module `copies` handles the completions of submitted copies on the loop thread.
 
 A layer without a hook is loaded before the step's compute begins, and saved when the step ends. In step mode no layer
-has a hook; neither has any layer in a step that is replayed from a CUDA graph (`replayed`).
+has a hook. In a step that is replayed from a CUDA graph (`replayed`) no layer has a hook either.
 """
 
 from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import ExitStack
 from itertools import pairwise
-from typing import Any, Final
+from typing import Final
 
-from kvpipe.geometry import Geometry
-from kvpipe.messages import Job, Kind, StepPlan
+from kvpipe.protocol.geometry import Geometry
+from kvpipe.protocol.messages import Job, Kind, StepPlan
 from kvpipe.statemachine import copy as copy_m
 from kvpipe.statemachine import step as m
 from kvpipe.statemachine.core import Cursor
 from kvpipe.trace import events as e
-from kvpipe.trace.log import Counters
-from kvpipe.trace.recorder import OFF, Recorder
 from kvpipe.transfer.base import DONE, Ticket, TransferEngine
 from kvpipe.worker.async_loads import AsyncLoads
-from kvpipe.worker.batch import Batch
+from kvpipe.worker.batch import NO_BATCH, Batch
+from kvpipe.worker.caches import EVERY_HOOK, Hooks
+from kvpipe.worker.context import RankContext
 from kvpipe.worker.copies import OPENED, SUBMITTED, Copies
 from kvpipe.worker.limits import PLANNED_TO_FAIL, Limits
 from kvpipe.worker.outcomes import Outcomes
+from kvpipe.worker.watchdog import Watchdog
 
 TIER: Final = "memory"
-STUCK_MS_MAX: Final = 60_000
 BLOCKS_MAX: Final = 1 << 31
 TIMED_OUT: Final = "the copy did not complete in wait_ms_max"
 NOT_BEGUN: Final = "its step could not be begun"
@@ -40,67 +40,59 @@ _failed: Final = operator.attrgetter("failed")
 
 
 class Pipeline:
-    """Saves and loads for one rank. Two calls are those of its `outcomes`: `collect` and `take_suspects`."""
+    """The saves and loads of one rank. `collect` and `take_suspects` are methods of `outcomes`."""
 
     def __init__(
         self,
+        context: RankContext,
         engine: TransferEngine,
         geometry: Geometry,
         *,
-        wait_ms_max: int,
-        counters: Counters,
+        hooks: Hooks[int] = EVERY_HOOK,
         blocks: int = BLOCKS_MAX,
         slots_ready: Callable[[], int] | None = None,
-        unhooked: Collection[int] = (),
-        replayed: Callable[[Any], bool] | None = None,
-        fences_late: bool = False,
-        cpus: frozenset[int] = frozenset(),
-        stuck_ms_max: int = STUCK_MS_MAX,
-        trace: Recorder = OFF,
+        saves: bool = True,
     ) -> None:
-        """Start the loop thread, bound to `cpus` if any are given. `engine` must be attached already.
+        """Start the loop thread. `engine` must be attached already. `hooks` has the numbers of layers.
 
-        `wait_ms_max`: longest wait for a copy; then its jobs fail. `blocks`: number of paged blocks. `slots_ready()`:
-        returns how many slots may be used; None: all. `unhooked`: indices of layers for which no hook is called.
-        `replayed(context)`: whether no hook will be called in the step; None: in each. `fences_late`: `fence` is called
-        before the next step's compute.
+        `blocks` is the number of paged blocks. `slots_ready()` returns the number of usable slots; None means that all
+        slots are usable. The longest wait for a copy is the setting `wait_ms_max`; after this time the copy's jobs
+        fail. Without `saves`, this rank's saves copy nothing, because another rank saves the same bytes.
         """
-        self.counters, self._replayed, self._fences_late = counters, replayed, fences_late
-        self.waited_ns = 0  # for copies
-        self._engine, self._trace, self._wait_s = engine, trace, wait_ms_max / 1000
+        self.counters, self._hooks, self._saves = context.counters, hooks, saves
+        self.waited_ns = 0  # the time that vLLM's thread has waited for copies
+        self._engine, self._trace, self._wait_s = engine, context.trace, context.settings.wait_ms_max / 1000
         self._limits = Limits(geometry.pages_per_chunk, blocks, slots_ready or (lambda: geometry.slots))
         self._groups, self._layers = len(geometry.groups), range(len(geometry.layers))
-        self._unhooked = tuple(layer for layer in self._layers if layer in unhooked)
-        self._hooked = tuple(layer for layer in self._layers if layer not in unhooked)
+        self._unhooked = tuple(layer for layer in self._layers if layer in hooks.unhooked)
+        self._hooked = tuple(layer for layer in self._layers if layer not in hooks.unhooked)
+        self._all = (*self._unhooked, *self._hooked)
         self._late, self._next = frozenset(self._unhooked), {layer: layer for layer in self._layers}
         self._next.update(pairwise(self._hooked))
-        self.step = Cursor(m.STEP.compile(), "step")  # idle without jobs: then layer hooks have nothing to do
-        self._save: Batch | None = None  # the open step's jobs, by kind
-        self._sync: Batch | None = None
-        self._async: Batch | None = None
-        self._unfenced: Batch | None = None  # its saves may still read blocks
-        self._computes = True  # anything, the open step
-        self.copies = Copies(
-            geometry, engine.abandon, counters=counters, stuck_ms_max=stuck_ms_max, cpus=cpus, trace=trace
-        )
+        self.step = Cursor(m.STEP.compile(), "step")  # stays IDLE in a step without jobs
+        self._save = self._sync = self._async = NO_BATCH  # the open step's saves, sync loads and async loads
+        self._unfenced = NO_BATCH  # the last step's saves, which may still read blocks
+        self._computes = True  # whether the open step computes anything
+        self.copies = Copies(context, geometry, engine.abandon, saves=saves)
+        self.copies.loop.start(Watchdog(self.copies, engine.abandon, context.settings.stuck_ms_max).run)
         self._landed = self.copies.completed  # the sink of all tickets
-        self.outcomes = outcomes = Outcomes(self.copies, counters)
+        self.outcomes = outcomes = Outcomes(self.copies)
         self.collect, self.take_suspects = outcomes.collect, outcomes.take_suspects
         self.async_loads = AsyncLoads(self.copies.loop, outcomes)
 
     # ---- a step ---------------------------------------------------------------------------------------------------
 
     def begin(self, plan: StepPlan) -> None:
-        """Open the step's jobs. A step that was never ended is withdrawn first, and one that was not fenced is fenced.
+        """Open the step's jobs. If the step before was never fenced or never ended, fence or withdraw that step first.
 
-        If it raises, all jobs of `plan` are reported as failed, and no step is open.
+        If this method raises, then all jobs of `plan` are reported as failed, and no step is open.
         """
         try:
-            if self._unfenced is not None:
+            if self._unfenced.jobs:
                 self.fence()
             self.step.fire(m.BIND)
-            if self._save is not None or self._sync is not None or self._async is not None:
-                # also after the step's end: the engine raised in it
+            if self._save.jobs or self._sync.jobs or self._async.jobs:
+                # This also happens after the call that ends a step, if the transfer engine raised in that call.
                 self.counters.fault("step_never_ended")
                 self._withdraw()
             if plan.jobs:
@@ -127,55 +119,55 @@ class Pipeline:
         self._sync = self._open(Kind.LOAD_SYNC, by_kind, plan.step)
         self._async = self._open(Kind.LOAD_ASYNC, by_kind, plan.step)
         for batch in (self._save, self._sync, self._async):
-            if batch is not None:
+            if batch.jobs and (batch.kind is not Kind.SAVE or batch.traced):  # the trace needs the plan's mover
                 self._engine.prepare(batch.plan)
         for place, why in refused.items():
             self._refuse(plan.jobs[place], why)
 
-    def start_loads(self, context: object = None) -> None:
+    def start_loads(self, forward: object = None) -> None:
         """Submit every layer of the step's loads. Wait for the sync loads of layers without a hook.
 
-        `context`: the engine's, of the forward that begins; only `replayed` reads it. Asynchronous loads are submitted
-        after the sync ones are settled, because those are read in this forward.
+        `forward` is the engine's object for the forward that begins. Only `replayed` reads `forward`. Asynchronous
+        loads are submitted after the sync loads are settled, because this forward reads the blocks of sync loads.
         """
-        if self.step.fire(m.START_LOADS).moves and (self._sync is not None or self._async is not None):
-            self._start_loads(context)
+        if self.step.fire(m.START_LOADS).moves and (self._sync.jobs or self._async.jobs):
+            self._start_loads(forward)
 
     def wait_layer(self, layer: int) -> None:
-        """Order compute after the loads of `layer` and of the next hooked layer, unless they fail.
+        """Order later compute after the loads of `layer` and of the next hooked layer, unless a load is given up.
 
-        The next one too, because a layer's new KV is written before its hook is called: after a full hit, the prompt's
-        last token is computed again and written into a block that is being loaded.
+        The next layer's loads matter too, because vLLM writes a layer's new KV before vLLM calls the layer's hook.
+        After a full hit, for example, the KV of the prompt's last token is written into a block that is being loaded.
         """
-        batch = self._sync
-        if batch is None:
+        if not self._sync.jobs:
             return
+        batch = self._sync
         if self.step.fire(m.WAIT_LAYER).moves:
             self.counters.fault("loads_started_by_hook")
-            self._submit_all(batch)  # and no more: layers without a hook were read already, or may have been
+            self._submit_all(batch)  # no wait for layers without a hook: the forward may have read them
         if layer in batch.waited:
             self.counters["wait_repeated"] += 1
         elif (layer in batch.guarded or self._guard(batch, layer)) and self._guard(batch, self._next[layer]):
             batch.waited.add(layer)
 
     def save_layer(self, layer: int) -> None:
-        """Submit the save of `layer`, once. Layers without a hook are submitted at the step's end."""
-        batch = self._save
-        if batch is None or layer in self._late:
+        """Submit the save of `layer` at the first call. The saves of layers without a hook wait for the step's end."""
+        if not self._save.jobs or layer in self._late:
             return
+        batch = self._save
         if layer in batch.tickets:
             self.counters["save_repeated"] += 1
         else:
             self._submit(batch, layer)
 
     def end_loads(self) -> None:
-        """Settle the step's sync loads: confirm them if every layer has waited, else fail them. Idempotent."""
+        """Confirm the step's sync loads if every layer has waited. Otherwise fail these loads. Idempotent."""
         was = self.step.state.row
         if self.step.fire(m.SETTLE).moves:
             self._settle_loads(was)
 
     def end_step(self) -> None:
-        """End the step: its loads, then its saves. Repeated or extra calls do nothing."""
+        """End the step's loads, then the step's saves. Repeated or extra calls do nothing."""
         was = self.step.state.row
         if self.step.fire(m.STEP_END).moves:
             self._end(was)
@@ -183,17 +175,17 @@ class Pipeline:
             self.counters["step_end_empty"] += 1
 
     def clear(self) -> None:
-        """End the step if `end_step` was not called."""
+        """End the step if `end_step` was not called for the step."""
         was = self.step.state.row
         if self.step.fire(m.CLEAR).moves:
-            if self._save is not None or self._sync is not None:  # else nothing waits for the end
+            if self._save.jobs or self._sync.jobs:  # else the step has no jobs to end
                 self.counters.fault("step_end_skipped")
             self._end(was)
 
     def fence(self) -> None:
-        """Order the caller's next compute, which may write their blocks, after the reads of the last step's saves."""
-        batch, self._unfenced = self._unfenced, None
-        if batch is not None and batch.last is not None:
+        """Order the caller's next compute, which may write the saved blocks, after the last step's saves read them."""
+        batch, self._unfenced = self._unfenced, NO_BATCH
+        if not batch.last.done:
             fenced = False
             try:
                 fenced = self._timed(self._engine.fence, batch.last)
@@ -202,7 +194,7 @@ class Pipeline:
                     self._give_up(batch, TIMED_OUT)
 
     def shutdown(self) -> None:
-        """Withdraw open jobs, finish submitted copies, end the threads. Idempotent."""
+        """Withdraw the open jobs, finish the submitted copies, and end the threads. Idempotent."""
         if self.step.fire(m.SHUTDOWN).moves:
             with ExitStack() as always:
                 always.callback(self.copies.loop.stop)
@@ -211,12 +203,12 @@ class Pipeline:
 
     @property
     def alive(self) -> bool:
-        """False once the loop thread has died. True after a shutdown."""
+        """Whether the loop thread runs, or has ended by a shutdown. False means that the thread has crashed."""
         return self.step.state.final or self.copies.loop.alive
 
     @property
     def in_flight(self) -> int:
-        """The number of jobs that were begun and not yet collected."""
+        """The number of begun jobs whose outcomes are not yet collected."""
         return len(self.outcomes.uncollected)
 
     # ---- its parts ------------------------------------------------------------------------------------------------
@@ -228,71 +220,79 @@ class Pipeline:
         if job.kind not in {Kind.SAVE, Kind.LOAD_ASYNC}:
             self._fail_step_saves()
 
-    def _open(self, kind: Kind, by_kind: dict[int, list[Job]], step: int) -> Batch | None:
+    def _open(self, kind: Kind, by_kind: dict[int, list[Job]], step: int) -> Batch:
         jobs = by_kind.get(kind)
         if not jobs:
-            return None
+            return NO_BATCH
         traced = self._trace.detail and any(self._trace.sampled(job.request) for job in jobs)
         batch = Batch(kind, tuple(jobs), self._groups, step, traced=traced)
-        self.copies.put(OPENED, batch, wake=False)  # nothing is to be done before its first copy, or its step's end
+        self.copies.put(OPENED, batch, wake=False)  # the loop thread need not act before a copy or the step ends
         self.outcomes.uncollected.update((job.id, job) for job in jobs)
         return batch
 
-    def _start_loads(self, context: object) -> None:
+    def _start_loads(self, forward: object) -> None:
         sync = self._sync
-        if sync is not None:
+        if sync.jobs:
             self._submit_all(sync)
-            replayed = self._replayed is not None and self._replayed(context)
+            replayed = self._hooks.replayed is not None and self._hooks.replayed(forward)
             for layer in self._layers if replayed else self._unhooked:
                 self.wait_layer(layer)
             if self._hooked and not replayed:
                 self._guard(sync, self._hooked[0])
                 return
-        if self._async is not None:
-            self._start_async(self._async)
+        self._start_async()
 
-    def _start_async(self, batch: Batch) -> None:
-        """From now on `batch` lives in the loop alone."""
-        self._async = None
-        self._submit_all(batch)
-        self.async_loads.begun(batch)
+    def _start_async(self) -> None:
+        """Submit the step's asynchronous loads, if any. After this call only the loop thread follows their copies."""
+        batch, self._async = self._async, NO_BATCH
+        if batch.jobs:
+            self._submit_all(batch)
+            self.async_loads.begun(batch)
 
     def _submit_all(self, batch: Batch) -> None:
-        for layer in (*self._unhooked, *self._hooked):
+        for layer in self._all:
             self._submit(batch, layer)
         self.copies.put(SUBMITTED, batch)
 
     def _submit(self, batch: Batch, layer: int) -> None:
-        if layer in batch.tickets:
-            return
-        ticket = batch.tickets[layer] = Ticket(batch, layer, len(batch.tickets), self._landed)
+        if layer not in batch.tickets:
+            self._submit_layers(batch, (layer,))
+
+    def _submit_layers(self, batch: Batch, layers: tuple[int, ...]) -> None:
+        """Submit the copies of `layers` with one ticket. No copy of these layers was submitted before."""
+        ticket = Ticket(batch, layers[0], len(batch.tickets), self._landed, layers)
+        batch.tickets.update(dict.fromkeys(layers, ticket))
         batch.open.append(ticket)
         if batch.traced:
             ids, kind = [job.id for job in batch.jobs], batch.kind.name.lower()
             header, mover = batch.header(self._trace.rank), batch.plan.mover
-            self._trace.put(e.LayerSubmitted(*header, kind=kind, layer=layer, jobs=ids, mover=mover))
+            for layer in layers:
+                self._trace.put(e.LayerSubmitted(*header, kind=kind, layer=layer, jobs=ids, mover=mover))
         if batch.stuck:
             ticket.complete(batch.ids)
+            return
+        if batch.kind is Kind.SAVE and not self._saves:
+            ticket.complete()
             return
         try:
             self._engine.submit(batch.plan, ticket)
             batch.last = ticket
-            if ticket.state is DONE:  # copied inline: the engine's thread has done it itself
+            if ticket.state is DONE:  # vLLM's thread has made the copy itself, in `submit`
                 self.waited_ns += ticket.done_ns - ticket.born_ns
-        except Exception as error:  # noqa: BLE001  (such as no thread: a ticket would never end)
+        except Exception as error:  # noqa: BLE001  (any error: else the ticket would never end)
             self.counters.fault("submit_failed", error=repr(error))
             if not ticket.over:
                 ticket.complete(batch.ids)
 
     def _guard(self, batch: Batch, layer: int) -> bool:
-        """Order the caller's next compute after the load of `layer`. Returns False if it was given up."""
+        """Order the caller's next compute after the load of `layer`. Return False if the load was given up."""
         if layer in batch.guarded:
             return True
         ticket = batch.tickets[layer]
         if ticket.state is DONE:
             self._engine.reached(ticket)
         elif self.step.state.row == m.GIVEN_UP:
-            return False  # one timeout is enough: the load is failed, whatever its other layers do
+            return False  # after one timeout the load has failed, so do not wait for another layer
         elif not self._timed(self._engine.guard_read, ticket):
             self.step.fire(m.TIME_OUT)
             self._give_up(batch, TIMED_OUT)
@@ -303,11 +303,10 @@ class Pipeline:
         return True
 
     def _settle_loads(self, was: str) -> None:
-        """End the sync loads of a step that was in state `was`: confirm them if every layer waited, else fail them."""
-        batch, self._sync = self._sync, None
-        if self._async is not None:
-            self._start_async(self._async)
-        if batch is None:
+        """Confirm the sync loads of a step that was in state `was` if every layer waited. Otherwise fail the loads."""
+        batch, self._sync = self._sync, NO_BATCH
+        self._start_async()
+        if not batch.jobs:
             return
         if was == m.OPEN:
             self.counters.fault("loads_never_started")
@@ -317,53 +316,67 @@ class Pipeline:
         elif was == m.GIVEN_UP:
             self.copies.put(copy_m.DENY, batch, TIMED_OUT)
         elif len(batch.waited) == len(self._layers):
-            # rare: a failed load has to be reported to the engine in this very step
-            bad = batch.last is not None and any(map(_failed, batch.tickets.values()))
-            if bad and batch.last is not None and not batch.last.wait(self._wait_s):
+            # This is rare. A failed load must be reported to the engine in this step, so wait for its last copy.
+            if any(map(_failed, batch.tickets.values())) and not batch.last.wait(self._wait_s):
                 self._give_up(batch, TIMED_OUT)
-            self.copies.put(copy_m.CONFIRM, batch)
+            self.copies.put(copy_m.CONFIRM, batch, wake=False)
+            self._report_if_over(batch)
+            return
         else:
             self.counters.fault("layers_read_without_waiting")
             self.outcomes.suspect(batch)
             self.copies.put(copy_m.DENY, batch, "a layer was read without waiting for its copy")
             self._fail_step_saves()
-            if batch.last is not None:
+            if not batch.last.done:
                 self._engine.guard_read(batch.last, self._wait_s)
         self._settle()
 
     def _end(self, was: str) -> None:
-        """End the loads, if they were not settled, and the saves of a step that was in state `was`."""
+        """End the saves of a step that was in state `was`. If the step's loads were not settled, end them first."""
         if was != m.SETTLED:
             self._settle_loads(was)
-        batch, self._save = self._save, None
-        if batch is None:
+        batch, self._save = self._save, NO_BATCH
+        if not batch.jobs:
             return
-        without = not batch.tickets and (self._replayed is not None or not self._computes)  # no hook has come
-        for layer in self._layers if without else self._unhooked:
-            self._submit(batch, layer)
+        without = not batch.tickets and (self._hooks.replayed is not None or not self._computes)  # no hook was called
+        if layers := self._all if without else self._unhooked:
+            self._submit_layers(batch, layers)
         self.copies.put(SUBMITTED, batch, wake=False)
         missing = len(self._layers) - len(batch.tickets)
         if missing:
             self.counters.fault("layers_never_submitted", missing=missing)
             self.copies.put(copy_m.DENY, batch, "a layer was never submitted")
         else:
-            self.copies.put(copy_m.CONFIRM, batch)
+            self.copies.put(copy_m.CONFIRM, batch, wake=False)
         self._unfenced = batch
-        if not self._fences_late:
+        if not self._hooks.fences_late:
             self.fence()
-        self._settle()
+        if missing:
+            self._settle()
+        else:
+            self._report_if_over(batch)
+
+    def _report_if_over(self, batch: Batch) -> None:
+        """If all copies are over, handle the inbox, so that the jobs are reported with this step.
+
+        Otherwise the thread that completes the last copy handles the inbox.
+        """
+        last = batch.last  # read `last` after the step's events are in the inbox: see `Copies.completed`
+        if last.over or batch.stuck:
+            self._settle()
 
     def _withdraw(self) -> None:
         batches = self._save, self._sync, self._async
-        self._save = self._sync = self._async = None
+        self._save = self._sync = self._async = NO_BATCH
         with ExitStack() as always:
             always.callback(self._settle)
-            for batch in filter(None, batches):
-                always.callback(self._withdraw_batch, batch)
+            for batch in batches:
+                if batch.jobs:
+                    always.callback(self._withdraw_batch, batch)
 
     def _withdraw_batch(self, batch: Batch) -> None:
         try:
-            if batch.last is not None:  # nothing may still read or write once the job is reported
+            if not batch.last.done:  # no copy may read or write after the job's report
                 self._engine.fence(batch.last, self._wait_s)
         finally:
             if batch.kind is Kind.LOAD_SYNC:
@@ -379,7 +392,7 @@ class Pipeline:
 
     def _give_up(self, batch: Batch, why: str) -> None:
         self.counters.fault("copy_timeout", why=why)
-        for ticket in batch.tickets.values():  # what has not begun shall not write into blocks that are given back
+        for ticket in dict.fromkeys(batch.tickets.values()):  # copies not yet begun must not write to freed blocks
             self._engine.abandon(ticket)
         self._trace.put(e.TierSlow(*batch.header(self._trace.rank), tier=TIER, waited_ms=self._wait_s * 1000))
         if batch.kind is Kind.LOAD_SYNC:
@@ -388,10 +401,11 @@ class Pipeline:
         self._fail_step_saves()
 
     def _fail_step_saves(self) -> None:
-        """Fail the step's saves: a sync load of the step has failed, so what it computes may be garbage."""
-        if self._save is not None:
+        """Fail the step's saves. A sync load of the step has failed, so the step may compute garbage."""
+        if self._save.jobs:
             self.copies.put(copy_m.FAULT, self._save, "computed in a step whose load failed")
 
     def _settle(self) -> None:
+        self.copies.loop.drain()
         if not self.copies.loop.settle(self._wait_s):
             self.counters.fault("loop_did_not_settle")

@@ -1,170 +1,163 @@
-"""The worker side: one rank's pool and pipeline, driven by the model runner's hooks. Nothing raises into vLLM."""
+"""The worker side of one rank: the model runner's hooks drive its pool and pipeline. No hook raises into vLLM."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final
 
 import torch
 
-from kvpipe.config import Settings
-from kvpipe.cores import CPUS_AT_START, spare_cpus
-from kvpipe.geometry import Geometry
-from kvpipe.messages import LOAD_ASYNC, LOAD_SYNC, ONE_BAD, ONE_OK, Outcome, Report, StepPlan, Tally
+from kvpipe.machine.cores import CPUS_AT_START
+from kvpipe.protocol.messages import LOAD_ASYNC, LOAD_SYNC, ONE_BAD, ONE_OK, Outcome, Report, StepPlan, Tally
 from kvpipe.tiers.carrier import Carrier
 from kvpipe.tiers.guard import GuardedTier
-from kvpipe.tiers.parts import Share
+from kvpipe.tiers.parts import RankParts, Share
+from kvpipe.tiers.totals import Totals, copied, left
 from kvpipe.trace.events import PoolReady, PoolShort, StepRan, TierLost
-from kvpipe.trace.log import Counters
-from kvpipe.trace.recorder import OFF, Recorder
-from kvpipe.trace.totals import Totals, copied, left
 from kvpipe.transfer.base import TransferEngine
-from kvpipe.transfer.engines import EngineOptions, make_engine
-from kvpipe.transfer.pool import HostPool
-from kvpipe.transfer.ready import DEMAND_BYTES_MAX, SHARE_OF_A_BUSY_CORE, Manners, Readier
-from kvpipe.worker.adapters import HeldAdapters, broken
+from kvpipe.transfer.pool import HostPool, SharedSlots
+from kvpipe.transfer.ready import DEMAND_BYTES_MAX, SHARE_OF_A_BUSY_CORE, SHARE_OF_PINNING, Manners, Readier
+from kvpipe.worker.adapters import HeldAdapters, marked_broken
 from kvpipe.worker.caches import PagedCaches
+from kvpipe.worker.context import RankContext
+from kvpipe.worker.engines import EngineOptions, make_engine
 from kvpipe.worker.outcomes import REPORTED_EARLY
 from kvpipe.worker.pipeline import TIER, Pipeline
 
 if TYPE_CHECKING:
-    from kvpipe.headroom import Headroom
+    from kvpipe.machine.headroom import Headroom
     from kvpipe.statemachine.core import Cursor
 
-
 IDLE_NS: Final = 100_000_000
-"""So long after a step's end the engine counts as idle."""
+"""The engine counts as idle when this number of nanoseconds has passed since the last step began."""
 
 
 class WorkerSide:
-    """One per rank, made when the rank has its caches: from then on there is all that a step's calls need.
+    """The worker side of one rank. The rank makes its worker side as soon as it has its paged caches.
 
-    Two calls are its pipeline's own: `start_loads`, when loads may be submitted, and `end_step`, when everything of the
-    step was submitted (`wait_for_save`): source blocks are free to be reused then.
+    The calls `start_loads` and `end_step` are methods of the pipeline. The engine calls `start_loads` when loads may be
+    submitted. The engine calls `end_step` (`wait_for_save`) when the step's compute is enqueued on the device.
     """
 
     def __init__(
         self,
-        settings: Settings,
-        geometry: Geometry,
+        context: RankContext,
         caches: PagedCaches,
         *,
         engine: TransferEngine | None = None,
-        rank: int = 0,
-        ranks: int = 1,
         shares: Sequence[Share] = (),
         tiers: Sequence[GuardedTier] = (),
         weigh: Callable[[], str] = str,
         adapters: HeldAdapters | None = None,
-        counters: Counters | None = None,
-        trace: Recorder = OFF,
+        shared: SharedSlots | None = None,
     ) -> None:
-        """Take the rank's memory for chunks, and start its threads. Whatever is raised, none is left.
+        """Take the rank's memory for chunks and start the threads. If anything raises, release memory and threads.
 
-        `engine`: what moves the bytes, if not the device's own. `shares`: how each group's KV lies over the ranks, if
-        anybody can say. `tiers`: places beyond memory, not yet opened. `weigh`: returns a digest of this rank's
-        weights; "": not known. `adapters`: those that the rank holds, where some are loaded before there are caches.
+        `engine` is a transfer engine other than the device's own. `shares` tells how each group's KV is divided among
+        the ranks, if known. `tiers` are not yet opened. `weigh` returns a digest of this rank's weights, or "" if the
+        digest is not known. `adapters` has the adapters that were loaded before the caches existed. `shared` has the
+        slots that the engines of a node share, if any.
 
         Raises:
-            ConfigError: the system does not give the memory that was asked for.
+            ConfigError: the system refuses the requested memory.
 
         """
-        self.settings, self.geometry, self.trace = settings, geometry, trace
-        self.counters = counters = Counters() if counters is None else counters
-        self.adapters = HeldAdapters(counters) if adapters is None else adapters
-        self.rank, self.ranks, self.shares, self.weigh = rank, ranks, tuple(shares), weigh
-        self.lost = False  # this rank's pool cannot be used any more
-        self._index, self._aliases = caches.index, caches.aliases
-        self._plan: StepPlan | None = None  # the bound step's
+        self.context, self.geometry, self.weigh = context, caches.geometry, weigh
+        self.counters, self.trace = context.counters, context.trace
+        self.adapters = adapters or HeldAdapters(context.counters)
+        self.shares = tuple(share.whole if caches.whole else share for share in shares)
+        self.lost = False  # whether this rank's pool cannot be used any more
+        self.asleep = False  # whether the memory of the caches is released
+        self._put_off = False  # whether the step's metrics wait for a later step
+        self._caches, self._index, self._aliases = caches, caches.index, caches.aliases
+        self._plan: StepPlan | None = None  # the plan of the bound step
         self._bound_ns = self._waited_ns = 0
-        self._weighed: tuple[int, str] | None = None
-        self._unreadable: frozenset[int] = frozenset()
-        self._ready_reported = -1
+        self._weighed: dict[int, tuple[int, str]] = {}  # the last answer of `weigh`, by rank
+        self._unreadable, self._ready_reported = frozenset[int](), -1
         self._tallies: dict[int, Tally] = {}
         self._received, self._failed, self._bad_blocks = set[str](), set[str](), set[int]()
+        self._late_blocks, self._loading = set[int](), set[int]()  # block numbers; ids of the step's sync loads
         with ExitStack() as undo:
-            engine = self._make_engine(caches.device) if engine is None else engine
-            self._pool = pool = HostPool(geometry)
-            engine.attach(caches.views, geometry, pool)
+            self._engine = engine = engine or self._make_engine(caches.device)
+            self._pool = pool = HostPool(self.geometry, shared)
+            engine.attach(caches.views, self.geometry, pool)
             undo.callback(engine.shutdown)
-            self.carrier = self._make_carrier(tiers)
+            alone = shared is None or shared.saves  # False if another rank has the same bytes in the same slots
+            self.carrier = self._make_carrier(tiers, fetches=alone)
             if self.carrier is not None:
                 undo.callback(self.carrier.shutdown)
-            self.pipeline = self._make_pipeline(engine, caches)
+            self.pipeline = self._make_pipeline(engine, caches, saves=alone)
             undo.callback(self.pipeline.shutdown)
             self.start_loads, self.end_step = self.pipeline.start_loads, self.pipeline.end_step
             self._readier = self._make_readier(engine, caches.device)
             undo.callback(self._readier.stop)
-            self._readier.begin(settings.prefault)
+            self._readier.begin(context.settings.prefault)
             undo.pop_all()
 
     def _make_engine(self, device: str) -> TransferEngine:
-        options = EngineOptions(self.settings, spare_cpus(), self._has_idle_core(), self.trace, self.counters.fault)
+        context, idle = self.context, self._has_idle_core()
+        options = EngineOptions(context.settings, context.cpus, idle, context.trace, context.counters.fault)
         return make_engine(device, options)
 
-    def _make_carrier(self, tiers: Sequence[GuardedTier]) -> Carrier | None:
-        """Return what carries chunks to and from tiers, if there are any."""
+    def _make_carrier(self, tiers: Sequence[GuardedTier], *, fetches: bool) -> Carrier | None:
+        """Return the carrier, which carries chunks to and from tiers. Return None if there are no tiers."""
         if not tiers:
             return None
+        context = self.context
+        parts = RankParts(context.rank, context.ranks, self.shares, context.settings.share_ranks_max, fetches)
         return Carrier(
             tiers,
             self.geometry,
             self._pool,
-            rank=self.rank,
-            ranks=self.ranks,
-            shares=self.shares,
-            share_ranks_max=self.settings.share_ranks_max,
-            counters=self.counters,
-            cpus=spare_cpus(),
-            trace=self.trace,
+            parts,
+            counters=context.counters,
+            cpus=context.cpus,
+            trace=context.trace,
         )
 
-    def _make_pipeline(self, engine: TransferEngine, caches: PagedCaches) -> Pipeline:
+    def _make_pipeline(self, engine: TransferEngine, caches: PagedCaches, *, saves: bool) -> Pipeline:
         pool = self._pool
         return Pipeline(
+            self.context,
             engine,
             self.geometry,
-            wait_ms_max=self.settings.wait_ms_max,
-            counters=self.counters,
+            hooks=caches.hooks,
             blocks=caches.blocks,
             slots_ready=lambda: pool.ready,
-            replayed=caches.hooks.replayed,
-            fences_late=caches.hooks.fences_late,
-            unhooked=caches.unhooked,
-            cpus=spare_cpus(),
-            stuck_ms_max=self.settings.stuck_ms_max,
-            trace=self.trace,
+            saves=saves,
         )
 
     def _make_readier(self, engine: TransferEngine, device: str) -> Readier:
-        """Return what makes the pool's slots ready: see `Readier`."""
-        spare = spare_cpus()
+        """Return the readier, which makes the pool's slots ready."""
+        spare, ranks = self.context.cpus, self.context.ranks
         alone = spare or self._has_idle_core() or device != "cpu"
         share = 1.0 if alone else SHARE_OF_A_BUSY_CORE
+        claim_share = 1.0 if device == "cpu" else SHARE_OF_PINNING / ranks
         return Readier(
             self._pool,
             engine.claim,
             piece_bytes=engine.piece_bytes,
-            manners=Manners(spare, share, self._is_busy),
-            demand_bytes_max=DEMAND_BYTES_MAX // self.ranks if device == "cpu" else 0,
+            manners=Manners(spare, share, claim_share, self._is_busy),
+            demand_bytes_max=DEMAND_BYTES_MAX // ranks if device == "cpu" else 0,
             done=self._pool_ready,
             short=self._pool_short,
         )
 
     @staticmethod
     def _has_idle_core() -> bool:
-        """Whether the forward's threads leave a core of those that the process may use."""
+        """Return whether at least one core that the process may use has no thread of the forward."""
         return len(CPUS_AT_START) > torch.get_num_threads()
 
     def _is_busy(self) -> bool:
-        """Whether the engine is in a step, or was a moment ago."""
+        """Return whether the engine is in a step, or began its last step less than `IDLE_NS` ago."""
         return self._plan is not None or time.monotonic_ns() - self._bound_ns < IDLE_NS
 
     def _pool_ready(self, took_s: float) -> None:
-        reported = PoolReady(*self.trace.of("", 0), slots=self.geometry.slots, took_ms=round(took_s * 1e3, 1))
-        reported.gigabytes = round(self.geometry.slots * self.geometry.slot_bytes / 1e9, 3)
+        pool = self._pool
+        reported = PoolReady(*self.trace.of("", 0), slots=pool.slots, took_ms=round(took_s * 1e3, 1))
+        reported.gigabytes = round(pool.slots * pool.part_bytes / 1e9, 3)
         self.trace.put(reported)
 
     def _pool_short(self, room: Headroom) -> None:
@@ -175,51 +168,58 @@ class WorkerSide:
 
     @property
     def step(self) -> Cursor:
-        """The machine of its steps."""
+        """The cursor of this rank's steps."""
         return self.pipeline.step
 
     # ---- hooks, in the order of a step ----------------------------------------------------------------------------
 
     def handle_preemptions(self) -> None:
-        """A step is about to write blocks: those that the last step's saves read are not written before."""
+        """Order the writes of the next step after the reads of the last step's saves."""
         self.pipeline.fence()
 
     def bind(self, plan: StepPlan) -> None:
-        """A step begins. Its requests' adapters are loaded."""
+        """Begin the step of `plan`. The engine has already loaded the adapters of the step's requests."""
         self._plan, self._bound_ns = plan, time.monotonic_ns()
         self.trace.step = plan.step
         if plan.used > self._readier.used:
             self._readier.use(plan.used)
         try:
+            if plan.jobs and (self.asleep or plan.pool != self._pool.token):
+                why = "the memory of the caches is unmapped" if self.asleep else "the plan is for another pool"
+                raise RuntimeError(why)  # noqa: TRY301
             plan = self._plan = self.adapters.checked(plan)
-        except Exception as error:  # noqa: BLE001  (the scheduler's side counts on the jobs: they are reported, as failed)
+        except Exception as error:  # noqa: BLE001  (the scheduler's side needs each job's outcome)
             self.counters.fault("contained_error", where="bind", error=repr(error))
-            plan = self._plan = plan._replace(jobs=tuple(map(broken, plan.jobs)))
+            plan = self._plan = plan._replace(jobs=tuple(map(marked_broken, plan.jobs)))
+        self._loading.update([job.id for job in plan.jobs if job.kind == LOAD_SYNC])
         try:
             self._begin_orders(plan)
             if plan.question:
-                self._weighed = plan.question, self.weigh_now()
+                self._weighed = {self.context.rank: (plan.question, self.weigh_now())}
         finally:
             self.pipeline.begin(plan)
 
     def weigh_now(self) -> str:
-        """Return a digest of this rank's weights; "" if they cannot be read."""
+        """Return a digest of this rank's weights. Return "" if the weights cannot be read."""
         try:
             return self.weigh()
-        except Exception as error:  # noqa: BLE001  (nothing is shared then; the engine serves)
+        except Exception as error:  # noqa: BLE001  (the engine serves, but shares no chunks)
             self.counters.fault("weights_not_read", error=repr(error))
             return ""
 
     def _begin_orders(self, plan: StepPlan) -> None:
-        """Take the step's orders; a rank that has no tiers, unlike others, fails them."""
-        if self.carrier is not None:
-            self.carrier.begin(plan.orders, plan.space, plan.step)
+        """Pass the step's tier orders to the carrier.
+
+        If this rank has no tiers although other ranks have, or another pool than they have, fail the orders.
+        """
+        if self.carrier is not None and plan.pool == self._pool.token:
+            self.carrier.carry_out(plan.orders, plan.space, plan.step)
         elif plan.orders:
             self.counters.fault("orders_without_tiers", orders=len(plan.orders))
             self._tallies.update((order.id, ONE_BAD) for order in plan.orders)
 
     def wait_layer(self, name: str) -> None:
-        """Attention of layer `name` is about to read its cache."""
+        """Order the attention of layer `name`, which is about to read its cache, after the layer's loads."""
         layer = self._index.get(name)
         if layer is None:
             self._unknown(name)
@@ -227,7 +227,7 @@ class WorkerSide:
             self.pipeline.wait_layer(layer)
 
     def save_layer(self, name: str) -> None:
-        """Attention of layer `name` has written its cache."""
+        """Save layer `name`, whose attention has written its cache."""
         layer = self._index.get(name)
         if layer is None:
             self._unknown(name)
@@ -235,7 +235,7 @@ class WorkerSide:
             self.pipeline.save_layer(layer)
 
     def unbind(self) -> None:
-        """The step is over. A step without `wait_for_save` ends here."""
+        """End the step if `end_step` was not called for the step. Trace how long the step took."""
         plan, self._plan, pipeline = self._plan, None, self.pipeline
         pipeline.clear()
         if plan is not None and self.trace.detail:
@@ -243,11 +243,12 @@ class WorkerSide:
             self._waited_ns = pipeline.waited_ns
             common = (self._bound_ns, self.trace.rank, "", 0, plan.step)
             self.trace.put(StepRan(*common, took_ns=took_ns, jobs=len(plan.jobs), waited_ns=waited_ns))
-        if not pipeline.alive:
+        if not (pipeline.alive or self.lost):
+            self.counters.fault("loop_lost")
             self._lose("the loop thread has ended")
 
     def collect(self) -> tuple[set[str], set[str]]:
-        """Return (requests whose async load ended, those of them that failed), each request once per load."""
+        """Return (requests whose async load ended, requests whose async load failed), each request once per load."""
         pipeline, plan = self.pipeline, self._plan
         pipeline.end_loads()
         if plan is not None and plan.wait_ms:
@@ -258,46 +259,54 @@ class WorkerSide:
         failed, self._failed = self._failed, set()
         return received, failed
 
-    def take_bad_blocks(self) -> set[int]:
-        """Return the blocks whose sync load failed."""
-        suspects = self.pipeline.take_suspects()
-        bad, self._bad_blocks = self._bad_blocks, set()
-        return bad | suspects
+    def take_bad_blocks(self, *, late: bool = True) -> set[int]:
+        """Return the blocks whose sync load failed. If `late`, also the blocks of earlier steps' loads.
+
+        Other requests may hold the blocks of earlier steps now.
+
+        The report tells the scheduler's side of every failed load. The scheduler's `Recovery` handles late failures.
+        """
+        suspects, bad, were = self.pipeline.take_suspects(), self._bad_blocks, self._late_blocks
+        self._bad_blocks, self._late_blocks = set(), set()
+        return bad | suspects | were if late else bad | suspects
 
     def take_report(self) -> Report | None:
-        """Return what has happened on this rank since the last call; None: nothing that the scheduler side must know.
+        """Return a report of this rank's news since the last call, or None if the scheduler side needs no report.
 
-        Called after `collect`.
+        This method is called after `collect`.
         """
         carrier, ready, was_ready, were_unreadable = self.carrier, self.ready, self._ready_reported, self._unreadable
         unreadable, rates = (carrier.unreadable, carrier.rates) if carrier is not None else (frozenset[int](), {})
-        news, weighed, tallies = self._news(), self._weighed, self._take_tallies()  # last: reported once, or lost
-        self._weighed, self._ready_reported, self._unreadable = None, ready, unreadable
+        self._loading.clear()  # the engine already has this step's bad blocks, so failures from now on count as late
+        news, weighed, tallies = self._news(), self._weighed, self._take_tallies()  # last: an error would lose tallies
+        self._weighed, self._ready_reported, self._unreadable = {}, ready, unreadable
         if not (tallies or self.lost or weighed or news or ready != was_ready or unreadable != were_unreadable):
             return None
+        rank = self.context.rank
         return Report(
             tallies,
             lost=self.lost,
             rate=self.pipeline.copies.rate.bytes_per_s,
             tier_rates=rates,
-            unreadable={self.rank: unreadable} if unreadable != were_unreadable else {},
-            ready={self.rank: ready} if ready != was_ready else {},
-            weights={self.rank: weighed} if weighed else {},
-            adapters={self.rank: news} if news else {},
+            unreadable={rank: unreadable} if unreadable != were_unreadable else {},
+            ready={rank: ready} if ready != was_ready else {},
+            weights=weighed,
+            adapters={rank: news} if news else {},
             step=self.adapters.step,
         )
 
     def _news(self) -> dict[int, bytes]:
-        """Return which adapters this rank holds since the last call; nothing yet if they cannot be read."""
+        """Return the digests of adapters that changed since the last call, or nothing if they cannot be read now."""
         try:
             return self.adapters.news()
-        except Exception as error:  # noqa: BLE001  (the rest of the report counts: jobs are reported once)
+        except Exception as error:  # noqa: BLE001  (an error must not lose the report)
             self.counters.fault("contained_error", where="adapters", error=repr(error))
             return {}
 
     def _take_tallies(self) -> dict[int, Tally]:
-        """Return this rank's outcomes since the last call."""
-        for outcome in self.pipeline.collect():  # what the step's end has settled since `collect`
+        """Return the tallies of this rank's jobs and tier orders that ended since the last call."""
+        put_off, self._put_off = self._put_off, False
+        for outcome in () if put_off else self.pipeline.collect():  # that the step's end has settled since `collect`
             self._account(outcome)
         if self.carrier is not None:
             self._tallies.update((one.order.id, ONE_OK if one.ok else ONE_BAD) for one in self.carrier.collect())
@@ -306,11 +315,19 @@ class WorkerSide:
 
     @property
     def ready(self) -> int:
-        """The number of this rank's slots, from the first on, that may be used."""
+        """The number of usable slots of this rank: the first `ready` slots of the pool."""
         return self._pool.ready
 
+    def puts_off_metrics(self) -> bool:
+        """Return whether the step's metrics wait for a later step, because jobs are in flight.
+
+        This step's report then has no job that ends after this call, so that a later step has to report such a job.
+        """
+        self._put_off = self.carrier is None and self.pipeline.in_flight > 0
+        return self._put_off
+
     def totals(self) -> Totals:
-        """Return the metrics of this rank as of now: by metric, then by label value ("": it has no label)."""
+        """Return this rank's current metrics, by metric and label value. "" stands for a metric without a label."""
         pipeline = self.pipeline
         wait_s = pipeline.waited_ns / 1e9
         values = copied(pipeline.copies.bytes, pipeline.copies.ns)
@@ -321,13 +338,44 @@ class WorkerSide:
             values["tiers_left"] = left(self.carrier.tiers)
         return values
 
+    def release(self) -> None:
+        """End every copy because the caches' memory will be released, and begin no copy until `restore`. Idempotent."""
+        if self.lost:
+            self.shutdown()  # if only the loop thread has ended, the engine may still copy
+        if self.asleep or self.lost:
+            return
+        self.asleep = True
+        with ExitStack() as undo:
+            undo.callback(self.give_up, "a copy did not end before the memory of its caches was unmapped")
+            self.pipeline.fence()
+            if self.pipeline.copies.drain(self._engine.fence, self.context.settings.wait_ms_max / 1000):
+                undo.pop_all()
+
+    def restore(self, tensors: Mapping[str, torch.Tensor] | None = None) -> bool:
+        """Use the caches again after their memory was restored, perhaps at other addresses or as other `tensors`.
+
+        The content of the caches is lost. Returns whether the caches had been released. Idempotent.
+        """
+        if not self.asleep or self.lost:
+            return self.asleep
+        self.asleep, before = False, self._caches
+        with ExitStack() as undo:
+            undo.callback(self.give_up, "the caches have another layout after the sleep")
+            now = before.again(tensors)
+            if [view.kind for view in now.views] == [view.kind for view in before.views]:
+                if [view.base for view in now.views] != [view.base for view in before.views]:
+                    self._engine.attach(now.views, self.geometry, self._pool)
+                self._caches = now
+                undo.pop_all()
+        return True
+
     def give_up(self, why: str) -> None:
-        """Let go of the caches for good: what is open ends, later jobs fail, and the pool is reported as lost."""
+        """Never use the caches again: end the open jobs, fail later jobs, and report the pool as lost."""
         self._lose(why)
         self.shutdown()
 
     def shutdown(self) -> None:
-        """End threads. Idempotent."""
+        """End the threads of this rank. Idempotent."""
         with ExitStack() as always:
             if self.carrier is not None:
                 always.callback(self.carrier.shutdown)
@@ -335,7 +383,7 @@ class WorkerSide:
             self._readier.stop()
 
     def _lose(self, why: str) -> None:
-        """The pool cannot be used any more. Reported once."""
+        """Record that the pool cannot be used any more, and trace the loss once."""
         if not self.lost:
             self.lost = True
             self.trace.put(TierLost(*self.trace.of("", 0), tier=TIER, why=why))
@@ -348,10 +396,13 @@ class WorkerSide:
             if not ok:
                 self._failed.add(job.request)
         elif job.kind == LOAD_SYNC and not ok and why != REPORTED_EARLY:
-            self._bad_blocks |= job.blocks()
+            if job.id in self._loading:
+                self._bad_blocks |= job.blocks()
+            else:
+                self._late_blocks |= job.blocks()
 
     def _unknown(self, name: str) -> None:
-        if name in self._aliases:  # a layer that shares another's cache: the owner's copy covers it
+        if name in self._aliases:  # this layer shares the cache of another layer, which is copied
             self.counters["shared_layer_hooks"] += 1
         else:
             self.counters.fault("hook_for_unknown_layer", layer=name)

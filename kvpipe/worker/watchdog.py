@@ -1,10 +1,10 @@
-"""Fails jobs whose copies make no progress for `stuck_ms_max`: a task of the loop thread."""
+"""This task of the loop thread fails the jobs whose copies make no progress for `stuck_ms_max` milliseconds."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import anyio
 
@@ -12,35 +12,36 @@ from kvpipe.statemachine import copy as m
 from kvpipe.trace import events as e
 from kvpipe.transfer.base import QUIET, Ticket
 from kvpipe.worker.batch import LAST_MOVES, Batch
-
-if TYPE_CHECKING:
-    from kvpipe.worker.copies import Copies
+from kvpipe.worker.copies import Copies
 
 LOOKS_PER_LIMIT: Final = 4
 STUCK: Final = "it did not move in stuck_ms_max"
 
 
 class Watchdog:
-    """Checks the batches of `copies` four times in `stuck_ms_max`."""
+    """The watchdog checks the batches of `copies` four times in each `stuck_ms_max` milliseconds."""
 
     def __init__(self, copies: Copies, abandon: Callable[[Ticket], bool], stuck_ms_max: int) -> None:
-        """`abandon`: as of the transfer engine."""
+        """`abandon` is the transfer engine's method."""
         self._copies, self._abandon, self._stuck_s = copies, abandon, stuck_ms_max / 1000
 
     async def run(self) -> None:
         """Run until cancelled."""
         while True:
             await anyio.sleep(self._stuck_s / LOOKS_PER_LIMIT)
-            self._copies.loop.drain()  # a batch may have been put there without waking anybody
+            self._copies.loop.drain()  # handle items that were put into the inbox without waking the loop
             oldest_ns = time.monotonic_ns() - int(self._stuck_s * 1e9)
-            for batch in [one for one in self._copies.live if self._is_stuck(one, oldest_ns)]:
-                self._give_up(batch)
+            try:
+                with self._copies.loop.turn:
+                    for batch in [one for one in self._copies.live if self._is_stuck(one, oldest_ns)]:
+                        self._give_up(batch)
+            finally:
+                self._copies.loop.drain()  # a thread that drained the inbox meanwhile could not take the turn
 
     @staticmethod
     def _is_stuck(batch: Batch, oldest_ns: int) -> bool:
-        last = batch.last  # of vLLM's thread: a step may still be submitting
-        born_ns = last.born_ns if last is not None else 0
-        return max(batch.moved_ns, born_ns) < oldest_ns and (batch.stuck or not batch.settled)
+        # vLLM's thread may still be submitting copies of the batch, and replacing the batch's last ticket.
+        return max(batch.moved_ns, batch.last.born_ns) < oldest_ns and (batch.stuck or not batch.settled)
 
     def _give_up(self, batch: Batch) -> None:
         copies = self._copies
@@ -53,12 +54,13 @@ class Watchdog:
                 copies.trace.put(
                     e.Stuck(*message, job=job.id, kind=kind, waited_ms=waited_ms, last=moves[-LAST_MOVES:])
                 )
-        batch.stuck = True  # first: what is submitted from now on is not begun
+        batch.stuck = True  # set this first, so that a copy submitted from now on does not begin
         for job in batch.jobs:
             if not batch.cursors[job.id].state.final:
                 copies.fire(batch, job, m.FAULT, STUCK)
-        # reported only when it is safe: what cannot be taken back may still write, and is asked again
-        for ticket in tuple(batch.tickets.values()):
+        # A copy that cannot be abandoned may still write. Then the batch is not reported yet, and the watchdog checks
+        # it again later.
+        for ticket in dict.fromkeys(tuple(batch.tickets.values())):
             if ticket.state not in QUIET and self._abandon(ticket):
                 ticket.withdraw()
-        copies.report(batch)
+        copies.put_outcomes(batch)

@@ -1,1 +1,1 @@
-"""The transfer engines: one protocol, the CPU, a simulated CUDA device, and a real one where there is one."""
+"""Tests of the transfer engines: on the CPU, on a simulated CUDA device, and on a real one if there is one."""

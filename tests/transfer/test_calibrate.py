@@ -1,4 +1,4 @@
-"""Which mover is chosen: from measured costs, by number of copies and bytes, and never one that brings wrong bytes."""
+"""The choice of a mover: by measured costs for copies and bytes. A mover that copies wrong bytes is never chosen."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpipe.errors import UnsupportedError
-from kvpipe.geometry import Geometry, Group, Layer
-from kvpipe.messages import Kind
+from kvpipe.protocol.geometry import Geometry, Group, Layer
+from kvpipe.protocol.messages import Kind
 from kvpipe.testing.fake_device import FakeDevice, FakeStream
 from kvpipe.testing.logged import capture_logs
-from kvpipe.testing.transfer_worlds import BLOCKS, GEOMETRY, LAYERS, PAGE_BYTES, make_job, rows_of
+from kvpipe.testing.transfer_worlds import BLOCKS, GEOMETRY, LAYERS, PAGE_BYTES, job_rows, make_job
 from kvpipe.transfer import calibrate
 from kvpipe.transfer.base import CopyPlan, Direction
 from kvpipe.transfer.calibrate import Cost, Measurement, Took, Way, choose, copies_of, fit
 from kvpipe.transfer.cuda import CudaEngine
-from kvpipe.transfer.device import CopyBatch, Launch
+from kvpipe.transfer.device import Launch
+from kvpipe.transfer.driver import CopyBatch
 from kvpipe.transfer.movers import DirectionQueues, Layout, Mover
 from kvpipe.transfer.pages import view_pages
 from kvpipe.transfer.pool import HostPool
 
 
 def attach(device: FakeDevice, mover: Mover | None = None, **options: int) -> CudaEngine:
-    """Attach an engine, which measures."""
+    """Return an attached engine, which has measured its movers."""
     caches = [torch.zeros(BLOCKS, PAGE_BYTES, dtype=torch.uint8) for _ in range(LAYERS)]
     engine = CudaEngine(device, mover=mover, **options)  # type: ignore[arg-type]
     engine.attach([view_pages(f"{i}", cache, BLOCKS) for i, cache in enumerate(caches)], GEOMETRY, HostPool(GEOMETRY))
@@ -43,7 +44,7 @@ def attach(device: FakeDevice, mover: Mover | None = None, **options: int) -> Cu
 def test_fit_is_never_negative_and_right_without_noise(
     parts: tuple[float, float, float], points: list[tuple[int, int]]
 ) -> None:
-    """No part of a cost is negative; where the samples obey the model, the fit has what they have."""
+    """No part of a cost is negative. If samples obey the model exactly, the fit has the exact costs."""
     real = Cost(*parts)
     fitted = fit(Measurement(copies, size, real.of(copies, size)) for copies, size in points)
     assert min(fitted) >= 0
@@ -52,7 +53,10 @@ def test_fit_is_never_negative_and_right_without_noise(
 
 
 def test_noise_cannot_make_a_part_negative() -> None:
-    """Many copies that took less than one, and more bytes that took less: both parts are nothing."""
+    """In noisy samples, many copies may take less time than one copy, or many bytes less than few.
+
+    Their cost is then 0.
+    """
     assert fit([Measurement(1, 64, 10.0), Measurement(64, 4096, 8.0), Measurement(4, 8192, 7.0)]) == pytest.approx(
         (25 / 3, 0, 0)
     )
@@ -63,13 +67,13 @@ COSTS = {
     Mover.STAGED: Cost(20, 0.3, 1 / 54_000),
     Mover.DIRECT: Cost(14, 0, 1 / 47_000),
 }
-"""Like those of a GPU with a fifth-generation bus; bytes per microsecond."""
+"""Costs like those of a GPU with a fifth-generation bus, in bytes per microsecond."""
 LOADS = {mover: Way(cost, cost) for mover, cost in COSTS.items()}
 SAVES = LOADS | {Mover.STAGED: Way(COSTS[Mover.STAGED], Cost(12, 0, 1 / 1_000_000))}
 
 
 def layout_and_plan(page_bytes: int, requests: int, pages: int, *, adjacent: bool) -> tuple[Layout, CopyPlan]:
-    """Return a plan of `requests` stretches of `pages` pages, none of which meets another."""
+    """Return a plan of `requests` runs of `pages` pages. No two runs are adjacent."""
     group = Group((Layer("a", page_bytes),), block_tokens=16)
     geometry = Geometry((group,), chunk_tokens=256, pool_bytes_max=(requests + 1) * 16 * max(page_bytes, 256))
     step = 1 if adjacent else 2
@@ -106,21 +110,54 @@ def test_the_choice_follows_from_the_costs(
     ],
 )
 def test_a_save_goes_the_way_that_frees_its_blocks(page_bytes: int, requests: int, pages: int, expected: Mover) -> None:
-    """Of the ways whose bytes land in time, compute waits least for the one that has read them first."""
+    """Among the movers whose bytes land in time, a save uses the mover that first finishes reading the blocks."""
     layout, plan = layout_and_plan(page_bytes, requests, pages, adjacent=True)
     assert choose(LOADS, layout, plan) in {Mover.DMA, Mover.DIRECT}
     assert choose(SAVES, layout, plan) is expected
 
 
+def test_pages_that_are_alone_have_costs_of_their_own() -> None:
+    """Single pages, as of a decoding batch, have a separate cost model: `staged` needs as many copies as `dma`."""
+    lone = Cost(20, 2.0, 1 / 54_000)
+    ways = LOADS | {Mover.STAGED: Way(COSTS[Mover.STAGED], COSTS[Mover.STAGED], lone, lone)}
+    del ways[Mover.DIRECT]
+    assert choose(ways, *layout_and_plan(8 << 10, 64, 1, adjacent=False)) is Mover.DMA
+    assert choose(ways, *layout_and_plan(8 << 10, 32, 16, adjacent=False)) is Mover.STAGED
+    del ways[Mover.STAGED]
+    assert choose(ways, *layout_and_plan(8 << 10, 64, 1, adjacent=False)) is Mover.DMA
+
+
+def test_pages_that_are_alone_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cost model of single pages uses only measurements of single pages, not those of whole chunks."""
+    measured: list[tuple[Mover, Direction, list[Measurement]]] = []
+    real = calibrate._sample
+
+    def sample(lane: DirectionQueues, bench: Any, mover: Mover, plan: CopyPlan, *more: Any) -> list[Measurement]:
+        slow = len(plan.rows[0]) == len(plan.cuts[0]) > 1
+        made = [one._replace(us=90_000.0 if slow else 10.0) for one in real(lane, bench, mover, plan, *more)]
+        measured.append((mover, plan.direction, made))
+        return made
+
+    monkeypatch.setattr(calibrate, "_sample", sample)
+    engine = attach(FakeDevice())
+    engine.shutdown()
+    for mover, direction, (landed, read) in measured:
+        way = engine.costs[direction][mover].ones
+        if landed.us > 10:
+            assert way.landed.of(landed.copies, landed.size) == pytest.approx(90_000, rel=0.01)
+            assert way.read.of(read.copies, read.size) == pytest.approx(90_000, rel=0.01)
+    assert sum(landed.us > 10 for _, _, (landed, _) in measured) == 6
+
+
 class Timed(FakeDevice):
-    """A device with a clock: a byte takes 1 us of the bus, and no time on the device."""
+    """A device with a simulated clock: a byte takes 1 us on the bus, and no time within the device."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
 
-    def _queue_copy(self, stream: FakeStream, to: torch.Tensor, source: torch.Tensor) -> None:
-        super()._queue_copy(stream, to, source)
+    def _queue_copy(self, stream: FakeStream, to: torch.Tensor, source: torch.Tensor, *, settled: bool = False) -> None:
+        super()._queue_copy(stream, to, source, settled=settled)
         size = len(to)
 
         def pass_time() -> None:
@@ -130,7 +167,7 @@ class Timed(FakeDevice):
 
 
 def test_a_staged_save_is_measured_until_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its blocks are free when the kernel is done; those of the others when the bytes have landed, like all loads'."""
+    """A staged save has read its blocks when the kernel ends, other saves when the bytes have landed."""
     device = Timed()
     clock = SimpleNamespace(perf_counter=lambda: device.now_s, monotonic=lambda: 0.0)
     monkeypatch.setattr(calibrate, "time", clock)
@@ -144,7 +181,7 @@ def test_a_staged_save_is_measured_until_it_is_read(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_plan_is_counted_as_it_is_copied() -> None:
-    """DMA counts runs, or pages where the cache has gaps; a bay counts spans; the kernel is one."""
+    """`dma` counts runs, or pages if the cache has gaps. `staged` counts spans. `direct` counts one copy."""
     layout, plan = layout_and_plan(1024, 3, 4, adjacent=True)
     assert {mover: copies_of(layout, plan, mover) for mover in COSTS} == {
         Mover.DMA: (3, 12 * 1024),
@@ -156,7 +193,7 @@ def test_a_plan_is_counted_as_it_is_copied() -> None:
 
 
 def test_every_way_is_measured_in_both_directions() -> None:
-    """Costs of all three."""
+    """`dma`, `staged` and `direct` have measured costs in both directions."""
     engine = attach(FakeDevice())
     try:
         assert {direction: set(costs) for direction, costs in engine.costs.items()} == {
@@ -166,8 +203,21 @@ def test_every_way_is_measured_in_both_directions() -> None:
         engine.shutdown()
 
 
+@pytest.mark.parametrize("architecture", [(9, 0), (10, 3), (12, 0)])
+def test_auto_makes_no_direct_saves_from_hopper_on(architecture: tuple[int, int]) -> None:
+    """From Hopper on, `auto` uses `direct` only for loads. The setting `direct` still makes direct saves."""
+    device = FakeDevice()
+    device.architecture = architecture
+    engine, asked = attach(device), attach(device, Mover.DIRECT)
+    engine.shutdown()
+    asked.shutdown()
+    assert set(engine.costs[Direction.SAVE]) == {Mover.DMA, Mover.STAGED}
+    assert Mover.DIRECT in engine.costs[Direction.LOAD]
+    assert set(asked.costs[Direction.SAVE]) == {Mover.DIRECT}
+
+
 class Wrong(FakeDevice):
-    """A device whose kernels bring wrong bytes."""
+    """A device whose kernels copy wrong bytes."""
 
     def launch(self, stream: FakeStream, launch: Launch) -> None:
         """Leave the last page out."""
@@ -178,21 +228,21 @@ class Refusing(FakeDevice):
     """A device that compiles no kernel."""
 
     def launch(self, stream: FakeStream, launch: Launch) -> None:  # noqa: ARG002
-        """As without a C compiler."""
+        """Raise the error that Triton raises without a C compiler."""
         raise RuntimeError("Failed to find C compiler")
 
 
 class NoBatches(FakeDevice):
-    """A device whose driver knows no batches."""
+    """A device whose driver has no batches of copies."""
 
-    def copy_batch(self, stream: FakeStream, copies: CopyBatch) -> None:  # noqa: ARG002
-        """As an old one."""
+    def copy_batch(self, stream: FakeStream, copies: CopyBatch, *, settled: bool) -> None:  # noqa: ARG002
+        """Raise the error of an old driver."""
         raise RuntimeError("CUDA error 801")
 
 
 @pytest.mark.parametrize("make", [Wrong, Refusing])
 def test_a_way_that_fails_its_check_is_not_taken(make: Callable[[], FakeDevice]) -> None:
-    """A kernel that brings wrong bytes, or none, is out; copies go by DMA, and nothing is raised."""
+    """A kernel that copies wrong bytes, or does not compile, is not used. Copies use DMA, and no error is raised."""
     engine = attach(make())
     try:
         assert {mover for costs in engine.costs.values() for mover in costs} == {Mover.DMA}
@@ -201,12 +251,12 @@ def test_a_way_that_fails_its_check_is_not_taken(make: Callable[[], FakeDevice])
 
 
 def test_without_any_way_copies_are_torchs() -> None:
-    """When not even batches can be queued, what is left is slow, and right."""
+    """If the driver refuses even plain batches, torch makes the copies, which is slow but correct."""
     device = NoBatches()
     device.no_kernels = "no Triton"
     engine = attach(device)
     try:
-        plan = CopyPlan(Direction.SAVE, [make_job(1, rows_of(0, {0: [1], 1: [2]}), Kind.SAVE)], 2)
+        plan = CopyPlan(Direction.SAVE, [make_job(1, job_rows(0, {0: [1], 1: [2]}), Kind.SAVE)], 2)
         engine.prepare(plan)
         assert plan.mover == Mover.PAGEABLE
     finally:
@@ -215,11 +265,11 @@ def test_without_any_way_copies_are_torchs() -> None:
 
 @pytest.mark.parametrize("mover", [Mover.DMA, Mover.STAGED, Mover.DIRECT])
 def test_a_pinned_mover_is_taken(mover: Mover) -> None:
-    """Whoever asks for one gets it, whatever the costs."""
+    """A pinned mover is chosen in both directions, whatever its costs are."""
     engine = attach(FakeDevice(), mover)
     try:
         for direction in Direction:
-            plan = CopyPlan(direction, [make_job(1, rows_of(0, {0: [1, 4], 1: [2]}), Kind(direction))], 2)
+            plan = CopyPlan(direction, [make_job(1, job_rows(0, {0: [1, 4], 1: [2]}), Kind(direction))], 2)
             engine.prepare(plan)
             assert plan.mover == mover
     finally:
@@ -230,8 +280,8 @@ def test_a_pinned_mover_is_taken(mover: Mover) -> None:
     ("device", "options", "mover", "why"),
     [
         (Wrong(), {}, Mover.STAGED, "it failed its check"),
-        (FakeDevice(), {"staging_bytes_max": 64}, Mover.STAGED, "no page fits a bay"),
-        (FakeDevice(), {"staging_bytes_max": 0}, Mover.STAGED, "no page fits a bay"),
+        (FakeDevice(), {"staging_bytes_max": 64}, Mover.STAGED, "no page fits a bay of staging_bytes_max"),
+        (FakeDevice(), {"staging_bytes_max": 0}, Mover.STAGED, "no page fits a bay of staging_bytes_max"),
     ],
 )
 def test_a_pinned_mover_that_cannot_be_used_is_refused(
@@ -242,8 +292,16 @@ def test_a_pinned_mover_that_cannot_be_used_is_refused(
         attach(device, mover, **options)
 
 
+def test_auto_reports_that_no_page_fits_a_bay() -> None:
+    """The log reports pages that are larger than a bay, for example blocks of all layers."""
+    with capture_logs() as logs:
+        attach(FakeDevice(), staging_bytes_max=64).shutdown()
+    (found,) = (entry for entry in logs if entry["event"] == "staged_not_used")
+    assert "staging_bytes_max" in found["why"]
+
+
 def test_a_pinned_mover_is_checked_where_nothing_is_pinned() -> None:
-    """Who asks for what cannot be used is shown it before the engine starts, though copies would be torch's."""
+    """A mover that the device cannot run is refused at start-up, even if nothing is pinned and torch would copy."""
     device = FakeDevice(pins_max=0)
     device.no_kernels = "no Triton"
     with pytest.raises(UnsupportedError, match="no Triton"):
@@ -252,7 +310,10 @@ def test_a_pinned_mover_is_checked_where_nothing_is_pinned() -> None:
 
 @pytest.mark.parametrize("mover", [None, Mover.STAGED])
 def test_no_way_is_taken_that_was_not_checked(mover: Mover | None) -> None:
-    """When the first piece cannot be pinned nothing ever is: copies stay torch's, and that is reported once."""
+    """If the first piece cannot be pinned, no piece is ever pinned.
+
+    Torch makes all copies, and one warning is logged.
+    """
     device = FakeDevice(pins_max=0)
     with capture_logs() as logs:
         engine = attach(device, mover)
@@ -260,7 +321,7 @@ def test_no_way_is_taken_that_was_not_checked(mover: Mover | None) -> None:
             device.pins_max = 1 << 30
             assert engine.claim(engine._pool.base, GEOMETRY.slot_bytes), "its slots may be used"
             assert not device.pin_log
-            plan = CopyPlan(Direction.SAVE, [make_job(1, rows_of(0, {0: [1, 4], 1: [2]}))], 2)
+            plan = CopyPlan(Direction.SAVE, [make_job(1, job_rows(0, {0: [1, 4], 1: [2]}))], 2)
             engine.prepare(plan)
             assert plan.mover == Mover.PAGEABLE
         finally:
@@ -269,7 +330,7 @@ def test_no_way_is_taken_that_was_not_checked(mover: Mover | None) -> None:
 
 
 def test_without_kernels_the_reason_is_reported() -> None:
-    """Where Triton is missing, DMA is all there is, and who asks for more is shown why."""
+    """Without Triton only DMA is used, and the refusal of another mover names the reason."""
     device = FakeDevice()
     device.no_kernels = "ModuleNotFoundError(\"No module named 'triton'\")"
     engine = attach(device)
@@ -280,7 +341,7 @@ def test_without_kernels_the_reason_is_reported() -> None:
 
 
 def test_no_memory_for_staging_is_no_reason_to_stop() -> None:
-    """A full device gets no bays: one warning, and the other ways."""
+    """If the device has no memory for bays, one warning is logged and the other movers are used."""
     device = FakeDevice()
     device.memory_max = 1 << 20
     engine = attach(device)
@@ -289,12 +350,12 @@ def test_no_memory_for_staging_is_no_reason_to_stop() -> None:
 
 
 def test_no_memory_at_all_is_no_reason_to_stop() -> None:
-    """Where not even scratch pages can be had, nothing is measured, and copies go by DMA."""
+    """If the device has no memory for scratch pages, no mover is measured, and copies use DMA."""
     device = FakeDevice()
     device.memory_max = 0
     engine = attach(device)
     try:
-        plan = CopyPlan(Direction.SAVE, [make_job(1, rows_of(0, {0: [1], 1: [2]}))], 2)
+        plan = CopyPlan(Direction.SAVE, [make_job(1, job_rows(0, {0: [1], 1: [2]}))], 2)
         engine.prepare(plan)
         assert plan.mover == Mover.DMA
     finally:
@@ -302,7 +363,7 @@ def test_no_memory_at_all_is_no_reason_to_stop() -> None:
 
 
 def test_every_kernel_is_compiled_before_the_first_step() -> None:
-    """Each size of page, staged and not, each way: launched once at start-up, with nothing to copy."""
+    """Each variant of the kernel is launched once at start-up without rows: by page size, with and without a bay."""
     device = FakeDevice()
     launched: list[Launch] = []
     real = device.launch
@@ -323,7 +384,7 @@ def test_every_kernel_is_compiled_before_the_first_step() -> None:
 
 
 def test_measuring_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Past its time a measurement repeats nothing more; every way has its three samples all the same."""
+    """After the time limit no measurement is repeated, but every mover still gets its three samples."""
     runs: list[Mover] = []
     real = calibrate._run
 

@@ -1,11 +1,14 @@
-"""The CUDA engine on a simulated device: what only a device does, and proof that the tests see a missing wait."""
+"""The CUDA engine on a simulated device. The tests also prove that they find every missing wait."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -13,21 +16,24 @@ import torch
 from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 
-from kvpipe.config import load_settings
+from kvpipe.config.settings import load_settings
 from kvpipe.errors import UnsupportedError
-from kvpipe.messages import Kind
-from kvpipe.testing.fake_device import CAPTURING, ILLEGAL_ACCESS, FakeDevice, landed_of
+from kvpipe.protocol.messages import Kind
+from kvpipe.testing.fake_device import CAPTURING, ILLEGAL_ACCESS, FakeDevice, FakeStream, landed_of
 from kvpipe.testing.logged import capture_logs
 from kvpipe.testing.transfer_programs import loads_are_right, saves_are_right, schedules, slots_are_right, tables
-from kvpipe.testing.transfer_worlds import FAKES, GEOMETRY, LAYERS, World, make_job, rows_of, world
+from kvpipe.testing.transfer_worlds import FAKES, GEOMETRY, LAYERS, World, job_rows, make_job, world
 from kvpipe.testing.waiting import WAIT_S, eventually
-from kvpipe.transfer import cuda, ready
+from kvpipe.transfer import cuda, pinning, ready
 from kvpipe.transfer.base import NO_JOBS, CopyPlan, Direction, TransferEngine
 from kvpipe.transfer.cpu import CpuEngine
 from kvpipe.transfer.cuda import CudaEngine
-from kvpipe.transfer.engines import EngineOptions, make_engine
+from kvpipe.transfer.driver import CopyBatch
+from kvpipe.transfer.movers import Mover
+from kvpipe.transfer.pinning import Pins
 from kvpipe.transfer.pool import HostPool
 from kvpipe.transfer.ready import Readier
+from kvpipe.worker.engines import EngineOptions, make_engine
 
 on_devices = pytest.mark.parametrize("kind", FAKES)
 TABLE = {0: [0, 1, 5], 1: [7, 2]}
@@ -63,7 +69,7 @@ WAITS["pageable"] = WAITS["dma"]
 
 
 def make_ready(w: World) -> None:
-    """Make the world's whole pool ready, as a rank does at start-up."""
+    """Make the whole pool of the world ready, as a rank does at start-up."""
     Readier(w.pool, w.engine.claim, piece_bytes=w.engine.piece_bytes).begin("start")
 
 
@@ -71,7 +77,7 @@ def make_ready(w: World) -> None:
     ("mover", "waits", "waits_for", "program"), [(m, *wait) for m, waits in WAITS.items() for wait in waits]
 )
 def test_a_forgotten_wait_is_found(mover: str, waits: str, waits_for: str, program: Program) -> None:
-    """Without any one of the engine's waits some schedule gives wrong bytes, and the tests would find it."""
+    """If any one of the engine's waits is missing, some schedule gives wrong bytes."""
 
     def breaks(drawn: tuple[dict[int, list[int]], list[int]]) -> bool:
         table, schedule = drawn
@@ -84,11 +90,11 @@ def test_a_forgotten_wait_is_found(mover: str, waits: str, waits_for: str, progr
 
 @on_devices
 def test_the_host_never_waits(kind: str) -> None:
-    """On a device that runs nothing at all, submissions, guards and fences return, and no ticket is complete."""
+    """On a device that runs no work, submissions, guards and fences return, and no ticket is complete."""
     with world(kind) as w:
         for direction in Direction:
             for layer in range(LAYERS):
-                ticket = w.submit(direction, layer, [make_job(direction, rows_of(direction, TABLE))], layer)
+                ticket = w.submit(direction, layer, [make_job(direction, job_rows(direction, TABLE))], layer)
                 assert w.engine.guard_read(ticket, 0)
             assert w.engine.fence(ticket, 0)
         assert not w.completed
@@ -100,7 +106,7 @@ def test_the_host_never_waits(kind: str) -> None:
 @pytest.mark.parametrize("copies", [0, 1, 3])
 @on_devices
 def test_an_error_between_copies_fails_the_ticket(kind: str, direction: Direction, copies: int) -> None:
-    """A layer of which some copies were queued fails, early enough for its reader to know; the fence still holds."""
+    """If an error interrupts queueing a layer, its ticket fails before the reader waits. The fence still works."""
     with capture_logs(), world(kind) as w:
         w.device.copies_until_error = copies if kind != "fake_direct" else 0  # which does all in one launch
         job = make_job(7, [(0, 1, page, block) for page, block in enumerate((0, 2, 4, 6))])
@@ -118,9 +124,9 @@ def test_an_error_between_copies_fails_the_ticket(kind: str, direction: Directio
 
 @on_devices
 def test_an_error_on_the_device_fails_the_ticket(kind: str) -> None:
-    """An error that CUDA reports only when the event is asked fails that ticket's jobs, in order, and no other's."""
+    """An error that CUDA reports at an event's query fails the jobs of this ticket only, in order."""
     with capture_logs(), world(kind) as w:
-        tickets = [w.submit(Direction.SAVE, layer, [make_job(4, rows_of(0, TABLE))], layer) for layer in range(LAYERS)]
+        tickets = [w.submit(Direction.SAVE, layer, [make_job(4, job_rows(0, TABLE))], layer) for layer in range(LAYERS)]
         landed_of(tickets[1]).broken = True
         w.drain()
         assert w.completed == tickets
@@ -130,12 +136,12 @@ def test_an_error_on_the_device_fails_the_ticket(kind: str) -> None:
 @pytest.mark.parametrize("direction", Direction)
 @on_devices
 def test_a_question_that_raises_does_not_end_the_copy(kind: str, direction: Direction) -> None:
-    """On a device that lives, a ticket whose event raises fails early, and is over when its copies are."""
+    """If an event's query raises on a working device, the ticket fails, and is over when its copies have ended."""
     with capture_logs() as logs, world(kind) as w:
-        jobs = [make_job(4, rows_of(0, TABLE), Kind.SAVE if direction is Direction.SAVE else Kind.LOAD_SYNC)]
+        jobs = [make_job(4, job_rows(0, TABLE), Kind.SAVE if direction is Direction.SAVE else Kind.LOAD_SYNC)]
         with w.device.lock:  # the device stands still
             ticket = w.submit(direction, 0, jobs)
-            behind = w.submit(direction, 1, [make_job(5, rows_of(1, TABLE), Kind(jobs[0].kind))])
+            behind = w.submit(direction, 1, [make_job(5, job_rows(1, TABLE), Kind(jobs[0].kind))])
             landed_of(ticket).refusals = 1
         assert eventually(lambda: bool(ticket.failed))
         assert not ticket.over
@@ -150,13 +156,16 @@ def test_a_question_that_raises_does_not_end_the_copy(kind: str, direction: Dire
 
 @on_devices
 def test_a_save_is_not_trusted_while_a_load_is_in_doubt(kind: str) -> None:
-    """A load whose event raised is reported when its stream is empty; a save that is reported before may rest on it."""
+    """If the event of a load raised, the load is reported only when its stream is empty.
+
+    Until then saves fail, because they may have been computed from it.
+    """
     with capture_logs() as logs, world(kind) as w:
         with w.device.lock:
-            load = w.submit(Direction.LOAD, 0, [make_job(1, rows_of(0, TABLE), Kind.LOAD_SYNC)])
+            load = w.submit(Direction.LOAD, 0, [make_job(1, job_rows(0, TABLE), Kind.LOAD_SYNC)])
             assert w.engine.guard_read(load, 0)
             w.write_block(0, 0, 9)
-            save = w.submit(Direction.SAVE, 0, [make_job(2, rows_of(1, TABLE))])
+            save = w.submit(Direction.SAVE, 0, [make_job(2, job_rows(1, TABLE))])
         event = landed_of(load)
 
         def query() -> bool:
@@ -174,13 +183,13 @@ def test_a_save_is_not_trusted_while_a_load_is_in_doubt(kind: str) -> None:
 
 @on_devices
 def test_a_copy_that_was_asked_in_vain_still_fails_at_the_end(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the device hangs after such a question, `shutdown` completes every ticket once."""
+    """A query of the copy's event has raised, and then the device hangs. `shutdown` completes every ticket once."""
     monkeypatch.setattr(cuda, "SHUTDOWN_S_MAX", 0.05)
     gate = threading.Event()
     with capture_logs(), world(kind) as w:
         for stream in w.device.streams:
             monkeypatch.setattr(stream, "synchronize", gate.wait)
-        tickets = [w.submit(Direction.SAVE, layer, [make_job(3, rows_of(0, TABLE))], layer) for layer in range(LAYERS)]
+        tickets = [w.submit(Direction.SAVE, layer, [make_job(3, job_rows(0, TABLE))], layer) for layer in range(LAYERS)]
         landed_of(tickets[0]).refusals = 1
         assert eventually(lambda: bool(tickets[0].failed))
         w.engine.shutdown()
@@ -190,9 +199,9 @@ def test_a_copy_that_was_asked_in_vain_still_fails_at_the_end(kind: str, monkeyp
 
 @on_devices
 def test_a_lost_device_fails_tickets_and_guards(kind: str) -> None:
-    """Where not even an event can be recorded, the ticket fails and no order is claimed; nothing raises."""
+    """If no event can be recorded, the ticket fails, guards and fences return False, and no error is raised."""
     with capture_logs(), world(kind) as w:
-        job = make_job(4, rows_of(0, TABLE), Kind.LOAD_SYNC)
+        job = make_job(4, job_rows(0, TABLE), Kind.LOAD_SYNC)
         before = w.submit(Direction.LOAD, 0, [job])
         w.device.lost = {"compute", "load"}
         ticket = w.submit(Direction.LOAD, 1, [job], 1)
@@ -205,13 +214,13 @@ def test_a_lost_device_fails_tickets_and_guards(kind: str) -> None:
 @pytest.mark.parametrize("late", Direction, ids=lambda d: f"fires-while-{d.name}-is-asked")
 @on_devices
 def test_a_failed_load_is_reported_before_a_save_that_rests_on_it(kind: str, late: Direction) -> None:
-    """Whenever the device gets on between two questions, news of a load precedes news of a save computed from it."""
+    """A failed load is reported before a save that was computed from it, even if both end between two queries."""
     with world(kind) as w:
         asked = threading.Event()
-        load = w.submit(Direction.LOAD, 0, [make_job(1, rows_of(0, TABLE), Kind.LOAD_SYNC)])
+        load = w.submit(Direction.LOAD, 0, [make_job(1, job_rows(0, TABLE), Kind.LOAD_SYNC)])
         assert w.engine.guard_read(load, 0)
         w.write_block(0, 0, 9)
-        save = w.submit(Direction.SAVE, 0, [make_job(2, rows_of(1, TABLE))])
+        save = w.submit(Direction.SAVE, 0, [make_job(2, job_rows(1, TABLE))])
         event = landed_of(save if late is Direction.SAVE else load)
         ask = event.query
 
@@ -229,7 +238,10 @@ def test_a_failed_load_is_reported_before_a_save_that_rests_on_it(kind: str, lat
 
 @on_devices
 def test_the_pool_is_pinned_in_whole_slots(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces of whole slots cover the pool once, without a gap, and `shutdown` unpins exactly what was pinned."""
+    """The pinned pieces are whole slots and cover the pool once, without gaps.
+
+    `shutdown` unpins exactly these pieces.
+    """
     monkeypatch.setattr(CudaEngine, "piece_bytes", 3 * GEOMETRY.slot_bytes + 1)
     with world(kind) as w:
         pool = w.pool
@@ -243,8 +255,80 @@ def test_the_pool_is_pinned_in_whole_slots(kind: str, monkeypatch: pytest.Monkey
         assert w.device.pinned == {}
 
 
+def test_calibration_gets_its_bytes_in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start-up pins only the bytes that calibration needs, in small pieces."""
+    monkeypatch.setattr(CudaEngine, "piece_bytes", 2 * GEOMETRY.slot_bytes)
+    monkeypatch.setattr(cuda, "FIRST_BYTES", 5 * GEOMETRY.slot_bytes)
+    device = FakeDevice()
+    with world("", engine=lambda: CudaEngine(device), where="cpu") as w:
+        assert [size for _, size in device.pin_log] == 2 * [2 * GEOMETRY.slot_bytes]
+        make_ready(w)
+        assert [size for _, size in device.pin_log] == 4 * [2 * GEOMETRY.slot_bytes]
+        assert w.pool.ready == w.pool.slots
+
+
+class Pinning(FakeDevice):
+    """A device that records the begin of each pin, and ends it only when `gate` is set."""
+
+    def __init__(self, name: str, gate: threading.Event, seen: list[str]) -> None:
+        super().__init__()
+        self.name, self.gate, self.seen = name, gate, seen
+
+    def register(self, address: int, size: int) -> None:
+        """Pin."""
+        self.seen.append(f"{self.name} begins")
+        assert self.gate.wait(WAIT_S)
+        super().register(address, size)
+        self.seen.append(f"{self.name} ends")
+
+
+def pin_two(monkeypatch: pytest.MonkeyPatch, path: Path) -> list[str]:
+    """Pin in two simulated processes. The second begins while the first pins."""
+    gate, seen = threading.Event(), list[str]()
+    monkeypatch.setattr(pinning, "TURNS", path)
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: gate.set())  # the second waits for its turn
+    monkeypatch.setattr(pinning, "time", clock)
+    pools = [HostPool(GEOMETRY) for _ in range(2)]
+    pins = [Pins(Pinning(name, gate, seen), pool) for name, pool in zip("ab", pools, strict=True)]
+    threads = [threading.Thread(target=p.claim, args=(p.pool.base, GEOMETRY.slot_bytes)) for p in pins]
+    threads[0].start()
+    assert eventually(lambda: bool(seen))
+    threads[1].start()
+    assert eventually(lambda: gate.is_set() or "b begins" in seen)
+    gate.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert [one.slots for one in pins] == [1, 1]
+    return seen
+
+
+def test_piece_that_begins_before_the_last_one_ends_is_pinned() -> None:
+    """The first piece is small if few slots of a node's memory have memory at start-up. The next piece is larger."""
+    pool, device = HostPool(GEOMETRY), FakeDevice()
+    pins, size = Pins(device, pool), pool.slot_bytes
+    for first, slots in ((0, 1), (0, 3), (1, 1), (3, 1)):
+        assert pins.claim(pool.base + first * size, slots * size)
+    assert device.pinned == {pool.base: size, pool.base + size: 2 * size, pool.base + 3 * size: size}
+    assert pins.slots == 4
+
+
+def test_one_process_of_a_machine_pins_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes pin one after the other, because all launches on the machine wait while a process pins."""
+    monkeypatch.setattr(pinning, "TURN_S_MAX", WAIT_S)
+    assert pin_two(monkeypatch, tmp_path / "lock") == ["a begins", "a ends", "b begins", "b ends"]
+
+
+@pytest.mark.parametrize(("folder", "turn_s_max"), [("nowhere", WAIT_S), (".", 0.0)])
+def test_pinning_does_not_depend_on_another_process(
+    folder: str, turn_s_max: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a file to lock, or if another process never releases the lock, the process pins anyway."""
+    monkeypatch.setattr(pinning, "TURN_S_MAX", turn_s_max)
+    assert pin_two(monkeypatch, tmp_path / folder / "lock")[:2] == ["a begins", "b begins"]
+
+
 def test_a_piece_is_at_least_a_slot() -> None:
-    """A slot larger than the piece limit is a piece of its own: no copy ever crosses two pieces."""
+    """A slot larger than the piece limit is a piece of its own, so no copy crosses two pieces."""
     pool, claimed = HostPool(GEOMETRY), list[tuple[int, int]]()
 
     def claim(*piece: int) -> bool:
@@ -257,7 +341,7 @@ def test_a_piece_is_at_least_a_slot() -> None:
 
 @on_devices
 def test_slots_that_cannot_be_pinned_are_not_used(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pool is as large as what is pinned, so no plan is pageable; it grows when pinning succeeds after all."""
+    """Only pinned slots are used, so that no plan is pageable. More slots are used when pinning succeeds later."""
     monkeypatch.setattr(CudaEngine, "piece_bytes", GEOMETRY.slot_bytes)
     monkeypatch.setattr(ready, "SHORT_S", 0.001)
     with capture_logs() as logs, world(kind, device=FakeDevice(pins_max=2)) as w:
@@ -279,7 +363,7 @@ def test_slots_that_cannot_be_pinned_are_not_used(kind: str, monkeypatch: pytest
 
 
 def test_nothing_is_pinned_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pool's memory may be gone by the time at which a thread that was making it ready gets on."""
+    """After the end no piece is pinned, because the pool's memory may have been freed."""
     monkeypatch.setattr(CudaEngine, "piece_bytes", GEOMETRY.slot_bytes)
     with world("fake_dma") as w:
         w.engine.shutdown()
@@ -289,7 +373,7 @@ def test_nothing_is_pinned_after_the_end(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @on_devices
 def test_a_pool_that_cannot_be_pinned_still_works(kind: str) -> None:
-    """Where nothing can be pinned there is one warning with a remedy, all slots are used, and bytes are right."""
+    """If no memory can be pinned, one warning with a remedy is logged, all slots are used, and bytes are right."""
     with capture_logs() as logs, world(kind, device=FakeDevice(pins_max=0)) as w:
         make_ready(w)
         assert w.pool.ready == w.pool.slots
@@ -311,14 +395,14 @@ def test_the_caches_choose_the_engine(where: str, made: type[TransferEngine] | N
 
 @on_devices
 def test_a_hanging_device_does_not_hang_shutdown(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the device never gets on, `shutdown` returns, tickets fail, and memory it may still write stays pinned."""
+    """If the device hangs, `shutdown` returns, tickets fail, and memory that it may still write stays pinned."""
     monkeypatch.setattr(cuda, "SHUTDOWN_S_MAX", 0.05)
     gate = threading.Event()
     with world(kind) as w:
         assert eventually(lambda: len(w.device.pinned) == 1)
         for stream in w.device.streams:
             monkeypatch.setattr(stream, "synchronize", gate.wait)
-        ticket = w.submit(Direction.SAVE, 0, [make_job(3, rows_of(0, TABLE))])
+        ticket = w.submit(Direction.SAVE, 0, [make_job(3, job_rows(0, TABLE))])
         w.engine.shutdown()
         assert ticket.done
         assert ticket.failed == {3}
@@ -332,12 +416,14 @@ def test_a_hanging_device_does_not_hang_shutdown(kind: str, monkeypatch: pytest.
 
 @on_devices
 def test_a_dead_context_is_reported_once(kind: str) -> None:
-    """After an error that sticks: one traceback, no call that could help, every ticket failed, in order."""
+    """After an error of the context, the engine logs one traceback and fails every ticket in order."""
     with capture_logs() as logs, world(kind) as w:
-        before = [w.submit(Direction.SAVE, layer, [make_job(1, rows_of(0, TABLE))], layer) for layer in range(LAYERS)]
+        before = [w.submit(Direction.SAVE, layer, [make_job(1, job_rows(0, TABLE))], layer) for layer in range(LAYERS)]
         w.device.dead = ILLEGAL_ACCESS
-        after = [w.submit(d, layer, [make_job(2 + d, rows_of(d, TABLE))], layer) for d in Direction for layer in (0, 1)]
-        assert not w.engine.guard_read(after[-1], 0)
+        after = [
+            w.submit(d, layer, [make_job(2 + d, job_rows(d, TABLE))], layer) for d in Direction for layer in (0, 1)
+        ]
+        assert not w.engine.guard_read(after[-1], 0) or after[-1].over
         assert eventually(lambda: all(ticket.done for ticket in w.tickets))
         assert all(ticket.failed for ticket in w.tickets)
         assert [t for t in w.completed if t in before] == before
@@ -350,7 +436,7 @@ def test_a_dead_context_is_reported_once(kind: str) -> None:
 @settings(max_examples=10, deadline=None)
 @given(table=tables, schedule=schedules)
 def test_lanes_may_share_streams(kind: str, streams_max: int, table: dict[int, list[int]], schedule: list[int]) -> None:
-    """Where streams are given out again, compute's too, copies do not overlap; bytes are right, and nothing hangs."""
+    """If torch returns the same stream twice, even the compute stream, bytes are right and no thread hangs."""
     for program in (saves_are_right, loads_are_right):
         device = FakeDevice(streams_max=streams_max)
         with world(kind, device=device, schedule=schedule) as w:
@@ -358,10 +444,10 @@ def test_lanes_may_share_streams(kind: str, streams_max: int, table: dict[int, l
 
 
 @on_devices
-def test_giving_up_asks_nothing_of_the_device(kind: str) -> None:
-    """The watchdog's thread has not entered the device: its question would spoil a graph that is being captured."""
+def test_abandon_does_not_query_the_device(kind: str) -> None:
+    """`abandon` makes no query, because the watchdog's query would make a graph's capture fail."""
     with world(kind) as w:
-        ticket = w.submit(Direction.SAVE, 0, [make_job(1, rows_of(0, TABLE))])
+        ticket = w.submit(Direction.SAVE, 0, [make_job(1, job_rows(0, TABLE))])
         event = landed_of(ticket)
         askers = set[str]()
         ask = event.query
@@ -379,11 +465,14 @@ def test_giving_up_asks_nothing_of_the_device(kind: str) -> None:
 
 @on_devices
 def test_completions_can_be_waited_for(kind: str) -> None:
-    """With blocking events nobody polls: an event is asked once it has fired, and loads are reported before saves."""
+    """With blocking events no thread polls.
+
+    An event is queried once it has fired, and loads are reported before saves.
+    """
     with world(kind, poll_us_min=0) as w:
-        load = w.submit(Direction.LOAD, 0, [make_job(1, rows_of(0, TABLE), Kind.LOAD_SYNC)])
+        load = w.submit(Direction.LOAD, 0, [make_job(1, job_rows(0, TABLE), Kind.LOAD_SYNC)])
         assert w.engine.guard_read(load, 0)
-        save = w.submit(Direction.SAVE, 0, [make_job(2, rows_of(1, TABLE))])
+        save = w.submit(Direction.SAVE, 0, [make_job(2, job_rows(1, TABLE))])
         assert eventually(lambda: w.device.waits == 2), "a thread per direction"
         assert not w.completed
         w.drain()
@@ -392,8 +481,61 @@ def test_completions_can_be_waited_for(kind: str) -> None:
         assert saves_are_right(w, TABLE)
 
 
+@pytest.mark.parametrize(("lag_us", "threads"), [(30.0, 3), (900.0, 1), (-1.0, 1)])
+def test_completions_are_awaited_as_measured(lag_us: float, threads: int) -> None:
+    """If a sleeping thread wakes up soon enough, each direction has a waiting thread, and another thread queues copies.
+
+    Otherwise one thread polls.
+    """
+    device = FakeDevice()
+    device.lag_us = lag_us
+    engine = CudaEngine(device, mover=Mover.DMA, poll_us_min=None, calibrate_s_max=0)
+    with capture_logs(), world("fake_dma", engine=lambda: engine, device=device) as w:
+        assert len(engine._threads) == threads
+        assert saves_are_right(w, TABLE)
+
+
+@pytest.mark.parametrize(("completions", "poll_us_min"), [("auto", None), ("poll", cuda.POLL_US_MIN), ("block", 0)])
+def test_the_setting_chooses_how_completions_are_awaited(completions: str, poll_us_min: int | None) -> None:
+    """With the setting `poll` or `block` nothing is measured."""
+    engine = make_engine("cuda", EngineOptions(load_settings({"completions": completions})))
+    assert cast("CudaEngine", engine)._poll_us_min == poll_us_min
+
+
+@pytest.mark.parametrize("mover", ["dma", "staged"])
+def test_only_loads_read_their_sources_in_any_order(mover: str) -> None:
+    """A save is queued while its source blocks are still computed. A load is queued after its slots were filled."""
+    with world(f"fake_{mover}") as w:
+        asked: dict[str, set[bool]] = {}
+        queue = w.device.copy_batch
+
+        def copy_batch(stream: FakeStream, copies: CopyBatch, *, settled: bool) -> None:
+            asked.setdefault(stream.name, set()).add(settled)
+            queue(stream, copies, settled=settled)
+
+        w.device.copy_batch = copy_batch  # type: ignore[method-assign]
+        assert saves_are_right(w, TABLE)
+        assert loads_are_right(w, TABLE)
+        assert asked == {"save-bus": {False}, "load-bus": {True}}
+
+
+@pytest.mark.parametrize("mover", ["dma", "staged"])
+def test_a_save_in_any_order_is_found(mover: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The simulated device reads early from sources that are marked as settled.
+
+    So a save that is wrongly marked has wrong bytes.
+    """
+    queue = FakeDevice.copy_batch
+    monkeypatch.setattr(FakeDevice, "copy_batch", lambda *a, settled: queue(*a, settled=True))  # noqa: ARG005
+    with world(f"fake_{mover}") as w:
+        assert not saves_are_right(w, TABLE)
+
+
 def test_a_load_that_does_not_wait_for_its_save_is_found() -> None:
-    """`staged` loads into a bay without a wait: were slots not ordered by the host, some schedule gives wrong bytes."""
+    """A staged load does not wait for saves.
+
+    If the host did not order the slots, some schedule would give wrong bytes.
+    """
 
     def breaks(drawn: tuple[dict[int, list[int]], list[int]]) -> bool:
         table, schedule = drawn
@@ -428,7 +570,7 @@ begun.wait()
 
 
 def test_a_process_may_end_while_it_pins() -> None:
-    """Without a shutdown: what is being pinned is awaited, nothing is pinned after it, and nothing stays pinned."""
+    """If a process ends without `shutdown`, it waits for the piece being pinned, pins no more, and unpins all."""
     ran = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert (ran.returncode, ran.stderr) == (0, "")
     tried, left = map(int, ran.stdout.split())

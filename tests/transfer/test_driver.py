@@ -1,9 +1,10 @@
-"""The calls into the driver's library carry the arguments of cuda.h, as C sees them."""
+"""The calls to the driver's library pass the arguments that cuda.h defines, as C receives them."""
 
 from __future__ import annotations
 
 import ctypes
 import itertools
+import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -12,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from kvpipe.cores import parse_cpus
-from kvpipe.errors import TransferError
+from kvpipe.errors import TransferError, UnsupportedError
+from kvpipe.machine.cores import parse_cpus
 from kvpipe.testing.logged import capture_logs
 from kvpipe.transfer import device
-from kvpipe.transfer.device import CopyBatch, CudaDevice
-from kvpipe.transfer.driver import Driver
+from kvpipe.transfer import driver as driver_module
+from kvpipe.transfer.device import CudaDevice
+from kvpipe.transfer.driver import CopyBatch, Driver
 
 STREAM = 0x7F00_0000_1234
 P, N, CODE = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
@@ -26,7 +28,7 @@ BATCH = ctypes.CFUNCTYPE(CODE, NS, NS, NS, N, P, NS, N, P, P)
 
 
 class Library:
-    """Stands for libcuda: its functions are called through C, and copy at once."""
+    """A fake libcuda, whose functions are called through C and copy at once."""
 
     FUNCTIONS: ClassVar[dict[str, tuple[Any, ...]]] = {
         "cuMemHostRegister_v2": ("register", P, N, ctypes.c_uint),
@@ -40,7 +42,7 @@ class Library:
         "cuDeviceGetPCIBusId": ("bus_id", P, CODE, CODE),
         "cuGetProcAddress_v2": ("find", ctypes.c_char_p, P, CODE, ctypes.c_uint64, P),
     }
-    """By name: the method here that answers, and the arguments as cuda.h has them."""
+    """By function name: the method of this class, and the types of the arguments in cuda.h."""
 
     def __init__(
         self, *, exported: bool = True, known: bool = False, code: int = 0, flagged: int = 0, single: int = 0
@@ -120,7 +122,7 @@ class Library:
 
 
 def make(count: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], CopyBatch]:
-    """Return what is copied, where to, and the copies: piece i has 8 * (i + 1) bytes."""
+    """Return source, target, and the copies. Piece i has 8 * (i + 1) bytes."""
     source = np.random.default_rng(1).integers(0, 256, (count, 64), dtype=np.uint8)
     target = np.zeros_like(source)
     sizes = 8 * (np.arange(count, dtype=np.int64) + 1)
@@ -129,7 +131,7 @@ def make(count: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], CopyBa
 
 
 def right(source: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> bool:
-    """Whether every piece has its bytes, and nothing beyond."""
+    """Whether every piece was copied, and no byte outside."""
     wanted = np.zeros_like(source)
     for i in range(len(source)):
         wanted[i, : 8 * (i + 1)] = source[i, : 8 * (i + 1)]
@@ -137,7 +139,7 @@ def right(source: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> bool:
 
 
 def test_a_batch_is_one_call() -> None:
-    """Addresses, sizes, one attribute for all from the first on, in stream order; the 64-bit handle of the stream."""
+    """The call gets addresses, sizes, one attribute (stream order) for all copies, and the stream's 64-bit handle."""
     library = Library()
     source, target, copies = make(5)
     Driver(library).copy_batch(STREAM, copies)
@@ -146,8 +148,24 @@ def test_a_batch_is_one_call() -> None:
     assert library.attributes == (1, 0, 0, 0, 0, 1), "stream order, no hints, overlap with compute"
 
 
+def test_settled_sources_may_be_read_in_any_order() -> None:
+    """Settled sources use CU_MEMCPY_SRC_ACCESS_ORDER_ANY (3 in cuda.h), as vLLM's loads do.
+
+    A refused flag is dropped.
+    """
+    library = Library(flagged=1)
+    source, target, copies = make(5)
+    driver = Driver(library)
+    driver.copy_batch(STREAM, copies, settled=True)
+    assert right(source, target)
+    assert library.attributes == (3, 0, 0, 0, 0, 0)
+    library.flagged = 0
+    driver.copy_batch(STREAM, copies, settled=False)
+    assert library.attributes == (1, 0, 0, 0, 0, 1)
+
+
 def test_one_copy_is_a_plain_one() -> None:
-    """A batch of one is not worth a batch."""
+    """A batch of one copy uses the driver's plain call for a copy."""
     library = Library()
     source, target, copies = make(1)
     Driver(library).copy_batch(STREAM, copies)
@@ -156,7 +174,7 @@ def test_one_copy_is_a_plain_one() -> None:
 
 
 def copied(driver: Driver, times: int = 2) -> list[str]:
-    """Have three copies made, so many times; return what was logged."""
+    """Make three copies, `times` times. Return the log."""
     with capture_logs() as logs:
         for _ in range(times):
             source, target, copies = make(3)
@@ -167,7 +185,7 @@ def copied(driver: Driver, times: int = 2) -> list[str]:
 
 @pytest.mark.parametrize(("exported", "known"), [(True, True), (False, True), (True, False)])
 def test_the_driver_is_asked_for_batches(exported: bool, known: bool) -> None:
-    """For those of CUDA 12.8; what it does not know is looked up as any symbol."""
+    """The batch call of CUDA 12.8 is looked up through the driver, or else as a symbol."""
     library = Library(exported=exported, known=known)
     assert copied(Driver(library)) == []
     assert library.seen == 2 * [("batch", 3, STREAM)]
@@ -177,7 +195,7 @@ ONE_BY_ONE = [("copy", 8 * (i + 1), STREAM) for i in range(3)]
 
 
 def test_an_old_driver_reports_it_once() -> None:
-    """Without batches the same bytes, one by one."""
+    """Without batches the same bytes are copied one by one, and this is logged once."""
     library = Library(exported=False)
     with capture_logs() as logs:
         driver = Driver(library)
@@ -188,7 +206,7 @@ def test_an_old_driver_reports_it_once() -> None:
 
 
 def test_a_driver_without_the_flag_gets_batches_without_it() -> None:
-    """To overlap is a wish: refused once, it is not asked for again, and nothing goes one by one."""
+    """After a refusal of the flag for overlap, batches are made without the flag."""
     library = Library(flagged=1)
     driver = Driver(library)
     assert copied(driver, 3) == ["taken without overlap: CUDA error 1 with it"]
@@ -198,7 +216,10 @@ def test_a_driver_without_the_flag_gets_batches_without_it() -> None:
 
 @pytest.mark.parametrize(("code", "batches"), [(801, 2), (1, 4)])
 def test_batches_that_are_refused_go_one_by_one(code: int, batches: int) -> None:
-    """The same bytes. What is not supported is not tried again; what one batch was refused for, another may not be."""
+    """The copies of a refused batch are made one by one.
+
+    After error 801 (not supported) batches are not tried again, after error 1 they are.
+    """
     library = Library(code=code)
     driver = Driver(library)
     assert copied(driver) == [f"one by one: CUDA error {code}"], "said once"
@@ -210,9 +231,23 @@ def test_batches_that_are_refused_go_one_by_one(code: int, batches: int) -> None
     assert library.seen == ([("batch", 3, STREAM)] if code == 1 else ONE_BY_ONE)
 
 
+@pytest.mark.parametrize(("index", "batches"), [(3, True), (0, False)])
+def test_no_batch_has_host_addresses_that_the_device_cannot_use(index: int, batches: bool) -> None:
+    """If host addresses are not valid on the device (WSL2), a batch would destroy the context, so copies are single."""
+    library = Library(known=True)
+    with capture_logs() as logs:
+        cuda = CudaDevice(torch.device("cuda", index), Driver(library))
+    source, target, copies = make(3)
+    cuda.copy_batch(SimpleNamespace(cuda_stream=STREAM), copies, settled=True)  # type: ignore[arg-type]
+    assert right(source, target)
+    assert library.seen == ([("batch", 3, STREAM)] if batches else ONE_BY_ONE)
+    assert cuda.reads_pool() is batches, "the mover `direct` is closed there, too"
+    assert [entry["event"] for entry in logs] == ([] if batches else ["no_batches"])
+
+
 @pytest.mark.parametrize("code", [2, 700, 719])
 def test_an_error_that_may_stick_is_not_answered_with_more_calls(code: int) -> None:
-    """Nothing is believed to be queued that is not, and batches stay what they were."""
+    """After such an error no copy counts as queued. kvpipe does not fall back to another way of queueing batches."""
     library = Library(code=code)
     driver = Driver(library)
     with pytest.raises(TransferError, match=f"CUDA error {code}"):
@@ -223,13 +258,13 @@ def test_an_error_that_may_stick_is_not_answered_with_more_calls(code: int) -> N
 
 
 def test_a_copy_that_is_refused_raises() -> None:
-    """Of copies that go one by one, too."""
+    """A refused copy raises, also if the copies are made one by one because a batch was refused."""
     with pytest.raises(TransferError, match="CUDA error 700"):
         copied(Driver(Library(code=801, single=700)))
 
 
 def test_pinning_and_unpinning() -> None:
-    """Pinned memory is portable (1) and mapped (2), so that kernels can use it; a refusal raises."""
+    """Pinned memory is portable (1) and mapped (2), so that kernels can use it. A refusal raises."""
     library = Library()
     driver = Driver(library)
     driver.register(1 << 44, 1 << 33)
@@ -243,28 +278,28 @@ def test_pinning_and_unpinning() -> None:
 
 
 def test_a_thread_gets_the_primary_context() -> None:
-    """The driver's calls need one; the runtime gives it to a thread only when it is first used there."""
+    """The primary context becomes current, because the driver's calls need one and a new thread has none."""
     library = Library()
     Driver(library).enter(3)
     assert library.seen == [("current", 0x7000_0000_0003)]
 
 
 def test_threads_ignore_captures() -> None:
-    """The relaxed mode is 2 in cuda.h."""
+    """The capture mode of the calling thread becomes the relaxed mode, which is 2 in cuda.h."""
     library = Library()
     Driver(library).ignore_captures()
     assert library.seen == [("mode", 2)]
 
 
 def test_host_pointers() -> None:
-    """CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM is 91 in cuda.h."""
+    """The queried attribute is 91, CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM in cuda.h."""
     driver = Driver(Library())
     assert driver.host_pointers_are_device_pointers(3)
     assert not driver.host_pointers_are_device_pointers(0)
 
 
 def test_streams_are_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever streams torch gives out again, none is ours: non-blocking (1), of higher priority, one per name."""
+    """The streams are non-blocking (1), of higher priority and one per name. Torch hands none of them out."""
     pool = itertools.cycle([SimpleNamespace(cuda_stream=0x100 + i) for i in range(32)])
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_: next(pool))
     monkeypatch.setattr(torch.cuda, "device", lambda *_: nullcontext())
@@ -284,8 +319,27 @@ def test_streams_are_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CudaDevice(torch.device("cuda", 1), Driver(library)).stream("save-bus") is not lanes[0]
 
 
+def test_device_memory_is_not_of_the_callers_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Device memory is allocated in a new thread, because vLLM may release the memory pool of its own thread."""
+    pooled = threading.local()
+    pooled.here = True
+    made: list[bool] = []
+
+    def allocate(*_: object, **__: object) -> torch.Tensor:
+        made.append(getattr(pooled, "here", False))
+        return torch.zeros(8)
+
+    monkeypatch.setattr(torch, "empty", allocate)
+    monkeypatch.setattr(torch, "from_numpy", lambda _: SimpleNamespace(pin_memory=lambda: SimpleNamespace(to=allocate)))
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    cuda = CudaDevice(torch.device("cuda", 3), Driver(Library()))
+    cuda.allocate(8)
+    cuda.upload(SimpleNamespace(), np.zeros(1))  # type: ignore[arg-type]
+    assert made == [False, False]
+
+
 def test_the_bus_id_is_written_as_the_kernel_writes_it() -> None:
-    """So that it is the name of a folder."""
+    """The PCI bus id has the form of the folders in /sys."""
     assert Driver(Library()).bus_id(1) == "0000:3b:00.1"
 
 
@@ -293,11 +347,25 @@ def test_the_bus_id_is_written_as_the_kernel_writes_it() -> None:
     ("text", "cpus"), [("0-3,8\n", {0, 1, 2, 3, 8}), ("5\n", {5}), ("\n", set()), ("0-1,4-5", {0, 1, 4, 5})]
 )
 def test_lists_of_cores(text: str, cpus: set[int]) -> None:
-    """As in the kernel's files."""
+    """Lists of cores are parsed in the format of the Linux kernel's files."""
     assert parse_cpus(text) == cpus
 
 
 def test_a_library_without_a_function_is_no_driver() -> None:
-    """What every driver has is looked up at once."""
+    """A function that every driver has is looked up when the `Driver` is made."""
     with pytest.raises(AttributeError, match="cuMemcpyAsync"):
         Driver(SimpleNamespace())
+
+
+@pytest.mark.parametrize(
+    ("hip", "cause"), [(None, "NVIDIA's driver is not installed, or not for this process"), ("7.2", "ROCm 7.2")]
+)
+def test_device_without_a_driver_library_is_unsupported(
+    hip: str | None, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A missing driver is refused. A ROCm build of torch is named, because its devices are also called "cuda"."""
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(driver_module, "LIBRARY", "libkvpipe-none.so.1")
+    with pytest.raises(UnsupportedError, match=cause) as raised:
+        CudaDevice(torch.device("cuda", 0))
+    assert "libkvpipe-none.so.1: cannot open shared object file" in str(raised.value)

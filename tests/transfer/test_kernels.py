@@ -1,4 +1,4 @@
-"""The kernel as a GPU would run it: compiled for a real target, without a GPU, and read."""
+"""These tests compile the kernel for real GPU targets without a GPU, and check the generated code."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ print(json.dumps({"ptx": made.asm["ptx"], "cubin": len(made.asm["cubin"]), "shar
     ],
 )
 def test_it_compiles_to_wide_accesses(capability: int, staged: bool, save: bool, align: int, vector: str) -> None:
-    """For three generations of GPUs; each thread moves 16 bytes at a time where everything is aligned to that."""
+    """The kernel compiles for three generations of GPUs.
+
+    If all addresses allow it, a thread moves 16 bytes at a time.
+    """
     constants = {"STAGED": staged, "SAVE": save, "WORDS": WORDS_MAX, "ALIGN": align}
     command = [sys.executable, "-W", "ignore", "-c", _COMPILE, json.dumps(constants), str(capability), str(WARPS)]
     made = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout)
@@ -57,7 +60,10 @@ def test_it_compiles_to_wide_accesses(capability: int, staged: bool, save: bool,
 
 
 def test_no_step_waits_for_the_compiler() -> None:
-    """Triton compiles anew for integers that are 1 or a multiple of 16, unless asked not to: of every integer."""
+    """No integer argument is specialised.
+
+    Otherwise Triton would compile again for the value 1 and for multiples of 16.
+    """
     parameters = inspect.signature(copy_pages.fn).parameters
     integers = [name for name in parameters if name.islower() and name not in {"table", "places"}]
     assert copy_pages.do_not_specialize == integers
@@ -69,7 +75,7 @@ def test_no_step_waits_for_the_compiler() -> None:
 
 
 def test_a_launch_without_a_bay_has_a_64_bit_address_all_the_same() -> None:
-    """A zero would be a 32-bit integer to Triton, and another kernel."""
+    """Without a bay the pool's address is passed instead of 0, because for a 32-bit integer Triton compiles again."""
     launch = Launch("table", "places", None, 1 << 40, 4096, 64, 64, 0, 1, 0, 1, saving=True, align=16)
     assert launch.arguments[2] == 1 << 40
     assert launch.constants["STAGED"] is False
@@ -77,7 +83,7 @@ def test_a_launch_without_a_bay_has_a_64_bit_address_all_the_same() -> None:
 
 @pytest.mark.parametrize(("page_bytes", "words"), [(8, 1), (64, 8), (656 * 16, 2048), (8 << 10, 1024), (1 << 20, 2048)])
 def test_a_program_takes_a_page_or_sixteen_kibibytes(page_bytes: int, words: int) -> None:
-    """The words of a turn are a power of two, the smallest that holds a page, at most 2048."""
+    """The words per iteration are the smallest power of two that holds a page, but at most 2048."""
     launch = Launch("table", "places", 1 << 40, 1 << 41, 4096, 64, page_bytes, 0, 3, 0, 2, saving=True, align=16)
     assert launch.constants["WORDS"] == words
     assert launch.programs == min(512, 2 * 3 * -(-page_bytes // (8 * words)))

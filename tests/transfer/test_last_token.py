@@ -1,4 +1,4 @@
-"""A prompt that was hit in full: its last token is computed again, into a block that is loaded in the same step."""
+"""After a hit of the whole prompt, its last token is computed again, into a block that the same step loads."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from collections.abc import Collection
 import pytest
 from hypothesis import given, settings
 
-from kvpipe.messages import Kind, StepPlan
+from kvpipe.config.settings import load_settings
+from kvpipe.protocol.messages import Kind, StepPlan
 from kvpipe.testing.transfer_programs import schedules
-from kvpipe.testing.transfer_worlds import GEOMETRY, KINDS, LAYERS, make_job, rows_of, world
+from kvpipe.testing.transfer_worlds import GEOMETRY, KINDS, LAYERS, job_rows, make_job, world
 from kvpipe.testing.waiting import WAIT_S
-from kvpipe.trace.log import Counters
+from kvpipe.worker.caches import Hooks
+from kvpipe.worker.context import RankContext
 from kvpipe.worker.pipeline import Pipeline
 
 BLOCKS = {0: [0, 1], 1: [3]}
 COMPUTED = 200
-PLAN = StepPlan(1, (make_job(1, rows_of(0, BLOCKS), Kind.LOAD_SYNC),))
+PLAN = StepPlan(1, (make_job(1, job_rows(0, BLOCKS), Kind.LOAD_SYNC),))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -31,8 +33,8 @@ def test_the_last_token_is_written_over_what_is_loaded(
     A layer without a hook is in place before the first layer computes.
     """
     with world(kind, schedule=schedule) as w:
-        wait_ms_max = int(WAIT_S * 1000)
-        p = Pipeline(w.engine, GEOMETRY, wait_ms_max=wait_ms_max, counters=Counters(), unhooked=unhooked)
+        context = RankContext(load_settings({"wait_ms_max": int(WAIT_S * 1000)}))
+        p = Pipeline(context, w.engine, GEOMETRY, hooks=Hooks(frozenset(unhooked)))
         p.begin(PLAN)
         p.start_loads()
         for layer in range(LAYERS):

@@ -1,25 +1,28 @@
-"""Where the next step's first hook sets the fence, what is computed after the forward does not wait for copies."""
+"""If the next step's first hook sets the fence, compute after the forward (sampling) does not wait for copies."""
 
 from __future__ import annotations
 
 import pytest
 from hypothesis import given, settings
 
-from kvpipe.messages import Kind, StepPlan
+from kvpipe.config.settings import load_settings
+from kvpipe.protocol.messages import Kind, StepPlan
 from kvpipe.testing.transfer_programs import schedules
-from kvpipe.testing.transfer_worlds import FAKES, GEOMETRY, KINDS, LAYERS, World, make_job, rows_of, value_of, world
+from kvpipe.testing.transfer_worlds import FAKES, GEOMETRY, KINDS, LAYERS, World, job_rows, make_job, value_of, world
 from kvpipe.testing.waiting import WAIT_S
-from kvpipe.trace.log import Counters
+from kvpipe.worker.caches import Hooks
+from kvpipe.worker.context import RankContext
 from kvpipe.worker.pipeline import Pipeline
 
 SAVED = {0: [4, 6, 7], 1: [5]}
-ROWS = rows_of(0, SAVED)
+ROWS = job_rows(0, SAVED)
 NEXT = 255
 
 
 def pipeline_over(w: World) -> Pipeline:
     """Make a pipeline that does not fence at the step's end."""
-    return Pipeline(w.engine, GEOMETRY, wait_ms_max=int(WAIT_S * 1000), counters=Counters(), fences_late=True)
+    context = RankContext(load_settings({"wait_ms_max": int(WAIT_S * 1000)}))
+    return Pipeline(context, w.engine, GEOMETRY, hooks=Hooks(fences_late=True))
 
 
 def forward(w: World, p: Pipeline, step: int = 1) -> None:
@@ -34,14 +37,14 @@ def forward(w: World, p: Pipeline, step: int = 1) -> None:
 
 
 def reuse(w: World) -> None:
-    """The next step's compute writes the same blocks."""
+    """Let the next step's compute write to the same blocks."""
     for layer, (group, _) in enumerate(GEOMETRY.layers):
         for block in SAVED[group]:
             w.write_block(layer, block, NEXT)
 
 
 def saved(w: World, step: int) -> bool:
-    """Whether the slots hold what step `step` computed."""
+    """Whether the slots hold the values that step `step` computed."""
     return all(
         bool(w.slot_page(layer, slot, page).eq(value_of(step, layer, block)).all())
         for layer in range(LAYERS)
@@ -52,7 +55,7 @@ def saved(w: World, step: int) -> bool:
 
 @pytest.mark.parametrize("kind", FAKES)
 def test_sampling_does_not_wait_for_copies(kind: str) -> None:
-    """On a device whose copies do not run, all that is queued before the next step's first hook is computed."""
+    """On a device whose copies do not run, all compute before the next step's first hook still runs."""
     with world(kind) as w:
         p, compute = pipeline_over(w), w.device.compute
         forward(w, p)
@@ -76,7 +79,10 @@ def test_sampling_does_not_wait_for_copies(kind: str) -> None:
 @settings(max_examples=40, deadline=None)
 @given(schedule=schedules)
 def test_saves_are_right_whenever_copies_land(kind: str, schedule: list[int], *, hook: bool) -> None:
-    """Blocks are reused in the very next step; also where its first hook was left out, and only `bind` came."""
+    """The next step reuses the blocks of saves.
+
+    Bytes are right even if vLLM calls only `bind`, and not the first hook.
+    """
     with world(kind, schedule=schedule) as w:
         p = pipeline_over(w)
         forward(w, p)

@@ -1,4 +1,4 @@
-"""Every known layout by name, and vLLM's own code asked which layouts it makes."""
+"""Tests of every known layout, and of the layouts that vLLM's own code makes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make(
 ) -> tuple[list[torch.Tensor], int]:
     """Return one logical [B * r, H, N, C] tensor per layer over a buffer in the layout `name`, and r.
 
-    Written out anew for every name, from what vLLM's `create_kv_cache_views` does.
+    Each name has its own code here, which follows vLLM's `create_kv_cache_views`.
     """
     between = name.removesuffix("hnd").removesuffix("nhd").removesuffix("fp8_ds_mla").removesuffix("mla")
     inner = (N, heads, content) if name.endswith("nhd") else (heads, N, content)
@@ -56,12 +56,12 @@ def _bytes(count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def as_bytes(cache: torch.Tensor) -> torch.Tensor:
-    """Return a copy of `cache` in its logical order, as bytes, flat."""
+    """Return a flat copy of the bytes of `cache` in logical order."""
     return cache.contiguous().flatten().view(torch.uint8)
 
 
 def check_bytes(cache: torch.Tensor, view: PageView, r: int) -> None:
-    """Page b of `view` holds the bytes of logical block b; writing it changes those and no others."""
+    """Check that page b of `view` has the bytes of logical block b, and that a write changes only these bytes."""
     blocks = view.blocks
     for b in range(blocks):
         assert view.tensor[b].data_ptr() == view.base + b * view.stride_bytes
@@ -78,7 +78,7 @@ def check_bytes(cache: torch.Tensor, view: PageView, r: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FULL)
 def test_several_heads(name: str, dtype: torch.dtype) -> None:
-    """The name is that of the layout, at any number of heads from two on, and a page has a block's bytes."""
+    """With two or more heads, the cache has the expected name, and a page has a block's bytes."""
     for heads in (2, 3, 8):
         caches, r = make(name, dtype, heads=heads)
         for cache in caches:
@@ -92,7 +92,7 @@ def test_several_heads(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ONE)
 def test_one_head(name: str, dtype: torch.dtype) -> None:
-    """One head has one name, whichever order its heads and tokens were meant to have; fp8_ds_mla by its record."""
+    """A cache with one head is `mla` in either order of heads and tokens. `fp8_ds_mla` has a name by its record."""
     records = [584, 656] if "ds_mla" in name else [C, 576]
     for content in records:
         caches, r = make(name, dtype, heads=1, content=content)
@@ -106,7 +106,7 @@ def test_one_head(name: str, dtype: torch.dtype) -> None:
 
 
 def test_every_adapter_has_a_test() -> None:
-    """The names of the table are those tested here, and every one has where it comes from in one line."""
+    """Every name of the table is tested here, and has one line about its source."""
     assert {*FULL, *ONE, "bytes", "padded_bytes"} == set(ADAPTERS)
     assert len(ADAPTERS) == len(INSIDE) * len(BETWEEN) + 2
     for adapter in ADAPTERS.values():
@@ -116,7 +116,7 @@ def test_every_adapter_has_a_test() -> None:
 
 @pytest.mark.parametrize("gap", [0, 8, 64])
 def test_scratch_pages(gap: int) -> None:
-    """[B, P] is kvpipe's own."""
+    """A cache of the shape [B, P] is kvpipe's own scratch memory."""
     cache = _bytes(B * (64 + gap), torch.uint8).view(B, 64 + gap)[:, :64]
     view = view_pages("x", cache, B)
     assert view.layout == ("padded_bytes" if gap else "bytes")
@@ -126,7 +126,7 @@ def test_scratch_pages(gap: int) -> None:
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("split", [2, 4])
 def test_kernel_blocks(heads: int, split: int) -> None:
-    """The same tensor is plain where kernel and scheduler agree on the block, and split where they do not."""
+    """A cache is `split` if the kernel's blocks are smaller than the scheduler's, and plain if both are equal."""
     (cache, *_), r = make("kernel_blocks_hnd", torch.bfloat16, heads=heads, split=split)
     inside = "mla" if heads == 1 else "hnd"
     assert view_pages("x", cache, B).layout == f"kernel_blocks_{inside}"
@@ -134,13 +134,16 @@ def test_kernel_blocks(heads: int, split: int) -> None:
 
 
 def test_one_token_a_block_is_heads_first() -> None:
-    """With one token a block both orders are the same bytes; they have one name."""
+    """With one token per block both orders have the same bytes, so they have one name."""
     for cache in (torch.zeros(B, 3, 1, C), torch.zeros(B, 1, 3, C).transpose(1, 2)):
         assert view_pages("x", cache, B).layout == "hnd"
 
 
 def test_names_are_of_one_layout_only() -> None:
-    """A cache of several heads fits one adapter, but for padding of whole pages, which is named as cross-layer."""
+    """A cache with several heads matches exactly one name of the table.
+
+    Padding of whole pages counts as a cross-layer layout.
+    """
     for name in FULL:
         (cache, *_), _ = make(name, torch.bfloat16, heads=2)
         fitting = [n for n, a in ADAPTERS.items() if a.fits(Paged(tuple(cache.shape), cache.stride(), 2, B))]
@@ -176,7 +179,7 @@ REFUSED = {
         (torch.as_strided(torch.zeros(100), (4, 16), (8, 1)), 4),
         (torch.as_strided(torch.zeros(1000), (B, 3, N, C), (N * C, N * C, C, 1)), B),
     ],
-    "it has not the 4 dimensions [B, H, N, C], or nothing in one of them": [
+    "it does not have the 4 dimensions [B, H, N, C], or one of them is empty": [
         (torch.zeros(B, 2, N, 3, C), B),  # [B, K and V, …]
         (torch.zeros(B, N, C), B),
         (torch.zeros(B, 3, 0, C), B),
@@ -203,7 +206,7 @@ def test_unknown_layouts_are_refused(why: str, cache: torch.Tensor, blocks: int)
 
 
 def test_every_reason_is_tested() -> None:
-    """No reason to refuse is without a cache that is refused for it."""
+    """Every reason of refusal has a test."""
     assert {one.why.format(blocks=5) for one in layouts.REFUSALS} == set(REFUSED)
 
 
@@ -225,14 +228,14 @@ ABSENT = {
 }
 """Backends that cannot be imported without a GPU. They inherit vLLM's default placement or that of a backend here."""
 BLOCKS, BLOCK_TOKENS = 3, 256
-Case = tuple[str, str, str]  # what was asked, the layout expected, the layout found
+Case = tuple[str, str, str]  # case, expected layout, found layout
 
 
 @pytest.mark.slow
 def test_what_vllm_makes_is_known() -> None:
-    """VLLM's own code makes the caches of every backend in every layout it takes; each has the name expected.
+    """VLLM's own code makes the caches of every backend in every layout. Each cache has the expected name.
 
-    It runs in a program of its own, since an import of some backends ends the process on a machine without a GPU.
+    The code runs in another process, because the import of some backends ends the process on a machine without a GPU.
     """
     done = subprocess.run([sys.executable, "-m", __name__], capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -251,7 +254,7 @@ def test_what_vllm_makes_is_known() -> None:
     }
     cases: list[Case] = [tuple(case) for _, _, cases in found for case in cases]
     assert [case for case in cases if case[1] != case[2]] == []
-    assert {name for _, _, name in cases} == {*FULL, *ONE, layouts.HEADS_OUTERMOST}  # and none is known in vain
+    assert {name for _, _, name in cases} == {*FULL, *ONE, layouts.HEADS_OUTERMOST}  # every known layout occurs
 
 
 def _expected(order: str, heads: int, *, split: bool, layers: int, record: bool) -> str:
@@ -265,7 +268,7 @@ def _expected(order: str, heads: int, *, split: bool, layers: int, record: bool)
 
 
 def _layout_of(name: str, cache: torch.Tensor, blocks: int) -> str:
-    """Return the layout's name, after proof of its bytes, or the reason of the refusal."""
+    """Check the bytes and return the layout's name, or return the reason of the refusal."""
     try:
         view = view_pages(name, cache, blocks)
     except UnsupportedError as exc:
@@ -281,7 +284,7 @@ PROVEN: set[Any] = set()
 
 
 def _prove(cache: torch.Tensor, view: PageView) -> None:
-    """Page b of `view` is block b as vLLM's own code groups kernel blocks, and writing it writes nothing else."""
+    """Check that page b of `view` is block b as vLLM groups kernel blocks, and that a write changes nothing else."""
     from vllm.v1.kv_cache_interface import group_kernel_blocks
 
     storage = torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
@@ -294,7 +297,7 @@ def _prove(cache: torch.Tensor, view: PageView) -> None:
         assert block.numel() * block.element_size() == view.page_bytes
 
 
-def _make_caches(backends: list[Any], groups: list[Any], order: str) -> dict[str, torch.Tensor]:
+def make_caches(backends: list[Any], groups: list[Any], order: str, blocks: int = BLOCKS) -> dict[str, torch.Tensor]:
     """Return the caches by layer as vLLM makes them: groups, placement, kernel blocks, allocation and views."""
     try:  # its place in 0.33
         from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups
@@ -306,7 +309,7 @@ def _make_caches(backends: list[Any], groups: list[Any], order: str) -> dict[str
     layout = KVCacheLayout[order]
     cache_config = SimpleNamespace(
         get_resolved_kv_cache_layout=lambda: layout,
-        num_gpu_blocks_override=BLOCKS,
+        num_gpu_blocks_override=blocks,
         prefix_cache_retention_interval=None,
     )
     config: Any = SimpleNamespace(cache_config=cache_config, attention_config=SimpleNamespace(hisparse_config=None))
@@ -320,7 +323,7 @@ def _make_caches(backends: list[Any], groups: list[Any], order: str) -> dict[str
 
 
 def _specs(backend: Any) -> Iterator[tuple[str, Any, bool]]:
-    """Yield (what, specification, whether it is of records) as vLLM's attention layers make them for `backend`."""
+    """Yield (name, specification, whether the cache has records) of vLLM's attention layers for `backend`."""
     from vllm.v1.attention.backend import MultipleOf
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttentionSpec
     from vllm.v1.worker.utils import customize_attention_spec
@@ -343,7 +346,7 @@ def _specs(backend: Any) -> Iterator[tuple[str, Any, bool]]:
 
 
 def _ask(backend: Any) -> Iterator[Case]:
-    """Yield what vLLM makes for one backend."""
+    """Yield the cases of one backend."""
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
     from vllm.v1.kv_cache_layout import KVCacheLayout
 
@@ -352,7 +355,7 @@ def _ask(backend: Any) -> Iterator[Case]:
             for layers in (1, 3):
                 names = [f"layer.{i}" for i in range(layers)]
                 try:
-                    caches = _make_caches([backend], [KVCacheGroupSpec(names, spec)], layout.name)
+                    caches = make_caches([backend], [KVCacheGroupSpec(names, spec)], layout.name)
                 except ValueError as exc:  # vLLM makes no such cache
                     if "kernel blocks" not in str(exc) and "No common block size" not in str(exc):
                         raise
@@ -412,7 +415,7 @@ def _hybrid() -> Iterator[Case]:
 
 
 def _of_groups(what: str, groups: list[dict[str, Any]], order: str) -> Iterator[Case]:
-    """Yield the cases of groups of {layer: (specification, layout expected)}, under no backend of a kernel's own."""
+    """Yield the cases of groups of {layer: (specification, expected layout)} that have no backend."""
     from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec, UniformTypeKVCacheSpecs
 
@@ -424,7 +427,7 @@ def _of_groups(what: str, groups: list[dict[str, Any]], order: str) -> Iterator[
         group = UniformTypeKVCacheSpecs(block_size=one.block_size, kv_cache_specs=specs) if mixed else one
         made.append(KVCacheGroupSpec(list(layers), group))
     wanted = {name: layout for layers in groups for name, (_, layout) in layers.items()}
-    for name, cache in _make_caches([TritonAttentionBackend] * len(groups), made, order).items():
+    for name, cache in make_caches([TritonAttentionBackend] * len(groups), made, order).items():
         yield f"{order} {what} {name}", wanted[name], _layout_of(name, cache, BLOCKS)
 
 
@@ -432,7 +435,7 @@ MADE = {"FLASHINFER nvfp4": _nvfp4, "mixed pages": _mixed, "groups": _hybrid}
 
 
 def _answers() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Iterator[Case]]]]:
-    """Return (import, question to what was imported) by name: every backend that vLLM has, and what is no backend's."""
+    """Return (import, function of the imported module) by name, for every backend of vLLM and for other groups."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     made: dict[str, Any] = {name: (lambda one=one: one, lambda ask: ask()) for name, one in MADE.items()}
@@ -440,7 +443,7 @@ def _answers() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Iterator[Ca
 
 
 def _report(names: list[str], out: int) -> None:
-    """Write a line of JSON per name to `out`: [name, why it could not be imported, cases]."""
+    """Write a line of JSON per name to `out`: [name, reason of a failed import, cases]."""
     answers = _answers()
     for name in names:
         load, ask = answers[name]
@@ -454,7 +457,7 @@ def _report(names: list[str], out: int) -> None:
 
 
 def _main() -> None:
-    """Ask in a child; where an import ends it, a new one goes on after that backend."""
+    """Compute the cases in a child process. If an import ends the child, a new child continues after that backend."""
     torch.set_num_threads(1)
     names = list(_answers())
     while names:

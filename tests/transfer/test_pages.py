@@ -13,7 +13,7 @@ LAYOUTS = {"LBHNC": "hnd", "LBNHC": "nhd", "BLHNC": "cross_layer_hnd", "BLNHC": 
 
 
 def _layers(physical: str, *, heads: int = H, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Return one logical [B, H, N, C] tensor per layer over one buffer whose dimensions lie as in `physical`."""
+    """Return one logical [B, H, N, C] tensor per layer over one buffer with the dimensions in the order `physical`."""
     size = {"L": L, "B": B, "H": heads, "N": N, "C": C}
     count = L * B * heads * N * C
     buffer = torch.arange(count, dtype=torch.int32).to(dtype).view([size[d] for d in physical])
@@ -44,7 +44,7 @@ def test_known_layouts_view_the_bytes_of_each_block(physical: str, dtype: torch.
 
 @pytest.mark.parametrize("physical", ["LHBNC", "BHLNC"])
 def test_layouts_that_cut_a_block_up_are_refused(physical: str) -> None:
-    """With more than one head these layouts scatter a block; the refusal names the layer, shape and remedy."""
+    """With several heads these layouts scatter a block. The refusal names the layer, the shape and the remedy."""
     layer = _layers(physical)[1]
     with pytest.raises(UnsupportedError, match=r"'deep\.1'") as caught:
         view_pages("deep.1", layer, B)
@@ -73,7 +73,7 @@ def test_kernel_blocks_within_a_block() -> None:
 
 
 def test_gaps_between_kernel_blocks_are_refused() -> None:
-    """Kernel blocks of one block that do not touch are no single run of bytes."""
+    """A gap between kernel blocks of one block is refused, because the block is then not one run of bytes."""
     cache = torch.zeros(B * 2, 3, H * N * C)[:, 1].view(B * 2, H, N, C)
     with pytest.raises(UnsupportedError, match="kernel blocks are not contiguous"):
         view_pages("x", cache, B)
@@ -95,7 +95,7 @@ def test_padded_pages_and_an_offset() -> None:
     ids=["no multiple", "one dimension", "no blocks"],
 )
 def test_a_first_dimension_that_is_not_the_blocks_is_refused(cache: torch.Tensor, blocks: int) -> None:
-    """The first dimension has to be the blocks, or a multiple of them."""
+    """The first dimension must be the number of blocks, or a multiple of it."""
     with pytest.raises(UnsupportedError, match="first dimension"):
         view_pages("x", cache, blocks)
 

@@ -1,4 +1,4 @@
-"""The pool's memory: huge pages where the system has them, out of children's reach, a clear word if it is too much."""
+"""The pool's memory uses huge pages, is not inherited by forks, and is refused with a remedy if it is too large."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvpipe.errors import ConfigError
-from kvpipe.geometry import Geometry, Group, Layer
+from kvpipe.protocol.geometry import Geometry, Group, Layer
 from kvpipe.transfer.pool import HostPool
 
 GROUP = Group((Layer("a", 4096),), block_tokens=16)
@@ -27,7 +27,7 @@ def flags_at(address: int) -> set[str]:
 
 
 def test_children_do_not_get_the_pool() -> None:
-    """A page that a device reads and writes is never copied by a fork; huge pages are asked for; nothing is shared."""
+    """The pool's mapping is private, requests huge pages, and is not copied by a fork."""
     pool = HostPool(Geometry((GROUP,), 64, 64 << 20))
     flags = flags_at(pool.base)
     assert "dc" in flags, "do not copy on fork"
@@ -36,6 +36,6 @@ def test_children_do_not_get_the_pool() -> None:
 
 
 def test_a_pool_beyond_the_machine_is_refused() -> None:
-    """The sentence names the key, the value and the remedy."""
-    with pytest.raises(ConfigError, match=r"pool_bytes_max=\d+ cannot be had on this machine \(.+\); set a smaller"):
+    """The message names the key, the value and the remedy."""
+    with pytest.raises(ConfigError, match=r"pool_bytes_max=\d+ cannot be reserved on this machine \(.+\); set a"):
         HostPool(Geometry((GROUP,), 64, 1 << 62))

@@ -1,4 +1,4 @@
-"""The questions to a GPU and the runs that follow, on what stands for one: so that no typo waits for the first GPU."""
+"""The checks of a GPU and the runs after them, on fake machines, so that errors are found before a run on a GPU."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import torch
 
 from benchmarks.gpu import probe, runs
 from kvpipe.errors import TransferError
@@ -17,11 +19,11 @@ from kvpipe.transfer.movers import Mover
 
 ROOT = Path(__file__).parents[2]
 BATCHES = len(probe.COPY_BYTES) * 2 * len(probe.HOWS)
-ANSWERS = 2 + BATCHES + 3 + 2
+ANSWERS = 2 + 2 + BATCHES + 1 + 3 + 2
 
 
 class Unpinned(probe.Simulated):
-    """Pins two pieces, as where the limit on locked memory is small."""
+    """A machine that pins only two pieces, as with a small limit on locked memory."""
 
     pieces = 0
 
@@ -34,10 +36,10 @@ class Unpinned(probe.Simulated):
 
 
 class OneByOne(probe.Simulated):
-    """Takes batches in no way, or only without kvpipe's own flags."""
+    """A machine whose driver refuses all batches, or batches with certain orders and flags."""
 
     def __init__(self, refused: set[tuple[int, int]]) -> None:
-        """`refused`: orders and flags."""
+        """`refused`: the orders and flags of refused batches."""
         self._refused = refused
 
     def batch(self, copy_bytes: int, how: tuple[int, int], *, loading: bool) -> probe.Batch:
@@ -47,10 +49,10 @@ class OneByOne(probe.Simulated):
 
 
 class Failing(probe.Simulated):
-    """Whose batches fail, as those of a context that is lost."""
+    """A machine whose batches of loads fail, as after the loss of the context."""
 
     def __init__(self, error: Exception) -> None:
-        """`error`: what is raised."""
+        """`error`: the exception that is raised."""
         self._error = error
 
     def batch(self, copy_bytes: int, how: tuple[int, int], *, loading: bool) -> probe.Batch:
@@ -61,7 +63,7 @@ class Failing(probe.Simulated):
 
 
 class Strange(probe.Simulated):
-    """Fails once where nobody expects it."""
+    """A machine on which one check raises an unexpected error."""
 
     def held_up(self, priority: int) -> int:
         """See `Machine.held_up`."""
@@ -71,10 +73,10 @@ class Strange(probe.Simulated):
 
 
 class Watched(probe.Simulated):
-    """Looks at what is written when it is asked what may spoil everything."""
+    """A machine that reads the written answers when the dangerous check begins."""
 
     def __init__(self, path: Path) -> None:
-        """`path`: of the answers."""
+        """`path`: the file of the answers."""
         self._path, self.seen = path, -1
 
     def during_capture(self, *, enters: bool) -> list[str]:
@@ -85,7 +87,7 @@ class Watched(probe.Simulated):
 
 
 class Deaf(probe.Simulated):
-    """Whose helper threads fail during captures, entered or not."""
+    """A machine whose helper threads fail during captures, even after `enter_thread`."""
 
     def during_capture(self, *, enters: bool) -> list[str]:  # noqa: ARG002
         """See `Machine.during_capture`."""
@@ -93,17 +95,17 @@ class Deaf(probe.Simulated):
 
 
 def asked(machine: probe.Machine, path: Path) -> tuple[int, dict[str, object]]:
-    """Return the exit status and what was written."""
+    """Return the exit status and the written answers."""
     return probe.ask(machine, path), json.loads(path.read_text())
 
 
 def test_a_good_gpu(tmp_path: Path) -> None:
-    """Every question has its answer."""
+    """On a good GPU every check has an answer."""
     status, message = asked(probe.Simulated(), tmp_path / "probe.json")
     assert status == 0
     assert message["refused"] == ""
     assert message["troubles"] == []
-    assert message["facts"] == {"gpu": "none: simulated", "batches": "taken"}
+    assert message["facts"] == {"gpu": "none: simulated", "batches": "taken", "completions": "block"}
     assert len(message["figures"]) == ANSWERS  # type: ignore[arg-type]
 
 
@@ -111,7 +113,10 @@ def test_a_good_gpu(tmp_path: Path) -> None:
     ("machine", "sentence"),
     [
         (Unpinned(), "kvpipe: host memory cannot be pinned (CUDA error 2); every later figure would be of a fallback"),
-        (OneByOne({probe.OURS}), "kvpipe: batches of copies are queued one by one: CUDA error 801; every later figure"),
+        (
+            OneByOne({*probe.OURS.values()}),
+            "kvpipe: batches of copies are queued one by one: CUDA error 801; every later figure",
+        ),
         (Failing(TransferError("CUDA error 700")), "kvpipe: a batch of copies fails (load by 8 KiB, stream order, ov"),
         (Failing(RuntimeError("CUDA error: lost\nadvice")), "kvpipe: a batch of copies fails (load by 8 KiB, stream "),
     ],
@@ -119,7 +124,7 @@ def test_a_good_gpu(tmp_path: Path) -> None:
 def test_what_is_refused_ends_it(
     machine: probe.Machine, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a sentence, the last that is printed, with a status of its own; what was asked until then is kept."""
+    """A refusal ends the checks with one sentence and its own status. Earlier answers are kept."""
     status, message = asked(machine, tmp_path / "probe.json")
     assert status == probe.REFUSED
     assert message["refused"]
@@ -127,22 +132,35 @@ def test_what_is_refused_ends_it(
     assert capsys.readouterr().out.strip().splitlines()[-1].startswith(sentence)
 
 
-def test_another_order_that_is_refused_does_not(tmp_path: Path) -> None:
-    """Only what kvpipe asks for counts."""
-    others = set(probe.HOWS.values()) - {probe.OURS}
+def test_the_longest_launch_during_a_pin_is_reported(tmp_path: Path) -> None:
+    """A machine fails the check if a launch during a pin takes longer than a few decode steps."""
+
+    class Stalled(probe.Simulated):
+        def launches(self, *, pinning: bool) -> float:
+            return 27.0 if pinning else 0.1
+
+    status, message = asked(Stalled(), tmp_path / "probe.json")
+    assert status == 1
+    (figure,) = [one for one in message["figures"] if one["name"] == "longest launch while memory is pinned"]  # type: ignore[attr-defined]
+    assert figure["value"] == 27.0
+
+
+def test_refusal_of_an_unused_order_does_not_end_the_checks(tmp_path: Path) -> None:
+    """The driver may refuse an order of copies that kvpipe does not use."""
+    others = set(probe.HOWS.values()) - {*probe.OURS.values()}
     assert asked(OneByOne(others), tmp_path / "probe.json")[0] == 0
 
 
 def test_the_fact_is_what_kvpipe_asks_for(tmp_path: Path) -> None:
-    """How batches are queued is what those with kvpipe's own order and flags were given."""
-    message = asked(OneByOne({probe.OURS}), tmp_path / "ours.json")[1]
+    """The check reports whether the driver accepts batches with the order and the flags that kvpipe uses."""
+    message = asked(OneByOne({*probe.OURS.values()}), tmp_path / "ours.json")[1]
     assert message["facts"]["batches"] == "one by one: CUDA error 801"  # type: ignore[index]
-    others = set(probe.HOWS.values()) - {probe.OURS}
+    others = set(probe.HOWS.values()) - {*probe.OURS.values()}
     assert asked(OneByOne(others), tmp_path / "others.json")[1]["facts"]["batches"] == "taken"  # type: ignore[index]
 
 
-def test_what_nobody_expects_costs_one_answer(tmp_path: Path) -> None:
-    """All others are written, and the status is that of a failure."""
+def test_unexpected_error_costs_one_answer(tmp_path: Path) -> None:
+    """An unexpected error loses only its own answer. The status is that of a failure."""
     status, message = asked(Strange(), tmp_path / "probe.json")
     assert status == 1
     assert message["troubles"] == ["streams: -1"]
@@ -150,29 +168,29 @@ def test_what_nobody_expects_costs_one_answer(tmp_path: Path) -> None:
 
 
 def test_all_is_written_before_the_last_question(tmp_path: Path) -> None:
-    """Which may spoil the context, and end the process."""
+    """All answers are written before the last check, because that check may end the process."""
     machine = Watched(tmp_path / "probe.json")
     assert asked(machine, tmp_path / "probe.json")[0] == 0
     assert machine.seen == ANSWERS - 1
 
 
 def test_a_spoilt_capture_is_a_failure(tmp_path: Path) -> None:
-    """A helper thread as kvpipe's must be able to work during a capture."""
+    """The checks fail if a helper thread like kvpipe's cannot work during a capture."""
     assert asked(Deaf(), tmp_path / "probe.json")[0] == 1
 
 
 def test_parts_fit_into_calls_of_ten_minutes() -> None:
-    """And those that are run unasked into twenty-five; each run is named once."""
+    """Each part takes at most ten minutes, the default parts at most twenty-five. Each run is named once."""
     spent = [sum(one.seconds_max for one in part) for part in runs.PARTS]
     assert max(spent) <= runs.PART_S_MAX
     assert sum(spent[: runs.PARTS_MAIN]) <= runs.TOTAL_S_MAX == 1500
     names = [one.name for part in runs.PARTS for one in part]
     assert len(set(names)) == len(names)
-    assert names[0] == "probe"
+    assert names[:2] == ["probe", "fa3-movers"], "an illegal access beside FlashAttention 3 would end engines"
 
 
 def test_optional_parts_are_run_when_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By number, or a run by its name."""
+    """Optional parts are selected by number, and single runs by name."""
     ran: list[str] = []
 
     def note(one: runs.Run, *_: object, **__: object) -> int:
@@ -185,16 +203,17 @@ def test_optional_parts_are_run_when_asked_for(tmp_path: Path, monkeypatch: pyte
     assert ran == [one.name for part in runs.PARTS[:3] for one in part]
     ran.clear()
     assert runs.main([*main, "--part", "5"]) == runs.main([*main, "--only", "speed-8b"]) == 0
-    assert ran == ["engine-flash", "engine-eager", "hiding-32-queues", "speed-8b"]
+    assert ran == ["engine-full", "engine-v1", "engine-eager", "hiding-32-queues", "speed-8b"]
 
 
 @pytest.mark.parametrize("one", [one for part in runs.PARTS for one in part], ids=lambda one: one.name)
 def test_every_run_is_understood(one: runs.Run, tmp_path: Path) -> None:
-    """Its module knows its arguments."""
+    """Each run's module accepts the run's arguments."""
     if one.module == runs.ENGINE:
         from benchmarks.gpu.engine import arguments
+        from benchmarks.gpu.engine_correctness import CASES
 
-        arguments(one.command(tmp_path, simulated=False)[3:])
+        assert set(arguments(one.command(tmp_path, simulated=False)[3:]).cases) <= {case.name for case in CASES}
     elif one.module == runs.PLANE:
         from benchmarks.gpu.__main__ import parts
         from benchmarks.gpu.rig import Gpu
@@ -203,17 +222,12 @@ def test_every_run_is_understood(one: runs.Run, tmp_path: Path) -> None:
         assert set(one.arguments[1::2]) <= known
 
 
-def benchmark(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the runs."""
-    line = [sys.executable, "-m", "benchmarks.gpu.runs", *command]
-    return subprocess.run(
-        line, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, check=False, timeout=300
-    )
-
-
 def test_the_runs_run(tmp_path: Path) -> None:
-    """In processes of their own, the first of each kind."""
-    done = benchmark("--simulated", "--only", "probe", "--only", "races", "--out", str(tmp_path))
+    """Runs work in processes of their own: checks, and measurements."""
+    command = [sys.executable, "-m", "benchmarks.gpu.runs", "--simulated", "--only", "probe", "--only", "races"]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False, timeout=5 * WAIT_S
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line.partition(",")[0] for line in done.stdout.splitlines()] == ["probe: good", "races: good"]
     assert {path.name for path in tmp_path.iterdir()} == {"probe.json", "probe.txt", "races.json", "races.txt"}
@@ -222,7 +236,7 @@ def test_the_runs_run(tmp_path: Path) -> None:
 def test_nothing_follows_a_refusal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every later figure would be of a fallback."""
+    """After a refusal no run starts, because its figures would be those of a fallback."""
 
     def refused(one: runs.Run, folder: Path, *, simulated: bool, more: tuple[str, ...]) -> int:  # noqa: ARG001
         (folder / f"{one.name}.txt").write_text("a table\nkvpipe: host memory cannot be pinned\n")
@@ -235,7 +249,7 @@ def test_nothing_follows_a_refusal(
 
 
 def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    """With a status of its own."""
+    """A run that takes too long is ended, and has its own status."""
     script = tmp_path / "test_endless.py"
     script.write_text("import time\n\ndef test_endless():\n    time.sleep(60)\n")
     slow = runs.Run("endless", 3, "pytest", ("-q", str(script), "-p", "no:cacheprovider"))
@@ -243,7 +257,7 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
 
 
 def test_make_needs_no_setup_where_torch_has_a_gpu(tmp_path: Path) -> None:
-    """Then it runs the machine's own Python: here, what stands for one."""
+    """If the machine's torch has a GPU, `make` uses the machine's Python (here a fake one) without a setup."""
     python = tmp_path / "python3"
     python.write_text('#!/bin/sh\ncase $1 in -m) echo "$@";; esac\n')
     python.chmod(0o755)
@@ -257,14 +271,17 @@ def test_make_needs_no_setup_where_torch_has_a_gpu(tmp_path: Path) -> None:
 def test_a_status_is_read_as_its_module_means_it(
     name: str, stated: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Pytest returns 2 for tests that it cannot read."""
+    """Pytest's status 2 means that tests could not be read.
+
+    It must not be taken for the status 2 of kvpipe's checks.
+    """
     monkeypatch.setattr(runs, "run", lambda *_, **__: 2)
     assert runs.main(["--simulated", "--only", name, "--out", str(tmp_path)]) == 1
     assert capsys.readouterr().out.startswith(f"{name}: {stated}, ")
 
 
 def test_the_movers_tested_are_the_devices() -> None:
-    """By their ids, and no simulated one: on a machine without a device each is skipped."""
+    """The runs of tests select only tests of real devices, by their ids. Without a device all are skipped."""
     movers = next(one for one in runs.PARTS[0] if one.name == "movers")
     line = [sys.executable, "-m", "pytest", *movers.arguments, "--collect-only"]
     done = subprocess.run(line, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=True, timeout=WAIT_S)
@@ -272,14 +289,11 @@ def test_the_movers_tested_are_the_devices() -> None:
     assert {mover.value for mover in Mover} == {test.rpartition("cuda_")[2].rstrip("]") for test in tests}
 
 
-def test_without_a_gpu_both_report_that() -> None:
-    """In a sentence, and with a status of its own."""
-    done = benchmark(CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 2
-    assert "no GPU is here" in done.stderr
-    command = [sys.executable, "-m", "benchmarks.gpu.probe"]
-    asked = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, check=False
-    )
-    assert asked.returncode == 2
-    assert "no GPU is here" in asked.stderr
+@pytest.mark.parametrize("program", [runs, probe])
+def test_without_a_gpu_both_report_that(
+    program: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a GPU both programs print one sentence and have their own status."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert program.main([]) == 2
+    assert "no GPU is here" in capsys.readouterr().err

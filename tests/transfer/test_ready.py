@@ -1,4 +1,4 @@
-"""A pool becomes ready from its beginning to its end: in memory before it is used, and no more than there is room."""
+"""A pool becomes resident from its beginning to its end, before its use, and only while memory is free."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Self
 import numpy as np
 import pytest
 
-from kvpipe import headroom
-from kvpipe.geometry import Geometry, Group, Layer
-from kvpipe.headroom import Headroom, tightest
+from kvpipe.machine import headroom
+from kvpipe.machine.headroom import Headroom, tightest
+from kvpipe.protocol.geometry import Geometry, Group, Layer
 from kvpipe.testing.waiting import eventually
 from kvpipe.transfer import ready
 from kvpipe.transfer.pool import HostPool
@@ -42,10 +42,10 @@ def in_memory(pool: HostPool) -> int:
 
 
 class Rig:
-    """A readier, and what it has reported."""
+    """A readier, and its reports."""
 
     def __init__(self, slots: int = 64, piece_slots: int = 4, **options: object) -> None:
-        """`options`: of the readier."""
+        """`options`: arguments of the readier."""
         self.pool, self.claimed, self.short = make_pool(slots), list[tuple[int, int]](), list[Headroom]()
         self.done: list[float] = []
         self.refuses = False
@@ -61,7 +61,7 @@ class Rig:
         )
 
     def claim(self, address: int, size: int) -> bool:
-        """Note the first slot and the number of slots; all of them must be in memory by then."""
+        """Record the first slot and the number of slots. All of them must be resident."""
         self.claimed.append(((address - self.pool.base) // SLOT, size // SLOT))
         return not self.refuses
 
@@ -77,7 +77,10 @@ class Rig:
 
 @pytest.mark.parametrize("how", ["ahead", "start"])
 def test_all_of_the_pool_comes_into_memory(how: ready.How) -> None:
-    """Slots are ready in order, each after its bytes are there and were claimed; with `start`, before it returns."""
+    """Slots become ready in order, after they are resident and claimed.
+
+    With `start` all are ready when `begin` returns.
+    """
     with Rig(slots=66) as rig:
         rig.readier.begin(how)
         assert how == "ahead" or rig.pool.ready == 66
@@ -88,7 +91,7 @@ def test_all_of_the_pool_comes_into_memory(how: ready.How) -> None:
 
 
 def test_with_use_nothing_is_touched() -> None:
-    """Every slot counts as ready at once, and is claimed all the same."""
+    """With `use` every slot counts as ready at once, and is still claimed."""
     with Rig() as rig:
         rig.readier.begin("use")
         assert rig.pool.ready == 64
@@ -96,7 +99,7 @@ def test_with_use_nothing_is_touched() -> None:
 
 
 def test_a_slot_is_not_touched_once_it_is_ready() -> None:
-    """What is written to a slot as soon as it is ready stays there."""
+    """Bytes that are written to a slot as soon as the slot is ready are not overwritten."""
     with Rig(slots=60, piece_slots=1) as rig:
         words = rig.pool.tensor.numpy()
 
@@ -111,7 +114,7 @@ def test_a_slot_is_not_touched_once_it_is_ready() -> None:
 
 
 def test_a_pool_that_does_not_fit_stops_growing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without memory to spare the pool stays as it is, with one word about it, and grows on when there is some."""
+    """Without free memory the pool does not grow, one warning is logged, and it grows when memory becomes free."""
     monkeypatch.setattr(ready, "SHORT_S", 0.001)
     keep = GIB // 20  # of a limit of 1 GiB
     with Rig(piece_slots=16) as rig:
@@ -129,7 +132,7 @@ def test_a_pool_that_does_not_fit_stops_growing(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_start_does_not_wait_for_memory_that_is_not_there() -> None:
-    """An engine starts, with what fits."""
+    """With `start` and too little memory, the engine starts with the slots that fit."""
     with Rig() as rig:
         rig.room = Headroom(0, GIB, "a limit")
         rig.readier.begin("start")
@@ -138,7 +141,7 @@ def test_start_does_not_wait_for_memory_that_is_not_there() -> None:
 
 
 def test_a_system_that_shows_nothing_of_its_memory() -> None:
-    """The pool is made ready all the same."""
+    """If the free memory is unknown, the whole pool is made ready."""
     with Rig() as rig:
         rig.room = None
         rig.readier.begin("start")
@@ -147,7 +150,10 @@ def test_a_system_that_shows_nothing_of_its_memory() -> None:
 
 @pytest.mark.parametrize("busy", [True, False])
 def test_on_a_core_of_the_forward_it_works_now_and_then(busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the engine is busy it rests for most of the time, and not while the engine is idle."""
+    """While the engine is busy, the thread mostly pauses if it shares cores with the forward.
+
+    While the engine is idle it does not pause.
+    """
     monkeypatch.setattr(ready, "STROKE_BYTES", SLOT)
     rests: list[float] = []
     with Rig(manners=Manners(share=0.25, busy=lambda: busy)) as rig:
@@ -156,8 +162,25 @@ def test_on_a_core_of_the_forward_it_works_now_and_then(busy: bool, monkeypatch:
         assert len(rests) == (64 if busy else 0)
 
 
+@pytest.mark.parametrize("busy", [True, False])
+def test_readier_rests_after_each_claim_while_the_engine_is_busy(busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread pauses after each claim, because pinning delays every launch.
+
+    After the last piece it does not pause.
+    """
+    rests: list[float] = []
+    with Rig(manners=Manners(claim_share=0.05, busy=lambda: busy)) as rig:
+        monkeypatch.setattr(rig.readier._stop, "wait", rests.append)
+        rig.readier.begin("start")
+        assert rig.pool.ready == 64
+        assert len(rests) == (15 if busy else 0)
+
+
 def test_on_cores_of_its_own_it_does_not_hurry_others() -> None:
-    """The thread runs on the cores it was given, and with its process's priority: others wait for locks that it has."""
+    """The thread runs on the given cores with the process's own priority.
+
+    With a lower priority it would hold up threads that wait for its locks.
+    """
     cpus = frozenset([max(os.sched_getaffinity(0))])
     found: list[tuple[frozenset[int], int]] = []
 
@@ -174,7 +197,7 @@ def test_on_cores_of_its_own_it_does_not_hurry_others() -> None:
 
 
 def test_slots_are_used_before_they_are_in_memory_where_nothing_is_pinned() -> None:
-    """The thread touches only slots behind those that were handed out, so their content stays."""
+    """The thread that brings slots into memory touches only slots after the used slots, so it overwrites no chunk."""
     gate, begun = threading.Event(), threading.Event()
 
     def claim(*_: int) -> bool:
@@ -210,7 +233,7 @@ def test_no_more_slots_are_used_on_demand_than_there_is_memory_for() -> None:
 
 
 def test_slots_are_counted_under_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """VLLM's thread, which learns of used slots, and the thread that makes slots ready do not overwrite each other."""
+    """VLLM's thread and the readier's thread both increase `ready` under a lock, so no update is lost."""
     locked = list[bool]()
 
     class Watched(HostPool):
@@ -230,7 +253,7 @@ def test_slots_are_counted_under_a_lock(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_slots_that_cannot_be_claimed_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pool stays as it is, `start` does not wait for it, and it grows when the next piece is taken after all."""
+    """Slots that cannot be claimed are not used. `start` does not wait for them. They are used after a later claim."""
     monkeypatch.setattr(ready, "SHORT_S", 0.001)
     with Rig(piece_slots=16) as rig:
         claim = rig.readier._claim
@@ -246,7 +269,7 @@ def test_slots_that_cannot_be_claimed_are_not_used(monkeypatch: pytest.MonkeyPat
 
 
 def test_pages_are_touched_near_the_device() -> None:
-    """Of the cores that the thread may use, on those; and on those in any case, where it may use none of them."""
+    """Cores near the device touch the pages. Among them, cores that the thread may use come first."""
     mine = sorted(os.sched_getaffinity(0))
     for near, given in ((mine[:1], mine), (mine[-1:], [])):
         found = set[frozenset[int]]()
@@ -260,7 +283,7 @@ def test_pages_are_touched_near_the_device() -> None:
 
 
 def test_stop_ends_it_in_mid_way() -> None:
-    """Nothing is touched any more, and nothing waits for the rest."""
+    """After `stop` no more slots are touched, and no thread waits for the remaining slots."""
     gate = threading.Event()
     with Rig(piece_slots=1) as rig:
         claim: Callable[[int, int], bool] = lambda *_: rig.pool.ready != 2 or gate.wait()  # noqa: E731
@@ -275,7 +298,7 @@ def test_stop_ends_it_in_mid_way() -> None:
 
 
 def test_an_error_is_contained() -> None:
-    """The slots that were ready before it are used."""
+    """After an error the slots that were ready before are still used."""
     with Rig(piece_slots=32) as rig:
 
         def fail(*_: int) -> bool:
@@ -289,7 +312,7 @@ def test_an_error_is_contained() -> None:
 
 
 def test_the_room_on_this_machine() -> None:
-    """It has where the number is from; what is spare is less than what is free."""
+    """The result names the source of the number, and is less than the free memory."""
     room = tightest()
     assert room is not None
     assert 0 <= room.spare < room.free <= room.total
@@ -297,14 +320,14 @@ def test_the_room_on_this_machine() -> None:
 
 
 def test_no_room_is_known_without_proc(tmp_path: Path) -> None:
-    """A system that answers nothing is no error."""
+    """Without /proc the free memory is unknown, which is not an error."""
     assert tightest(tmp_path, tmp_path) is None
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\n")
     assert tightest(tmp_path, tmp_path) is None
 
 
 def test_the_reserve() -> None:
-    """A twentieth of what a limit allows is left to others, and at most 1 GiB."""
+    """The reserve for other programs is 5 % of the limit, but at most 1 GiB."""
     assert Headroom(10 * GIB, 10 * GIB, "").spare == 10 * GIB - GIB // 2
     assert Headroom(100 * GIB, 100 * GIB, "").spare == 99 * GIB
     assert headroom.RESERVE_BYTES_MAX == GIB

@@ -1,4 +1,4 @@
-"""Tables of rows go through rings: no step allocates, whatever is under way, and no table is overwritten too soon."""
+"""Row tables are uploaded through rings: no step allocates memory, and no table is overwritten while it is used."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpipe.messages import Kind
+from kvpipe.protocol.messages import Kind
 from kvpipe.testing.fake_device import FakeDevice, FakeStream
-from kvpipe.testing.transfer_worlds import LAYERS, make_job, rows_of, world
+from kvpipe.testing.transfer_worlds import LAYERS, job_rows, make_job, world
 from kvpipe.transfer.base import CopyPlan, Direction, Ticket
-from kvpipe.transfer.tables import ALIGN_BYTES, Tables
+from kvpipe.transfer.tables import ALIGN_BYTES, RowTables
 
 TABLE = {0: [0, 1, 5], 1: [7, 2]}
 STEPS = 12
@@ -22,13 +22,13 @@ STEPS = 12
 
 @pytest.mark.parametrize("kind", ["fake_staged", "fake_direct"])
 def test_no_step_allocates(kind: str) -> None:
-    """With a dozen steps of saves and loads under way, on a device that runs nothing, memory is what start-up took."""
+    """With a dozen steps in flight on a device that runs no work, memory does not grow after start-up."""
     with world(kind) as w:
         w.device.moved.clear()
         for step in range(STEPS):
             for direction in Direction:
                 job = make_job(
-                    step, rows_of(step % 3, TABLE), Kind.SAVE if direction is Direction.SAVE else Kind.LOAD_SYNC
+                    step, job_rows(step % 3, TABLE), Kind.SAVE if direction is Direction.SAVE else Kind.LOAD_SYNC
                 )
                 plan = CopyPlan(direction, [job], 2)
                 w.engine.prepare(plan)
@@ -47,18 +47,18 @@ def test_no_step_allocates(kind: str) -> None:
     sizes=st.lists(st.integers(1, 5 * ALIGN_BYTES), max_size=30),
     choices=st.lists(st.integers(0, 3), min_size=1),
 )
-def test_a_table_is_what_it_was_when_it_was_asked_for(sizes: list[int], choices: list[int]) -> None:
-    """However late uploads run and whichever tables are let go first, those that are held have their bytes."""
+def test_table_of_rows_keeps_its_bytes_while_it_is_used(sizes: list[int], choices: list[int]) -> None:
+    """Tables in use keep their bytes, however late uploads run, and in whatever order tables are released."""
     device = FakeDevice()
     stream = FakeStream(device, "kernel")
     device.streams.append(stream)
-    tables = Tables(device, stream, 8 * ALIGN_BYTES)
+    tables = RowTables(device, stream, 8 * ALIGN_BYTES)
     held: list[tuple[torch.Tensor, int]] = []
     turns = itertools.cycle(choices)
     for number, size in enumerate(sizes):
         made = tables.upload(np.full(size, number, np.uint8))
         if made is None:
-            assert held, "there is a place when nobody holds one"
+            assert held, "there is room when no table is in use"
         else:
             held.append((made, number))
         del made
@@ -71,8 +71,8 @@ def test_a_table_is_what_it_was_when_it_was_asked_for(sizes: list[int], choices:
 
 
 def test_a_table_larger_than_the_ring_has_no_place() -> None:
-    """Whoever asks gets it by another way."""
+    """A table larger than the ring is uploaded without the ring."""
     device = FakeDevice()
-    tables = Tables(device, device.stream("kernel"), ALIGN_BYTES)
+    tables = RowTables(device, device.stream("kernel"), ALIGN_BYTES)
     assert tables.upload(np.zeros(ALIGN_BYTES + 1, np.uint8)) is None
     assert tables.upload(np.zeros(ALIGN_BYTES, np.uint8)) is not None

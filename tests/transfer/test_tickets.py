@@ -1,4 +1,4 @@
-"""A ticket is completed once, whoever waited for it finds the news handed on, and what is given up does not begin."""
+"""A ticket is completed once, its sink runs before waiters wake up, and a withdrawn copy never begins."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _ticket() -> Ticket:
 
 
 def test_a_waiter_wakes_after_the_news_is_in_the_inbox() -> None:
-    """When a ticket is completed, its news is handed on before any waiter can go on."""
+    """A ticket's sink has returned before any thread that waits for the ticket continues."""
     seen: list[tuple[bool, bool]] = []
     ticket = Ticket(None, 0, 0, lambda t: seen.append((t.over, t.done)))
     assert not ticket.wait(0.0)
@@ -36,18 +36,21 @@ def test_a_waiter_wakes_after_the_news_is_in_the_inbox() -> None:
 
 
 def test_a_ticket_completes_once() -> None:
-    """A second completion is the engine's bug: it is not handed on, and the outcome of the first stands."""
+    """A second completion is a bug of the engine.
+
+    It raises, does not call the sink, and does not change the outcome.
+    """
     seen: list[Ticket] = []
     ticket = Ticket(None, 0, 0, seen.append)
     ticket.complete()
-    with pytest.raises(RuntimeError, match="twice"):
+    with pytest.raises(RuntimeError, match="completed only once"):
         ticket.complete(frozenset({1}))
     assert seen == [ticket]
     assert ticket.failed == NO_JOBS
 
 
-def test_what_is_given_up_does_not_begin() -> None:
-    """It is completed all the same."""
+def test_withdrawn_copy_does_not_begin() -> None:
+    """A withdrawn copy does not begin, but its ticket is still completed."""
     ticket = _ticket()
     assert ticket.withdraw()
     assert not ticket.begin()
@@ -56,8 +59,8 @@ def test_what_is_given_up_does_not_begin() -> None:
     assert ticket.done
 
 
-def test_what_has_begun_is_not_given_up() -> None:
-    """Before it is over it may touch memory, whoever gives it up."""
+def test_begun_copy_cannot_be_withdrawn() -> None:
+    """Such a copy may write to memory until it has ended."""
     ticket = _ticket()
     assert ticket.begin()
     assert not ticket.withdraw()
@@ -69,7 +72,10 @@ def test_what_has_begun_is_not_given_up() -> None:
 @pytest.mark.parametrize("event", CALLS)
 @pytest.mark.parametrize("state", m.TICKET.states)
 def test_every_cell_is_as_in_the_table(state: str, event: str) -> None:
-    """A call moves, stays or raises as written, and one that is illegal changes nothing. A completion notifies."""
+    """Each call moves, stays or raises as in the table. An illegal call changes nothing.
+
+    Only a completion calls the sink.
+    """
     notified: list[TicketState] = []
     ticket = Ticket(None, 0, 0, lambda t: notified.append(t.state))
     ticket.state = TicketState[state]
@@ -89,12 +95,12 @@ def test_every_cell_is_as_in_the_table(state: str, event: str) -> None:
 
 
 def test_only_a_copy_that_is_over_notifies() -> None:
-    """So `complete` is the only caller of the sink, after its own move."""
+    """Only `complete` calls the sink, after its own move."""
     assert [name for name, row in m.TICKET.table.items() if row[m.NOTIFY].kind != "reject"] == [m.OVER]
 
 
 class _Noted(Ticket):
-    """Notes whether the lock is held when it leaves `QUEUED`."""
+    """A ticket that records whether the lock is held when it leaves `QUEUED`."""
 
     __slots__ = ()
     held: list[bool] = []
@@ -106,8 +112,8 @@ class _Noted(Ticket):
 
 
 @pytest.mark.parametrize("event", CALLS)
-def test_whoever_takes_it_from_the_queue_holds_the_lock(event: str) -> None:
-    """So no two threads do, and none begins or is completed while it is withdrawn."""
+def test_ticket_leaves_the_queue_only_under_the_lock(event: str) -> None:
+    """So no thread begins or completes a ticket while another thread withdraws it."""
     _Noted.held.clear()
     ticket = _Noted(None, 0, 0, lambda _: None)
     CALLS[event](ticket)
@@ -116,7 +122,7 @@ def test_whoever_takes_it_from_the_queue_holds_the_lock(event: str) -> None:
 
 
 class _After:
-    """A lock that somebody else has had just before, who has done something."""
+    """A lock that runs `do` when it is taken, as if another thread had held it just before."""
 
     def __init__(self, do: Callable[[], object]) -> None:
         self._lock, self._do = threading.RLock(), [do]
@@ -142,13 +148,13 @@ class _After:
     ],
     ids=lambda one: getattr(one, "__name__", ""),
 )
-def test_whoever_comes_second_finds_what_the_first_did(
+def test_second_thread_does_not_undo_the_move_of_the_first(
     first: Callable[[Ticket], object],
     then: Callable[[Ticket], object],
     ends: TicketState,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Two threads that find a ticket in the queue: what the second stores does not undo the first one's."""
+    """If two threads find a ticket in `QUEUED`, the second thread does not undo the first thread's move."""
     ticket = _ticket()
     monkeypatch.setattr(base, "_LEAVING", _After(lambda: first(ticket)))
     then(ticket)

@@ -1,4 +1,4 @@
-"""Waves: several layers are queued at once, and a load that has readers is queued as they come."""
+"""Layers are queued in waves. A load with readers is queued when its readers arrive."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import cast
 import pytest
 import torch
 
-from kvpipe.messages import Kind
-from kvpipe.testing.fake_device import FakeEvent, FakeStream
+from kvpipe.protocol.messages import Kind
+from kvpipe.testing.fake_device import FakeDevice, FakeEvent, FakeStream
 from kvpipe.testing.logged import capture_logs
-from kvpipe.testing.transfer_worlds import FAKES, GEOMETRY, LAYERS, PAGE_BYTES, World, make_job, rows_of, world
+from kvpipe.testing.transfer_worlds import FAKES, GEOMETRY, LAYERS, PAGE_BYTES, World, job_rows, make_job, world
 from kvpipe.testing.waiting import WAIT_S, eventually
 from kvpipe.transfer import cuda
 from kvpipe.transfer.base import CopyPlan, Direction, Ticket
-from kvpipe.transfer.cuda import WAVES_AHEAD, CudaEngine, OrderingPoint
+from kvpipe.transfer.cuda import WAVES_AHEAD, CudaEngine
+from kvpipe.transfer.waves import OrderingPoint, PlanQueue
 
 on_devices = pytest.mark.parametrize("kind", FAKES)
 on_pinned = pytest.mark.parametrize("kind", [kind for kind in FAKES if kind != "fake_pageable"])
@@ -26,26 +27,44 @@ TABLE = {0: [0, 2], 1: [5, 3]}
 LAYER_BYTES = 2 * PAGE_BYTES
 
 
+def test_a_wave_ends_with_the_last_layer_that_its_event_covers() -> None:
+    """A wave does not include a layer that its event does not cover, because that layer may not be computed yet."""
+    queue = PlanQueue(CopyPlan(Direction.SAVE, [make_job(1, job_rows(0, TABLE))], len(GEOMETRY.groups)))
+    tickets = [Ticket(None, layer, layer, lambda _: None) for layer in range(5)]
+    for ticket in tickets[:4]:
+        queue.put(ticket, LAYER_BYTES)
+    event = FakeEvent("compute", FakeDevice())
+    queue.computed = len(queue.tickets), event
+    assert queue.take(2 * LAYER_BYTES + 1) == tickets[:3]
+    queue.put(tickets[4], LAYER_BYTES)
+    assert queue.take(2 * LAYER_BYTES + 1) == tickets[3:4]
+    covered = [queue.computed]
+    queue.computed = 1, event
+    queue.drop(tickets[4])
+    assert [*covered, queue.computed] == [None, None]
+
+
 def submit_all(w: World, kind: Kind, layers: int = LAYERS) -> list[Ticket]:
     """Submit the first `layers` layers of one plan."""
     direction = Direction.SAVE if kind is Kind.SAVE else Direction.LOAD
-    plan = CopyPlan(direction, [make_job(1, rows_of(0, TABLE), kind)], len(GEOMETRY.groups))
+    plan = CopyPlan(direction, [make_job(1, job_rows(0, TABLE), kind)], len(GEOMETRY.groups))
     tickets = [Ticket(None, layer, layer, w.completed.append) for layer in range(layers)]
     w.engine.prepare(plan)
     for ticket in tickets:
         w.engine.submit(plan, ticket)
     w.tickets += tickets
+    w.await_queueing()
     return tickets
 
 
 def landed(mark: OrderingPoint) -> bool:
-    """Whether the bytes are there."""
+    """Whether the bytes have landed."""
     assert isinstance(mark.landed, FakeEvent)
     return mark.landed.fired
 
 
 def queued(w: World) -> int:
-    """Return how much work lies on streams that are not compute's."""
+    """Return the number of operations queued on all streams except the compute stream."""
     return sum(len(stream.queue) for stream in w.device.streams[1:])
 
 
@@ -53,7 +72,7 @@ def queued(w: World) -> int:
 @pytest.mark.parametrize("wave_bytes", [LAYER_BYTES, LAYER_BYTES + 1, 10 * LAYER_BYTES])
 @pytest.mark.parametrize("kind_of_job", [Kind.SAVE, Kind.LOAD_ASYNC])
 def test_a_wave_has_as_many_layers_as_have_the_bytes(kind: str, wave_bytes: int, kind_of_job: Kind) -> None:
-    """Layers are queued together as soon as they have `wave_bytes`, or are the last; one event stands for a wave."""
+    """A wave is queued when its layers have `wave_bytes`, or include the last layer. Each wave has one event."""
     with world(kind, wave_bytes=wave_bytes) as w:
         tickets = submit_all(w, kind_of_job)
         w.drain()
@@ -67,7 +86,7 @@ def test_a_wave_has_as_many_layers_as_have_the_bytes(kind: str, wave_bytes: int,
 
 @on_devices
 def test_a_plan_that_has_landed_holds_no_device_memory(kind: str) -> None:
-    """Its table of rows is given back with the last wave; a fence that comes later finds its event all the same."""
+    """The row table is released with the last wave. A later fence still finds the plan's event."""
     with world(kind) as w:
         tickets = submit_all(w, Kind.SAVE)
         queue = tickets[0].mark.queue  # type: ignore[attr-defined]
@@ -79,7 +98,7 @@ def test_a_plan_that_has_landed_holds_no_device_memory(kind: str) -> None:
 
 @on_devices
 def test_a_load_with_readers_is_queued_as_they_come(kind: str) -> None:
-    """Two waves lie ahead of the reader; when it enters the newest, the next is queued."""
+    """Two waves are queued ahead of the reader. When the reader enters the newest wave, the next wave is queued."""
     with world(kind) as w:
         tickets = submit_all(w, Kind.LOAD_SYNC)
         lengths = [queued(w)]
@@ -95,10 +114,10 @@ def test_a_load_with_readers_is_queued_as_they_come(kind: str) -> None:
 @on_devices
 @pytest.mark.parametrize("order", [[2, 1, 0], [2], [1, 2, 0]])
 def test_readers_may_come_in_any_order(kind: str, order: list[int]) -> None:
-    """A reader's layer is queued when it asks, whoever has asked before."""
+    """A layer is queued when its reader arrives, in whatever order readers arrive."""
     with world(kind) as w:
         for layer in range(LAYERS):
-            for group, slot, page, _ in rows_of(0, TABLE):
+            for group, slot, page, _ in job_rows(0, TABLE):
                 if group == GEOMETRY.layers[layer][0]:
                     w.slot_page(layer, slot, page).fill_(17 + layer)
         tickets = submit_all(w, Kind.LOAD_SYNC)
@@ -112,7 +131,7 @@ def test_readers_may_come_in_any_order(kind: str, order: list[int]) -> None:
 
 @on_devices
 def test_a_fence_queues_what_was_held_back(kind: str) -> None:
-    """A step that ends before a wave is full, or before every layer has come, leaves nothing behind."""
+    """The fence queues the delayed layers of a step that ends before a wave is full, or before all layers came."""
     with world(kind, wave_bytes=1 << 20) as w:
         tickets = submit_all(w, Kind.SAVE, LAYERS - 1)
         assert not queued(w) or kind in {"fake_staged", "fake_direct"}, "but for the table of rows"
@@ -123,7 +142,7 @@ def test_a_fence_queues_what_was_held_back(kind: str) -> None:
 
 @on_devices
 def test_another_plan_goes_behind(kind: str) -> None:
-    """What was held back of one plan is queued before anything of the next of its direction."""
+    """When a second plan of the same direction arrives, the delayed copies of the first plan are queued first."""
     with world(kind, wave_bytes=1 << 20) as w:
         first = submit_all(w, Kind.SAVE, 1)
         second = submit_all(w, Kind.SAVE)
@@ -133,7 +152,7 @@ def test_another_plan_goes_behind(kind: str) -> None:
 
 @on_devices
 def test_what_was_held_back_can_be_given_up(kind: str) -> None:
-    """A layer that was not queued touches nothing once it is given up: it fails, and the others do not."""
+    """A given up layer that was not queued touches no memory and fails. Other layers succeed."""
     with world(kind) as w:
         tickets = submit_all(w, Kind.LOAD_SYNC)
         before = w.caches[LAYERS - 1].clone()
@@ -149,7 +168,7 @@ def test_what_was_held_back_can_be_given_up(kind: str) -> None:
 
 @on_devices
 def test_giving_up_and_reading_at_once(kind: str) -> None:
-    """Whatever the watchdog's thread gives up while readers ask, every ticket completes exactly once."""
+    """Every ticket completes exactly once, though the watchdog's thread abandons tickets while readers ask for them."""
     for _ in range(50):
         with capture_logs(), world(kind) as w:
             tickets = submit_all(w, Kind.LOAD_SYNC)
@@ -164,7 +183,7 @@ def test_giving_up_and_reading_at_once(kind: str) -> None:
 
 @on_devices
 def test_shutdown_finishes_what_was_held_back(kind: str) -> None:
-    """Nothing that was submitted is lost when the engine ends."""
+    """The engine's shutdown completes every submitted ticket without a failure."""
     with world(kind, wave_bytes=1 << 20) as w:
         tickets = [*submit_all(w, Kind.LOAD_SYNC, 2), *submit_all(w, Kind.SAVE, 1)]
         w.engine.shutdown()
@@ -173,7 +192,7 @@ def test_shutdown_finishes_what_was_held_back(kind: str) -> None:
 
 @on_devices
 def test_a_reader_of_what_has_landed_calls_for_more_too(kind: str) -> None:
-    """However far the copies are ahead of the forward, two waves are under way."""
+    """A reader of a layer that has already landed also queues a wave, so that two waves stay in flight."""
     with world(kind) as w:
         tickets = submit_all(w, Kind.LOAD_SYNC)
         w.drain_all()
@@ -185,7 +204,7 @@ def test_a_reader_of_what_has_landed_calls_for_more_too(kind: str) -> None:
 
 @on_pinned
 def test_a_load_without_readers_is_queued_two_waves_ahead_of_the_bus(kind: str) -> None:
-    """Whoever submits it queues two waves; the completion thread queues one for each that has landed."""
+    """The submitting thread queues two waves. The completion thread queues one more for each wave that has landed."""
     with world(kind) as w:
         tickets = submit_all(w, Kind.LOAD_ASYNC)
         assert [isinstance(ticket.mark, OrderingPoint) for ticket in tickets] == [True, True, False]
@@ -195,7 +214,10 @@ def test_a_load_without_readers_is_queued_two_waves_ahead_of_the_bus(kind: str) 
 
 @on_pinned
 def test_loads_without_readers_let_those_with_readers_pass(kind: str) -> None:
-    """Of all of them together two waves are before a later load that readers wait for; among themselves they queue."""
+    """A load with readers waits for at most two waves of earlier loads without readers.
+
+    The loads without readers keep their order.
+    """
     with world(kind) as w:
         patient = [submit_all(w, Kind.LOAD_ASYNC) for _ in range(3)]
         before = queued(w)
@@ -214,7 +236,7 @@ def test_loads_without_readers_let_those_with_readers_pass(kind: str) -> None:
 
 @on_pinned
 def test_a_load_without_readers_can_be_given_up_and_waited_for(kind: str) -> None:
-    """What is held back touches nothing once it is given up; a fence queues the rest of its own plan only."""
+    """Delayed copies touch no memory after they are given up. A fence queues only the rest of its own plan."""
     with world(kind) as w:
         first, second, third = (submit_all(w, Kind.LOAD_ASYNC) for _ in range(3))
         assert all(w.engine.abandon(ticket) for ticket in second)
@@ -228,7 +250,7 @@ def test_a_load_without_readers_can_be_given_up_and_waited_for(kind: str) -> Non
 
 @on_devices
 def test_shutdown_finishes_loads_without_readers(kind: str) -> None:
-    """All of them, in their order."""
+    """The shutdown completes all loads without readers, in their order."""
     with world(kind) as w:
         tickets = [ticket for _ in range(3) for ticket in submit_all(w, Kind.LOAD_ASYNC)]
         w.engine.shutdown()
@@ -237,7 +259,10 @@ def test_shutdown_finishes_loads_without_readers(kind: str) -> None:
 
 
 def test_a_copy_that_blocks_is_of_the_thread_that_submits_it() -> None:
-    """The completion thread, whose news others wait for, never blocks in one, whoever waits for the load."""
+    """A copy that may block is queued by the submitting thread.
+
+    The completion thread must not block, because others wait for it.
+    """
     with world("fake_pageable") as w:
         names = set[str]()
         copy = w.device.copy
@@ -254,7 +279,7 @@ def test_a_copy_that_blocks_is_of_the_thread_that_submits_it() -> None:
 
 
 def within(ask: Callable[[], bool]) -> bool:
-    """Return the answer, which must come while the thread is stuck."""
+    """Return the result of `call`, which must return while the other thread is stuck."""
     answers: list[bool] = []
     thread = threading.Thread(target=lambda: answers.append(ask()), daemon=True)
     thread.start()
@@ -265,7 +290,7 @@ def within(ask: Callable[[], bool]) -> bool:
 
 @contextmanager
 def stuck(w: World) -> Iterator[list[Ticket]]:
-    """Have a thread block in the copy of a save, and yield the tickets of a load; in the end it goes on."""
+    """Block a thread in the copy of a save, and yield the tickets of a load. At the end the thread continues."""
     entered, gate = threading.Event(), threading.Event()
     tickets = submit_all(w, Kind.LOAD_SYNC)  # its third is held back
     copy = w.device.copy
@@ -287,18 +312,18 @@ def stuck(w: World) -> Iterator[list[Ticket]]:
 
 
 def test_giving_up_does_not_wait_for_a_copy_that_blocks() -> None:
-    """What is held back behind it cannot be taken back now: the watchdog asks again, and it is given up then."""
+    """`abandon` returns False while another thread's copy blocks, and True when the watchdog calls it later."""
     with world("fake_pageable") as w:
         with stuck(w) as tickets:
             assert not within(lambda: w.engine.abandon(tickets[-1]))
             assert not within(lambda: w.engine.abandon(tickets[0]))
-        assert w.engine.abandon(tickets[-1])
+        assert eventually(lambda: w.engine.abandon(tickets[-1]))  # it waits two milliseconds at most
         w.drain()
         assert tickets[-1].failed
 
 
 def test_shutdown_does_not_wait_for_a_copy_that_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a limit, that is: the device counts as lost, and whatever had begun or not fails, once."""
+    """After its time limit the shutdown counts the device as lost, and every ticket fails once."""
     monkeypatch.setattr(cuda, "SHUTDOWN_S_MAX", 0.05)
     with capture_logs(), world("fake_pageable") as w:
         with stuck(w):
@@ -309,3 +334,41 @@ def test_shutdown_does_not_wait_for_a_copy_that_blocks(monkeypatch: pytest.Monke
             thread.join(WAIT_S)
         assert all(ticket.failed for ticket in w.completed)
         assert len(set(w.completed)) == LAYERS + 1
+
+
+@on_devices
+def test_a_save_waits_for_the_compute_before_its_submission_only(kind: str) -> None:
+    """The event is recorded when the layers are submitted, not when the completion thread queues the copies."""
+    with world(kind) as w:
+        with w.engine._queueing:  # type: ignore[attr-defined]  # the completion thread waits
+            w.write_block(0, 0, 7)
+            plan = CopyPlan(Direction.SAVE, [make_job(1, [(0, 0, 0, 0)])], len(GEOMETRY.groups))
+            ticket = Ticket(None, 0, 0, w.completed.append, (0, 1, 2))
+            w.engine.submit(plan, ticket)
+            w.tickets.append(ticket)
+            assert queued(w) == 0, "vLLM's thread queues nothing"
+            w.device.drain()
+            w.write_block(1, 0, 9)
+        w.await_queueing()
+        assert not isinstance(w.device.compute.queue[-1], FakeEvent)
+        while any(stream.queue for stream in w.device.streams[1:]):
+            later = w.device.streams[1:]
+            next(stream for stream in later if stream.ready).run_head()
+        assert w.slot_page(0, 0, 0).eq(7).all()
+        assert w.slot_page(1, 0, 0).eq(0).all()
+        assert len(w.device.compute.queue) == 1, "the compute after the submission was not waited for"
+        w.drain()
+        assert w.completed == [ticket]
+
+
+@on_devices
+def test_the_fence_queues_a_save_that_the_completion_thread_has_not(kind: str) -> None:
+    """Compute that follows the fence waits for the reads of the whole save."""
+    with world(kind) as w, w.engine._queueing:  # type: ignore[attr-defined]
+        plan = CopyPlan(Direction.SAVE, [make_job(1, job_rows(0, TABLE))], len(GEOMETRY.groups))
+        ticket = Ticket(None, 0, 0, w.completed.append, tuple(range(LAYERS)))
+        w.engine.submit(plan, ticket)
+        w.tickets.append(ticket)
+        assert w.engine.fence(ticket, 0)
+        assert queued(w)
+        assert any(isinstance(one, FakeEvent) for one in w.device.compute.queue)

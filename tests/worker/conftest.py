@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvpipe.testing.pipeline_rig import Rig
+from tests.rigs.pipeline_rig import Rig
 
 
 @pytest.fixture
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    """A layerwise pipeline over a fake engine, with the parameter's options; no transition may have been illegal."""
+    """Yield a layerwise pipeline over a fake engine, with the parameter's options. No transition may be illegal."""
     made = Rig(**getattr(request, "param", {}))
     yield made
     made.pipeline.shutdown()
@@ -21,7 +21,7 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
 
 @pytest.fixture
 def stepwise() -> Iterator[Rig]:
-    """The same in step mode."""
+    """Yield a pipeline in step mode over a fake engine."""
     made = Rig(layerwise=False)
     yield made
     made.pipeline.shutdown()
@@ -30,7 +30,7 @@ def stepwise() -> Iterator[Rig]:
 
 @pytest.fixture
 def halfway() -> Iterator[Rig]:
-    """A layerwise pipeline of which layer 1 has no hook."""
+    """Yield a layerwise pipeline in which layer 1 has no hook."""
     made = Rig(unhooked={1})
     yield made
     made.pipeline.shutdown()

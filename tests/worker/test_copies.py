@@ -1,4 +1,4 @@
-"""The pipeline over an engine whose waits are the device's: news arrives after the step that it is about."""
+"""The pipeline over an engine whose waits run on the device, so that completions may arrive after the step."""
 
 from __future__ import annotations
 
@@ -9,33 +9,34 @@ from contextlib import contextmanager
 import pytest
 from hypothesis import given, settings
 
-from kvpipe.messages import Kind, Outcome, StepPlan
+from kvpipe.config.settings import load_settings
+from kvpipe.protocol.messages import Kind, Outcome, StepPlan
 from kvpipe.testing.fake_device import FakeDevice, FakeEvent, landed_of
 from kvpipe.testing.logged import capture_logs
 from kvpipe.testing.transfer_programs import schedules
-from kvpipe.testing.transfer_worlds import FAKES, GEOMETRY, KINDS, LAYERS, World, make_job, rows_of, value_of, world
+from kvpipe.testing.transfer_worlds import FAKES, GEOMETRY, KINDS, LAYERS, World, job_rows, make_job, value_of, world
 from kvpipe.testing.waiting import WAIT_S, eventually
-from kvpipe.trace.log import Counters
-from kvpipe.transfer.cuda import OrderingPoint
+from kvpipe.transfer.waves import OrderingPoint
+from kvpipe.worker.caches import Hooks
+from kvpipe.worker.context import RankContext
 from kvpipe.worker.pipeline import Pipeline
 
 LOADED, SAVED = {0: [0, 1], 1: [3]}, {0: [4, 6, 7], 1: [5]}
 LOAD, SAVE = 1, 2
-PLAN = StepPlan(1, (make_job(LOAD, rows_of(0, LOADED), Kind.LOAD_SYNC), make_job(SAVE, rows_of(1, SAVED), Kind.SAVE)))
+PLAN = StepPlan(1, (make_job(LOAD, job_rows(0, LOADED), Kind.LOAD_SYNC), make_job(SAVE, job_rows(1, SAVED), Kind.SAVE)))
 on_devices = pytest.mark.parametrize("kind", FAKES)
 Reads = list[tuple[Callable[[], bytes], int]]
 
 
 @contextmanager
 def pipeline_over(w: World, *, layerwise: bool = True) -> Iterator[Pipeline]:
-    """Make a pipeline over the world's engine, with bytes to load in the pool."""
+    """Make a pipeline over the world's engine. The pool has bytes to load."""
     for layer in range(LAYERS):
-        for group, slot, page, block in rows_of(0, LOADED):
+        for group, slot, page, block in job_rows(0, LOADED):
             if group == GEOMETRY.layers[layer][0]:
                 w.slot_page(layer, slot, page).fill_(value_of(0, layer, block))
-    wait_ms_max = int(WAIT_S * 1000)
-    unhooked = () if layerwise else range(LAYERS)
-    made = Pipeline(w.engine, GEOMETRY, wait_ms_max=wait_ms_max, counters=Counters(), unhooked=unhooked)
+    context = RankContext(load_settings({"wait_ms_max": int(WAIT_S * 1000)}))
+    made = Pipeline(context, w.engine, GEOMETRY, hooks=Hooks(frozenset(() if layerwise else range(LAYERS))))
     try:
         yield made
     finally:
@@ -44,7 +45,7 @@ def pipeline_over(w: World, *, layerwise: bool = True) -> Iterator[Pipeline]:
 
 @contextmanager
 def running(device: FakeDevice) -> Iterator[None]:
-    """Let the device run by itself, beside the test."""
+    """Let the device run on its own thread, in parallel with the test."""
     stop = threading.Event()
 
     def run() -> None:
@@ -62,7 +63,7 @@ def running(device: FakeDevice) -> Iterator[None]:
 
 
 def run_step(w: World, p: Pipeline, *, waits: bool = True) -> Reads:
-    """Run one step as vLLM does: each layer waits, reads what was loaded, writes new blocks and is saved."""
+    """Run one step as vLLM does: each layer waits, reads the loaded blocks, writes new blocks and is saved."""
     reads: Reads = []
     p.begin(PLAN)
     p.start_loads()
@@ -84,7 +85,7 @@ def run_step(w: World, p: Pipeline, *, waits: bool = True) -> Reads:
 
 
 def collect(p: Pipeline, count: int, w: World | None = None) -> list[tuple[int, bool]]:
-    """Collect `count` outcomes as (job, ok), in the order in which they were reported. `w` has its turns meanwhile."""
+    """Collect `count` outcomes as (job, ok), in the order of the reports. Meanwhile the device of `w` may run."""
     got: list[Outcome] = []
 
     def enough() -> bool:
@@ -102,7 +103,7 @@ def collect(p: Pipeline, count: int, w: World | None = None) -> list[tuple[int, 
 @settings(max_examples=40, deadline=None)
 @given(schedule=schedules)
 def test_a_step_is_right_whenever_its_copies_land(kind: str, schedule: list[int], *, layerwise: bool) -> None:
-    """Wherever the confirmation falls among the landings, bytes are right and each job is reported good once."""
+    """Whichever copies land before the confirmation, bytes are right and each job is reported as good once."""
     with world(kind, schedule=schedule) as w, pipeline_over(w, layerwise=layerwise) as p:
         reads = run_step(w, p)
         w.drain_all()
@@ -110,7 +111,7 @@ def test_a_step_is_right_whenever_its_copies_land(kind: str, schedule: list[int]
         assert p.in_flight == 0
         assert all(set(read()) == {expected} for read, expected in reads)
         for layer in range(LAYERS):
-            for group, slot, page, block in rows_of(1, SAVED):
+            for group, slot, page, block in job_rows(1, SAVED):
                 if group == GEOMETRY.layers[layer][0]:
                     assert w.slot_page(layer, slot, page).eq(value_of(1, layer, block)).all()
         assert p.counters.keys() <= {"no_op_transitions", "wait_repeated"}, "no fault"
@@ -118,24 +119,30 @@ def test_a_step_is_right_whenever_its_copies_land(kind: str, schedule: list[int]
 
 @on_devices
 def test_nothing_is_reported_before_it_has_landed(kind: str) -> None:
-    """On a device that runs nothing, a whole step passes without a wait or a report; the confirmation is kept."""
+    """On a device that runs no work, a whole step ends without a wait or a report. The step still confirms its jobs."""
     with world(kind) as w, pipeline_over(w) as p:
         run_step(w, p)
         assert p.collect() == []
         assert p.in_flight == 2
         w.drain_all()
         assert collect(p, 2) == [(LOAD, True), (SAVE, True)]
+        assert eventually(lambda: not p.copies.live)
+        took = p.counters.durations.take()
+        assert {name: [tier for tier, (_,) in by.items()] for name, by in took.items()} == {
+            "load_seconds": ["memory"],
+            "store_seconds": ["memory"],
+        }, "one duration for all layers of a step"
 
 
 @on_devices
 def test_an_async_load_does_not_wait_for_its_steps_forward(kind: str) -> None:
-    """It lands while the forward of the step that planned it still computes; what came before that step, it awaits."""
+    """The load lands while its step's forward still computes. The load waits only for work from before its step."""
     with world(kind) as w, pipeline_over(w) as p:
         before, forward = FakeEvent("compute", w.device), FakeEvent("compute", w.device)
         w.device.compute.wait_event(before)
-        p.begin(StepPlan(1, (make_job(LOAD, rows_of(0, LOADED), Kind.LOAD_ASYNC),)))
+        p.begin(StepPlan(1, (make_job(LOAD, job_rows(0, LOADED), Kind.LOAD_ASYNC),)))
         w.device.compute.wait_event(forward)
-        p.start_loads()  # after the forward was queued, as vLLM's runners do
+        p.start_loads()  # called after the forward was queued, as in vLLM's runners
         p.end_step()
         while w.device.step(0):
             pass
@@ -148,11 +155,10 @@ def test_an_async_load_does_not_wait_for_its_steps_forward(kind: str) -> None:
 
 @on_devices
 def test_readers_call_for_layers_however_fast_copies_are(kind: str) -> None:
-    """A layer is queued before its reader comes, also where those before it have landed long ago."""
+    """A layer is queued before its reader arrives, also if the layers before it have landed long ago."""
     with world(kind) as w, pipeline_over(w) as p, running(w.device):
-        p.begin(StepPlan(1, (make_job(LOAD, rows_of(0, LOADED), Kind.LOAD_SYNC),)))
+        p.begin(StepPlan(1, (make_job(LOAD, job_rows(0, LOADED), Kind.LOAD_SYNC),)))
         p.start_loads()
-        assert p._sync is not None
         tickets = p._sync.tickets
         for layer in range(LAYERS):
             assert tickets[layer].wait(WAIT_S), "nobody has called for it"
@@ -163,15 +169,14 @@ def test_readers_call_for_layers_however_fast_copies_are(kind: str) -> None:
 
 @on_devices
 def test_async_loads_leave_the_way_to_sync_ones(kind: str) -> None:
-    """In a step with both, only two waves of the sync load are queued before its forward."""
+    """In a step with both kinds of loads, only two waves of the sync load are queued before the step's forward."""
     with world(kind) as w, pipeline_over(w) as p:
         both = (
-            make_job(LOAD, rows_of(0, LOADED), Kind.LOAD_SYNC),
-            make_job(3, rows_of(1, SAVED), Kind.LOAD_ASYNC),
+            make_job(LOAD, job_rows(0, LOADED), Kind.LOAD_SYNC),
+            make_job(3, job_rows(1, SAVED), Kind.LOAD_ASYNC),
         )
         p.begin(StepPlan(1, both))
         p.start_loads()
-        assert p._sync is not None
         assert [isinstance(ticket.mark, OrderingPoint) for ticket in p._sync.tickets.values()] == [True, True, False]
         for layer in range(LAYERS):
             p.wait_layer(layer)
@@ -192,7 +197,7 @@ def test_a_layer_read_without_waiting_is_never_trusted(kind: str) -> None:
 @pytest.mark.parametrize("copies", range(LAYERS))
 @on_devices
 def test_a_load_that_cannot_be_queued_is_reported_in_its_step(kind: str, copies: int) -> None:
-    """A load that failed at its submission is reported at the end of that very step; the step's save fails."""
+    """A load that failed at its submission is reported at the end of the same step, and the step's save fails."""
     with capture_logs(), world(kind) as w, pipeline_over(w) as p, running(w.device):
         w.device.errors_on, w.device.copies_until_error = "load", copies
         p.begin(PLAN)
@@ -210,9 +215,10 @@ def test_a_load_that_cannot_be_queued_is_reported_in_its_step(kind: str, copies:
 @pytest.mark.parametrize("layer", range(LAYERS))
 @on_devices
 def test_a_load_that_fails_on_the_device_is_reported_before_the_save(kind: str, layer: int) -> None:
-    """A save computed from a load that failed after its step is never good before the news of that load.
+    """A load fails after its step.
 
-    Reported after it, it can be dropped; reported before it, it has failed.
+    The save that was computed from it is reported as failed, or after the load's failure. In the second case the
+    scheduler side can drop the save.
     """
     with capture_logs(), world(kind) as w, pipeline_over(w) as p:
         p.begin(PLAN)
@@ -220,7 +226,6 @@ def test_a_load_that_fails_on_the_device_is_reported_before_the_save(kind: str, 
         for k in range(LAYERS):
             p.wait_layer(k)
             p.save_layer(k)
-        assert p._sync is not None
         landed_of(p._sync.tickets[layer]).broken = True
         p.end_step()
         w.drain_all()
@@ -232,7 +237,7 @@ def test_a_load_that_fails_on_the_device_is_reported_before_the_save(kind: str, 
 
 @on_devices
 def test_shutdown_withdraws_an_open_step(kind: str) -> None:
-    """A step that never ends is withdrawn at shutdown: its jobs are reported once, none of them good."""
+    """A step that never ends is withdrawn at shutdown. Each of its jobs is reported as failed, once."""
     with capture_logs(), world(kind) as w:
         with pipeline_over(w) as p:
             p.begin(PLAN)

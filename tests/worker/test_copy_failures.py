@@ -1,4 +1,4 @@
-"""Copies that fail, come late or out of order, and plans that cannot be carried out: each fails its own jobs."""
+"""Copies that fail, land late or out of order, and plans that cannot be carried out. Each fails only its own jobs."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import cast
 
 import pytest
 
-from kvpipe.messages import BROKEN, EMPTY_PLAN, Job, Kind
-from kvpipe.testing.pipeline_rig import FakeEngine, Rig, Waiting, job, plan, rows
+from kvpipe.protocol.messages import BROKEN, EMPTY_PLAN, Job, Kind
 from kvpipe.transfer.base import Direction, Ticket
 from kvpipe.transfer.guard import GuardedEngine
 from kvpipe.worker.pipeline import BLOCKS_MAX
+from tests.rigs.pipeline_rig import FakeEngine, Rig, Waiting, job, plan, rows
 
 SAVE, SYNC, ASYNC = Kind.SAVE, Kind.LOAD_SYNC, Kind.LOAD_ASYNC
 
 
 def test_a_failed_copy_fails_its_job_alone(rig: Rig) -> None:
-    """A save whose copy failed is reported as failed; the other saves of the step are good."""
+    """A save whose copy failed is reported as failed. The other saves of the step are good."""
     rig.engine.failing = lambda _plan, ticket: frozenset({2}) if ticket.layer == 1 else frozenset()
     rig.pipeline.begin(plan(job(1), job(2), job(3)))
     rig.save_all()
@@ -25,7 +25,7 @@ def test_a_failed_copy_fails_its_job_alone(rig: Rig) -> None:
 
 
 def test_a_failed_save_is_reported_after_its_last_copy(rig: Rig) -> None:
-    """A save that failed at its first layer keeps its slots until no copy of it is in flight."""
+    """A save that failed at its first layer keeps its slots until none of its copies is in flight."""
     rig.engine.waiting = Waiting.DEVICE
     rig.engine.failing = lambda _plan, ticket: frozenset({1}) if ticket.layer == 0 else frozenset()
     rig.pipeline.begin(plan(job(1)))
@@ -40,7 +40,7 @@ def test_a_failed_save_is_reported_after_its_last_copy(rig: Rig) -> None:
 
 
 def test_a_save_that_takes_too_long(rig: Rig) -> None:
-    """A wait that times out fails the save; it is reported when its copies are over, and the next step works."""
+    """A wait that times out fails the save. The save is reported when its copies are over, and the next step works."""
     rig.engine.waiting = Waiting.STUCK
     rig.pipeline.begin(plan(job(1)))
     rig.save_all()
@@ -57,7 +57,7 @@ def test_a_save_that_takes_too_long(rig: Rig) -> None:
 
 
 def test_a_copy_that_lands_as_the_wait_is_given_up() -> None:
-    """A save whose last copy lands between the timeout and its report is good, and nothing is illegal."""
+    """A save whose last copy lands between the timeout and the report is good, and no transition is illegal."""
 
     class Late(FakeEngine):
         def fence(self, ticket: Ticket, timeout_s: float) -> bool:
@@ -78,7 +78,7 @@ def _fail_the_load(_plan: object, ticket: Ticket) -> frozenset[int]:
 
 
 def test_a_failed_sync_load_fails_the_steps_saves(rig: Rig) -> None:
-    """What a step computes over a load that failed is not saved; a later step's saves are."""
+    """A failed load fails the saves of its step; the saves of a later step succeed."""
     p = rig.pipeline
     rig.engine.failing = lambda copies, ticket: _fail_the_load(copies, ticket) if copies.direction else frozenset()
     p.begin(plan(job(1), job(2, SYNC), job(3, SYNC)))
@@ -96,7 +96,7 @@ def test_a_failed_sync_load_fails_the_steps_saves(rig: Rig) -> None:
 
 @pytest.mark.parametrize("started", [True, False], ids=["layers read without waiting", "never started"])
 def test_saves_that_landed_before_the_load_turned_out_bad(rig: Rig, *, started: bool) -> None:
-    """Even when every save of the step has landed already, a load that nobody waited for makes them worthless."""
+    """Saves that have landed fail if a load of their step was not waited for."""
     p = rig.pipeline
     p.begin(plan(job(1), job(2, SYNC)))
     if started:
@@ -110,7 +110,7 @@ def test_saves_that_landed_before_the_load_turned_out_bad(rig: Rig, *, started: 
 
 
 def test_a_failed_sync_load_is_reported_in_its_own_step(rig: Rig) -> None:
-    """The engine has to be notified of bad blocks in the step that read them: collect after end_loads has them."""
+    """`collect` after `end_loads` returns bad blocks, so that the engine learns of them in the step that read them."""
     rig.engine.waiting = Waiting.DEVICE
     rig.engine.failing = _fail_the_load
     rig.pipeline.begin(plan(job(2, SYNC)))
@@ -121,7 +121,7 @@ def test_a_failed_sync_load_is_reported_in_its_own_step(rig: Rig) -> None:
 
 
 def test_a_sync_load_that_takes_too_long(rig: Rig) -> None:
-    """A load that did not land in time fails, and so do the saves over it."""
+    """A load that did not land in time fails, and the saves computed from it fail, too."""
     rig.engine.waiting = Waiting.STUCK
     rig.pipeline.begin(plan(job(1), job(2, SYNC)))
     rig.pipeline.start_loads()
@@ -133,7 +133,10 @@ def test_a_sync_load_that_takes_too_long(rig: Rig) -> None:
 
 
 def test_a_sync_load_confirmed_before_it_lands(rig: Rig) -> None:
-    """Where the device waits, a sync load's step may end first; it is reported good once it has landed."""
+    """If the device waits, the step may end before its sync load lands.
+
+    The load is reported as good once it has landed.
+    """
     rig.engine.waiting = Waiting.DEVICE
     rig.pipeline.begin(plan(job(1, SYNC)))
     rig.pipeline.start_loads()
@@ -146,7 +149,7 @@ def test_a_sync_load_confirmed_before_it_lands(rig: Rig) -> None:
 
 @pytest.mark.parametrize("bad", [None, 0, 1, 2])
 def test_an_async_load_is_reported_after_all_its_copies(rig: Rig, bad: int | None) -> None:
-    """An async load, good or failed at any layer, is reported once, and never before its last copy."""
+    """An async load is reported once and after its last copy, whether it is good or failed at any layer."""
     rig.engine.failing = lambda _plan, ticket: frozenset({1}) if ticket.layer == bad else frozenset()
     rig.pipeline.begin(plan(job(1, ASYNC)))
     rig.pipeline.start_loads()
@@ -158,7 +161,7 @@ def test_an_async_load_is_reported_after_all_its_copies(rig: Rig, bad: int | Non
 
 
 def test_completions_out_of_order_fail_the_job() -> None:
-    """An engine that completes a later layer first is not trusted, and nothing raises."""
+    """If an engine completes a later layer first, the job fails, and nothing raises."""
     rig = Rig()
     rig.pipeline.begin(plan(job(1)))
     rig.save_all()
@@ -191,7 +194,7 @@ POISON = {
 
 @pytest.mark.parametrize("poison", POISON.values(), ids=POISON.keys())
 def test_a_poisoned_job_is_refused_alone(rig: Rig, poison: Job) -> None:
-    """A job that would touch memory it must not is reported as failed and never copied; others go on."""
+    """A job whose rows are outside of the memory is reported as failed and not copied. Other jobs are copied."""
     rig.pipeline.begin(plan(poison, job(2, ASYNC, [(0, 3, 3, 9), (1, 3, 1, 9)])))
     rig.pipeline.start_loads()
     rig.save_all()
@@ -203,7 +206,7 @@ def test_a_poisoned_job_is_refused_alone(rig: Rig, poison: Job) -> None:
 
 
 def test_a_load_that_was_planned_to_fail_is_no_fault(rig: Rig) -> None:
-    """The scheduler's side has counted why; here it is reported as failed, and nothing is copied."""
+    """The scheduler's side has counted the reason. The rank reports the load as failed, and copies nothing."""
     rig.pipeline.begin(plan(job(1, SYNC, [(0, BROKEN, 0, 5), (0, 1, 1, 6)])))
     assert rig.news() == {1: False}
     assert rig.engine.layers_of(1) == []
@@ -211,7 +214,7 @@ def test_a_load_that_was_planned_to_fail_is_no_fault(rig: Rig) -> None:
 
 
 def test_a_poisoned_sync_load_fails_the_steps_saves(rig: Rig) -> None:
-    """The step computes over blocks that were never loaded, so its saves are dropped."""
+    """The step computes from blocks that were never loaded, so its saves fail."""
     rig.pipeline.begin(plan(job(1), job(2, SYNC, [(0, 99, 0, 0)])))
     rig.save_all()
     rig.engine.complete_all()
@@ -220,7 +223,7 @@ def test_a_poisoned_sync_load_fails_the_steps_saves(rig: Rig) -> None:
 
 
 def test_any_block_is_fine_before_the_caches_are_known() -> None:
-    """Without a known number of blocks only the sign is checked."""
+    """If the number of blocks is not known, only negative block numbers are refused."""
     rig = Rig(blocks=BLOCKS_MAX)
     rig.pipeline.begin(plan(job(1, SAVE, [(0, 0, 0, (1 << 31) - 1)])))
     rig.save_all()
@@ -242,7 +245,7 @@ def _raising(engine: FakeEngine, call: str) -> FakeEngine:
 
 @pytest.mark.parametrize("call", CALLS)
 def test_an_engine_of_another_package_that_raises(call: str) -> None:
-    """No load is good that did not land, and each job is reported; later jobs fail, and none waits for ever."""
+    """Loads that did not land fail, and each job is reported. Later jobs fail, and no call waits forever."""
     faults: list[str] = []
     engine = FakeEngine()
     engine.waiting = Waiting.STUCK if call == "abandon" else Waiting.OBEDIENT
@@ -271,7 +274,7 @@ def test_an_engine_of_another_package_that_raises(call: str) -> None:
 
 
 def test_an_engine_that_raises_where_it_must_not(rig: Rig) -> None:
-    """What was read without waiting is reported though the engine raises, and the step's saves are withdrawn."""
+    """Blocks that were read without waiting are reported although the engine raises. The step's saves are withdrawn."""
     guard_read = rig.engine.guard_read
     _raising(rig.engine, "guard_read")
     pipeline = rig.pipeline

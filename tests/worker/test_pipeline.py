@@ -1,12 +1,12 @@
-"""Plain steps, and every extra, empty, repeated, early or missing call: a pipeline reports each job once."""
+"""A pipeline reports each job once, in plain steps and after any extra, empty, repeated, early or missing call."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvpipe.messages import EMPTY_PLAN, Kind
-from kvpipe.testing.pipeline_rig import Rig, SideRig, ThreadedEngine, Waiting, job, plan
+from kvpipe.protocol.messages import EMPTY_PLAN, Kind
 from kvpipe.transfer.base import Direction, Ticket
+from tests.rigs.pipeline_rig import Rig, SideRig, ThreadedEngine, Waiting, job, plan
 
 SAVE, SYNC, ASYNC = Kind.SAVE, Kind.LOAD_SYNC, Kind.LOAD_ASYNC
 
@@ -43,8 +43,33 @@ def test_all_jobs_of_a_kind_share_one_copy_per_layer(rig: Rig) -> None:
     assert rig.news() == dict.fromkeys(range(20), True)
 
 
+def test_rank_whose_bytes_another_rank_saves_copies_loads_only() -> None:
+    """This rank's saves are reported without copies.
+
+    They fail if a load of their step fails, because this KV depends on that load.
+    """
+    rig = Rig(saves=False)
+    p = rig.pipeline
+    p.begin(plan(job(1), job(2, SYNC)))
+    p.start_loads()
+    rig.wait_all()
+    rig.save_all()
+    p.end_step()
+    assert rig.news() == {1: True, 2: True}
+    assert rig.engine.layers_of(1) == []
+    assert rig.engine.layers_of(2) == [0, 1, 2]
+    assert p.copies.bytes[SAVE] == p.copies.ns[SAVE] == 0, "the rank that saves these bytes counts them"
+    assert p.copies.bytes[SYNC] > 0
+    p.begin(plan(job(3), job(4, SYNC)))
+    p.start_loads()
+    rig.save_all()
+    p.end_step()
+    assert rig.news() == {3: False, 4: False}
+    p.shutdown()
+
+
 def test_layers_may_come_in_any_order(rig: Rig) -> None:
-    """Layers are counted as they are submitted, not by their number."""
+    """The machine counts layers in the order of their submission, not by their number."""
     rig.pipeline.begin(plan(job(1)))
     for layer in (2, 0, 1):
         rig.pipeline.save_layer(layer)
@@ -53,7 +78,7 @@ def test_layers_may_come_in_any_order(rig: Rig) -> None:
 
 
 def test_a_job_without_rows(rig: Rig) -> None:
-    """A job that has nothing to copy ends like any other."""
+    """A job without rows to copy ends like any other job."""
     rig.pipeline.begin(plan(job(1, SAVE, ()), job(2, ASYNC, ())))
     rig.pipeline.start_loads()
     rig.save_all()
@@ -63,7 +88,7 @@ def test_a_job_without_rows(rig: Rig) -> None:
 
 
 def test_completions_from_another_thread() -> None:
-    """With an engine that completes on its own thread, many steps end well and nothing overtakes."""
+    """With an engine that completes copies on its own thread, many steps succeed, and completions stay in order."""
     rig = Rig(ThreadedEngine())
     p = rig.pipeline
     for step in range(200):
@@ -79,7 +104,7 @@ def test_completions_from_another_thread() -> None:
 
 
 def test_loads_are_in_place_a_layer_ahead(rig: Rig) -> None:
-    """Attention's hook comes after the new token was written, perhaps into a block that is being loaded."""
+    """A layer's hook is called after its new token was written, perhaps into a block that is being loaded."""
     guarded: list[int] = []
     guard = rig.engine.guard_read
 
@@ -103,7 +128,7 @@ def test_loads_are_in_place_a_layer_ahead(rig: Rig) -> None:
 
 
 def test_hooks_without_a_plan(rig: Rig) -> None:
-    """Every call on a pipeline that was never given work is harmless."""
+    """Every call on a pipeline without any plan is harmless."""
     p = rig.pipeline
     for _ in range(2):
         p.start_loads()
@@ -118,7 +143,7 @@ def test_hooks_without_a_plan(rig: Rig) -> None:
 
 
 def test_end_step_twice(rig: Rig) -> None:
-    """The second end of a step finds nothing to do."""
+    """The second end of a step does nothing."""
     rig.pipeline.begin(plan(job(1), job(2, SYNC)))
     rig.pipeline.start_loads()
     rig.wait_all()
@@ -130,7 +155,7 @@ def test_end_step_twice(rig: Rig) -> None:
 
 
 def test_empty_steps_while_earlier_saves_land(rig: Rig) -> None:
-    """Steps without work do not touch an earlier step's saves that the device still copies."""
+    """Steps without jobs do not affect saves of an earlier step that the device still copies."""
     rig.engine.waiting = Waiting.DEVICE
     rig.pipeline.begin(plan(job(1)))
     rig.save_all()
@@ -147,7 +172,7 @@ def test_empty_steps_while_earlier_saves_land(rig: Rig) -> None:
 
 
 def test_two_steps_land_together(rig: Rig) -> None:
-    """Saves of a step that ended land while the next step's are being submitted; each is reported once."""
+    """Saves of an ended step land while the next step's saves are submitted. Each save is reported once."""
     rig.engine.waiting = Waiting.DEVICE
     for number in (1, 2):
         rig.pipeline.begin(plan(job(number)))
@@ -160,7 +185,7 @@ def test_two_steps_land_together(rig: Rig) -> None:
 
 
 def test_begin_without_the_earlier_steps_end(rig: Rig) -> None:
-    """A step that was never ended is withdrawn, even when all its copies have landed; the next one is untouched."""
+    """A step that was never ended is withdrawn, even if all its copies have landed. The next step is not affected."""
     p = rig.pipeline
     p.begin(plan(job(1), job(2, SYNC), job(3, ASYNC)))
     p.start_loads()
@@ -169,17 +194,17 @@ def test_begin_without_the_earlier_steps_end(rig: Rig) -> None:
     p.begin(plan(job(4)))
     rig.save_all()
     p.end_step()
-    assert rig.news() == {1: False, 2: False, 3: False, 4: True}  # 3 was to begin at the step's end
+    assert rig.news() == {1: False, 2: False, 3: False, 4: True}  # job 3 would have begun at the step's end
     assert rig.counters["step_never_ended"] == 1
 
 
 def test_a_withdrawn_job_is_reported_after_its_copies(rig: Rig) -> None:
-    """A withdrawn step whose copies are in flight is reported only when they are over."""
+    """A withdrawn step is reported only when its copies are over."""
     rig.engine.waiting = Waiting.STUCK
     rig.pipeline.begin(plan(job(1), job(2, ASYNC)))
     rig.save_all()
     rig.pipeline.begin(EMPTY_PLAN)
-    assert rig.news() == {2: False}  # it was never submitted
+    assert rig.news() == {2: False}  # job 2 was never submitted
     rig.engine.complete(Direction.SAVE, 2)
     assert rig.news() == {}
     rig.engine.complete(Direction.SAVE)
@@ -203,7 +228,7 @@ def test_repeated_hooks_submit_once(rig: Rig) -> None:
 
 @pytest.mark.parametrize("submitted", [0, 1, 2])
 def test_layers_that_were_never_submitted_fail_the_save(rig: Rig, submitted: int) -> None:
-    """A save with a missing layer is not whole, whether or not the submitted ones landed first."""
+    """A save with a missing layer fails, whether or not its submitted layers landed first."""
     rig.pipeline.begin(plan(job(1)))
     for layer in range(submitted):
         rig.pipeline.save_layer(layer)
@@ -214,7 +239,7 @@ def test_layers_that_were_never_submitted_fail_the_save(rig: Rig, submitted: int
 
 
 def test_loads_that_were_never_started(rig: Rig) -> None:
-    """When no hook starts the loads, the step's end reports the sync load as failed and starts the async one."""
+    """If no hook starts the loads, the step's end reports the sync load as failed and starts the async load."""
     rig.pipeline.begin(plan(job(1, SYNC), job(2, ASYNC)))
     rig.pipeline.end_loads()
     rig.engine.complete_all()
@@ -224,7 +249,7 @@ def test_loads_that_were_never_started(rig: Rig) -> None:
 
 
 def test_a_wait_starts_the_loads(rig: Rig) -> None:
-    """The first layer's wait starts loads that nobody started, in time for every reader."""
+    """If the loads were not started, the first layer's wait starts them, in time for every reader."""
     rig.pipeline.begin(plan(job(1, SYNC)))
     rig.wait_all()
     rig.pipeline.end_step()
@@ -233,7 +258,7 @@ def test_a_wait_starts_the_loads(rig: Rig) -> None:
 
 
 def test_end_loads_twice(rig: Rig) -> None:
-    """Loads are settled once."""
+    """A second call of `end_loads` changes nothing."""
     rig.pipeline.begin(plan(job(1, SYNC)))
     rig.wait_all()
     rig.pipeline.end_loads()
@@ -246,7 +271,7 @@ def test_end_loads_twice(rig: Rig) -> None:
 
 
 def test_the_fence_is_set_when_the_step_ends(rig: Rig) -> None:
-    """The next step's first call may come when blocks are written already: with runner V2 they are zeroed before it."""
+    """The next step's first call may come too late: runner V2 zeroes blocks before that call."""
     rig.pipeline.begin(plan(job(1)))
     rig.save_all()
     rig.pipeline.end_step()
@@ -254,7 +279,10 @@ def test_the_fence_is_set_when_the_step_ends(rig: Rig) -> None:
 
 
 def test_the_next_steps_first_hook_sets_the_fence() -> None:
-    """With runner V1 on a GPU: at the step's end nothing is waited for, before blocks are written everything is."""
+    """With runner V1 on a GPU, the step's end does not wait for saves.
+
+    The next step's first hook waits for all of them.
+    """
     rig = SideRig(fences_late=True)
     side = rig.side
     side.bind(plan(job(1)))
@@ -269,7 +297,10 @@ def test_the_next_steps_first_hook_sets_the_fence() -> None:
 
 @pytest.mark.parametrize("kind", [SYNC, ASYNC])
 def test_a_step_whose_loads_are_settled_needs_no_end(rig: Rig, kind: int) -> None:
-    """Nothing is open any more when the next step is bound, or its metadata is cleared: nothing is counted."""
+    """After `end_loads`, the engine clears the metadata or begins the next step without `end_step`.
+
+    This counts no fault.
+    """
     p = rig.pipeline
     for number, end in ((1, p.clear), (2, lambda: p.begin(EMPTY_PLAN))):
         p.begin(plan(job(number, kind)))
@@ -285,7 +316,7 @@ def test_a_step_whose_loads_are_settled_needs_no_end(rig: Rig, kind: int) -> Non
 
 @pytest.mark.parametrize("where", ["fence", "shutdown"])
 def test_a_shutdown_that_raises_ends_the_thread(rig: Rig, where: str) -> None:
-    """Whatever the engine does, the loop does not outlive it."""
+    """The loop thread ends although the copy engine raises."""
     p = rig.pipeline
     p.begin(plan(job(1)))
     rig.save_all()
@@ -302,7 +333,7 @@ def test_a_shutdown_that_raises_ends_the_thread(rig: Rig, where: str) -> None:
 
 
 def test_what_was_reported_is_not_expected_again(rig: Rig) -> None:
-    """A load that has failed and was reported before its step's end is remembered no longer."""
+    """A failed load is reported before its step ends. The end of the step does not report it again."""
     p = rig.pipeline
     rig.engine.failing = lambda copied, _ticket: frozenset(one.id for one in copied.jobs)
     p.begin(plan(job(1, SYNC)))

@@ -1,35 +1,37 @@
-"""The worker side, without an engine of vLLM's."""
+"""The worker side, without an engine of vLLM."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Iterator
 
 import pytest
 
-from kvpipe.config import load_settings
+from kvpipe.config.settings import load_settings
 from kvpipe.errors import UnsupportedError
-from kvpipe.messages import Kind, Tally
+from kvpipe.protocol.messages import Kind, Tally
+from kvpipe.statemachine.copy import FAULT
 from kvpipe.testing.dict_tier import DictTier
 from kvpipe.testing.held_tier import DictSpec
-from kvpipe.testing.pipeline_rig import FakeEngine, Rig, SideRig, job, make_caches, plan, small_geometry
 from kvpipe.tiers.guard import READ, WRITE, guarded
 from kvpipe.transfer.base import Direction
 from kvpipe.transfer.ready import Readier
 from kvpipe.worker.caches import PagedCaches
+from kvpipe.worker.context import RankContext
 from kvpipe.worker.limits import Limits
 from kvpipe.worker.pipeline import Pipeline
 from kvpipe.worker.side import WorkerSide
+from tests.rigs.pipeline_rig import FakeEngine, Rig, SideRig, Waiting, job, make_caches, plan, small_geometry
 
 GEOMETRY = small_geometry()
 CACHES = PagedCaches(GEOMETRY, make_caches(GEOMETRY, 8), 8)
 NONE = {
     "carrier": "this rank has no tiers",
     "_plan": "no step is bound",
-    "_weighed": "nobody has asked for its weights",
 }
-"""What is None of a side that has just been made."""
+"""The attributes that are None in a new side, each with the reason."""
 
 
 @pytest.fixture
@@ -40,8 +42,31 @@ def whole() -> Iterator[SideRig]:
     rig.side.shutdown()
 
 
+def test_metrics_that_were_put_off_are_reported_with_the_last_job(whole: SideRig) -> None:
+    """Metrics that were put off because of a save in flight are reported in the later step that reports the save."""
+    side, whole.engine.waiting = whole.side, Waiting.DEVICE
+    assert not side.puts_off_metrics(), "no job is in flight, so no later step is known"
+    side.bind(plan(job(1)))
+    side.start_loads()
+    for layer in "abc":
+        side.save_layer(layer)
+    side.end_step()
+    side.collect()
+    assert side.puts_off_metrics()
+    whole.engine.complete_all()
+    whole.settle()
+    first = side.take_report()  # this report has the number of ready slots
+    assert first is not None
+    assert not first.tallies
+    side.collect()
+    assert not side.puts_off_metrics()
+    report = side.take_report()
+    assert report is not None
+    assert report.tallies == {1: Tally(1, 0)}
+
+
 def test_a_side_that_exists_is_whole(whole: SideRig) -> None:
-    """Nothing of it is still to come: what is None is so for the rank or of the step, and no call adds a part."""
+    """A new side has all its parts. An attribute is None because of the rank or the step. No call adds a part."""
     side = whole.side
     parts = set(vars(side))
     assert {name for name in parts if getattr(side, name) is None} == set(NONE)
@@ -67,42 +92,44 @@ def test_a_side_that_exists_is_whole(whole: SideRig) -> None:
     ("part", "method"), [(Pipeline, "__init__"), (WorkerSide, "_make_readier"), (Readier, "begin")]
 )
 def test_a_side_that_cannot_be_made_leaves_nothing(part: type, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is raised, and however late: no thread is left, and the engine has let go of the caches."""
+    """An exception from an early or a late part leaves no thread, and the copy engine is shut down."""
     engine, before = FakeEngine(), set(threading.enumerate())
     tiers = guarded([("t", DictSpec.model_validate({}), DictTier())], (READ, WRITE))
     monkeypatch.setattr(part, method, _boom)
     with pytest.raises(RuntimeError, match="boom"):
-        WorkerSide(load_settings(), GEOMETRY, CACHES, engine=engine, tiers=tiers)
+        WorkerSide(RankContext(load_settings()), CACHES, engine=engine, tiers=tiers)
     assert set(threading.enumerate()) == before
     assert engine.shutdowns
 
 
 def test_caches_without_a_layer_are_refused() -> None:
-    """By the layer's name, before anything is made of the others."""
+    """The error names the missing layer, and is raised before any part is made."""
     with pytest.raises(UnsupportedError, match="no KV cache for layer 'b'"):
         PagedCaches(GEOMETRY, {"a": make_caches(GEOMETRY, 8)["a"]}, 8)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_side_is_lost_when_its_loop_has_ended(whole: SideRig) -> None:
-    """The end of a step notices it, and not before: a rank that is lost saves and loads nothing."""
+    """The end of a step notices the dead loop thread and counts one fault, whether or not jobs are in flight."""
     side = whole.side
     for _ in range(2):
         side.bind(plan())
         side.unbind()
         assert not side.lost
     whole.kill_loop()
-    side.bind(plan())
-    side.unbind()
-    assert side.lost
+    for _ in range(2):
+        side.bind(plan())
+        side.unbind()
+        assert side.lost
+    assert whole.counters["loop_lost"] == 1
 
 
 def test_side_reports_the_digest_of_its_weights_once_when_it_is_asked(whole: SideRig) -> None:
-    """The scheduler's side shares nothing until every rank has answered its question."""
+    """The scheduler's side shares no chunks until every rank has answered its question."""
     side, answered = whole.side, []
     for question in (3, 0):
         side.bind(plan()._replace(question=question))
-        side.adapters.changes = 1  # so there is a report in any case
+        side.adapters.changes = 1  # so that there is a report in any case
         side.adapters.now = {7: bytes([question])}.copy
         report = side.take_report()
         assert report is not None
@@ -111,13 +138,27 @@ def test_side_reports_the_digest_of_its_weights_once_when_it_is_asked(whole: Sid
     assert answered == [{0: (3, "")}, {}]
 
 
+def test_side_reports_nothing_when_nothing_has_happened_since_its_last_report(whole: SideRig) -> None:
+    """The number of ready slots is reported once, and again when it has changed."""
+    side = whole.side
+    reports = [side.take_report(), side.take_report()]
+    side._ready_reported -= 1
+    reports += [side.take_report(), side.take_report()]
+    assert [one and one.ready for one in reports] == [{0: side.ready}, None] * 2
+
+
+def test_caches_name_the_device_that_they_lie_on() -> None:
+    """The worker side compares the device's name, because the limit of the pool differs on a CPU."""
+    assert CACHES.device == "cpu"
+
+
 def test_side_counts_in_the_counters_that_it_was_given(whole: SideRig) -> None:
-    """The engine's counters are given, so that faults of a rank are not lost."""
+    """The side uses the engine's counters, so that faults of a rank are not lost."""
     assert whole.side.counters is whole.counters
 
 
 def test_a_side_that_gives_up_ends_what_is_open(whole: SideRig) -> None:
-    """Jobs that are under way are reported, those of later steps fail, and the pool is reported as lost."""
+    """Open jobs are reported, jobs of later steps fail, and the pool is reported as lost."""
     side = whole.side
     side.bind(plan(job(1), job(2, Kind.LOAD_ASYNC, [(0, 0, 0, 7)])))
     side.start_loads()
@@ -141,7 +182,7 @@ def _boom(*_: object, **__: object) -> None:
 
 
 def _begin_raises(where: str, rig: Rig, side: WorkerSide, patch: pytest.MonkeyPatch) -> None:
-    """Let the next `bind` raise; job 9 is of the step before, as far as there is one."""
+    """Let the next `bind` raise. Job 9 belongs to the step before, if there is one."""
     if where == "checked":
         patch.setattr(side.adapters, "checked", _boom)
     elif where == "orders":
@@ -160,9 +201,9 @@ def _begin_raises(where: str, rig: Rig, side: WorkerSide, patch: pytest.MonkeyPa
         patch.setattr(rig.engine, "prepare", lambda p: _boom() if p.direction is direction else prepare(p))
 
 
-@pytest.mark.parametrize("where", ["checked", "orders", "fence", "withdraw", "limits", "SAVE", "LOAD"])
+@pytest.mark.parametrize("where", ["checked", "orders", "fence", "withdraw", "limits", "LOAD"])
 def test_a_step_that_cannot_be_begun_loses_no_job(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every job is reported as failed, blocks of sync loads in their own step; wrong orders cost no job."""
+    """Every job is reported as failed, and blocks of sync loads in their own step. Wrong tier orders fail no job."""
     rig = SideRig(fences_late=True)
     side, good = rig.side, where == "orders"
     with monkeypatch.context() as patch:
@@ -174,7 +215,7 @@ def test_a_step_that_cannot_be_begun_loses_no_job(where: str, monkeypatch: pytes
     rig.save_all()
     side.end_step()
     ended = [side.collect()]
-    assert side.take_bad_blocks() == (set() if good else {7})
+    assert side.take_bad_blocks(late=False) == (set() if good else {7})
     side.unbind()
     assert not rig.busy()
     rig.engine.complete_all()
@@ -197,8 +238,60 @@ def test_a_step_that_cannot_be_begun_loses_no_job(where: str, monkeypatch: pytes
     side.shutdown()
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_blocks_of_a_load_are_late_when_it_fails_after_its_step(late: bool, whole: SideRig) -> None:
+    """The device waits for the load, so the step ends before the load fails.
+
+    By then another request may have the blocks, so they are reported as late.
+    """
+    side, whole.engine.waiting = whole.side, Waiting.DEVICE
+    side.bind(plan(job(1, Kind.LOAD_SYNC, [(0, 0, 0, 7)])))
+    side.start_loads()
+    whole.wait_all()
+    side.end_step()
+    assert side.collect() == (set(), set())
+    assert not side.take_bad_blocks(late=late)
+    report = side.take_report()
+    assert report is not None
+    assert not report.tallies
+    side.unbind()
+    side.bind(plan())
+    whole.settle()
+    whole.pipeline.copies.put(FAULT, next(iter(whole.pipeline.copies.live)), "found later")
+    whole.engine.complete_all()
+    whole.settle()
+    side.end_step()
+    assert side.collect() == (set(), set())
+    assert side.take_bad_blocks(late=late) == ({7} if late else set())
+    report = side.take_report()
+    assert report is not None
+    assert report.tallies == {1: Tally(0, 1)}
+    side.unbind()
+    assert not side.take_bad_blocks()
+
+
+def test_blocks_of_a_load_are_reported_once_when_it_was_given_up_in_its_step(whole: SideRig) -> None:
+    """The blocks were reported in the load's step. They are not reported again as late when the copies end."""
+    side, whole.engine.waiting = whole.side, Waiting.STUCK
+    side.bind(plan(job(1, Kind.LOAD_SYNC, [(0, 0, 0, 7)])))
+    side.start_loads()
+    whole.wait_all()
+    side.end_step()
+    assert side.collect() == (set(), set())
+    assert side.take_bad_blocks() == {7}
+    assert side.take_report() is not None
+    side.unbind()
+    whole.engine.complete_all()
+    whole.settle()
+    assert side.collect() == (set(), set())
+    report = side.take_report()
+    assert report is not None
+    assert report.tallies == {1: Tally(0, 1)}
+    assert not side.take_bad_blocks()
+
+
 def test_a_shutdown_goes_on_though_a_part_raises(whole: SideRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The carrier's thread ends though the pipeline's did not."""
+    """The carrier's thread ends although the pipeline's shutdown raises."""
     side, ended = whole.side, list[str]()
 
     class Part:
@@ -220,7 +313,7 @@ def test_a_shutdown_goes_on_though_a_part_raises(whole: SideRig, monkeypatch: py
 
 
 def test_tallies_are_reported_when_adapters_cannot_be(whole: SideRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank reports a job once: the scheduler's side waits for that report for ever."""
+    """A rank must report each job, because the scheduler's side waits for the report without a time limit."""
     side = whole.side
 
     def fail() -> dict[int, bytes]:
@@ -237,3 +330,10 @@ def test_tallies_are_reported_when_adapters_cannot_be(whole: SideRig, monkeypatc
     assert report is not None
     assert report.tallies == {1: Tally(1, 0)}
     assert side.counters["contained_error"] == 1
+
+
+@pytest.mark.parametrize(("device", "share"), [("cpu", 1.0), ("cuda", 0.0125)])
+def test_ranks_share_the_time_that_pinning_may_take(whole: SideRig, device: str, share: float) -> None:
+    """All ranks together pin for 5 % of a busy engine's time, because a pin delays the launches of all ranks."""
+    whole.side.context = dataclasses.replace(whole.side.context, ranks=4)
+    assert whole.side._make_readier(whole.engine, device)._manners.claim_share == pytest.approx(share)

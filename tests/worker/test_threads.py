@@ -1,4 +1,4 @@
-"""What two threads share is named in one place."""
+"""Each attribute that two threads share is listed in `SHARED`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import kvpipe.worker
-from kvpipe.testing.written_attributes import written
 from kvpipe.transfer.base import Ticket
 from kvpipe.worker import SHARED
 from kvpipe.worker.batch import Batch
+from tests.rigs.written_attributes import written
 
 ROOM = Path(kvpipe.worker.__file__).parent
 STEP_THREAD, LOOP_THREAD = ("pipeline", "side", "limits", "outcomes", "async_loads"), ("copies", "watchdog")
 HANDED = {"put": STEP_THREAD, "settled": LOOP_THREAD}
-"""Methods of one thread in a file that is of the other, or of none."""
+"""Methods that belong to another thread than the rest of their file."""
 
 
 def _methods(file: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -25,12 +25,15 @@ def _methods(file: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
 
 
 def _targets(node: ast.AST) -> Iterator[ast.Attribute]:
-    """Attributes that a statement writes, or changes what is in them. The trace is made for many threads."""
+    """Yield the attributes that a statement assigns, or whose content it changes.
+
+    The trace is left out: it is thread-safe.
+    """
     return (one for one in written(node) if ast.unparse(one.value) != "self.trace")
 
 
 def _touched(files: tuple[str, ...]) -> tuple[set[str], set[str]]:
-    """Return the attributes that a thread's methods write, and all that they name."""
+    """Return the attributes that a thread's methods write, and the attributes that they name."""
     writes, named = set[str](), set[str]()
     for method in (m for file in (*files, "batch", *STEP_THREAD, *LOOP_THREAD) for m in _methods(file)
                    if (HANDED.get(m.name) == files if m.name in HANDED else file in files)):  # fmt: skip
@@ -41,7 +44,7 @@ def _touched(files: tuple[str, ...]) -> tuple[set[str], set[str]]:
 
 
 def _fields() -> set[str]:
-    """Attributes of what both threads hold: batches, tickets, and the loop thread's half."""
+    """Return the attributes of the objects that both threads use: batches, tickets, and the loop thread's half."""
     made = {
         one.attr
         for file in ("copies", "watchdog")
@@ -52,7 +55,7 @@ def _fields() -> set[str]:
 
 
 def test_what_two_threads_share_is_named() -> None:
-    """An attribute that one thread writes and the other touches is in `SHARED`, with the reason why it may be."""
+    """If one thread writes an attribute and the other thread uses it, `SHARED` has the reason why this is safe."""
     steps, loop = _touched(STEP_THREAD), _touched(LOOP_THREAD)
     shared = ((steps[0] & loop[1]) | (loop[0] & steps[1])) & _fields()
     assert shared == set(SHARED)
@@ -60,7 +63,7 @@ def test_what_two_threads_share_is_named() -> None:
 
 
 def test_no_engine_is_known_here() -> None:
-    """The room imports neither vLLM nor anything of its connector, not even in a function."""
+    """The package imports neither vLLM nor its connector, not even in a function."""
     for file in ROOM.glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             names = [one.name for one in node.names] if isinstance(node, ast.Import) else []

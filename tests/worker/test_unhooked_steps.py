@@ -1,11 +1,12 @@
-"""Layers for which no hook comes: in step mode, without a hook of their own, replayed from a graph."""
+"""Layers whose hook is not called: in step mode, in layers without a hook, and in steps replayed from a graph."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvpipe.messages import Kind
-from kvpipe.testing.pipeline_rig import Rig, job, plan
+from kvpipe.protocol.messages import Kind
+from kvpipe.testing.waiting import eventually
+from tests.rigs.pipeline_rig import Rig, job, plan
 
 SYNC = Kind.LOAD_SYNC
 
@@ -17,11 +18,37 @@ def test_step_mode_copies_at_the_steps_end(stepwise: Rig) -> None:
     assert stepwise.engine.copies == []
     stepwise.pipeline.end_step()
     assert stepwise.engine.layers_of(1) == [0, 1, 2]
+    assert len(stepwise.engine.copies) == 1, "one submission for layers that are final at once"
     assert stepwise.news() == {1: True}
 
 
+@pytest.mark.parametrize("over", [False, True])
+def test_a_steps_end_waits_for_the_loop_thread_only_when_its_copies_are_over(
+    over: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies that are over are reported with the step. Other copies wake the loop thread when they land."""
+    rig = Rig(layerwise=False, fences_late=not over)
+    p, waits = rig.pipeline, list[float]()
+    settle = p.copies.loop.settle
+
+    def counted(wait_s: float) -> bool:
+        waits.append(wait_s)
+        return settle(wait_s)
+
+    monkeypatch.setattr(p.copies.loop, "settle", counted)
+    p.begin(plan(job(1)))
+    p.end_step()
+    assert len(waits) == over
+    assert [outcome.job.id for outcome in p.collect()] == [1] * over
+    monkeypatch.undo()
+    rig.engine.complete_all()
+    assert eventually(lambda: over or p.copies.outbox), "the last copy wakes the loop thread"
+    assert rig.news() == ({} if over else {1: True})
+    p.shutdown()
+
+
 def test_step_mode_waits_for_loads_at_the_start(stepwise: Rig) -> None:
-    """In step mode a sync load is in place when start_loads returns, without any hook."""
+    """In step mode a sync load has landed when `start_loads` returns, without any hook."""
     stepwise.pipeline.begin(plan(job(1, SYNC), job(2, SYNC)))
     stepwise.pipeline.start_loads()
     assert all(copy.ticket.done for copy in stepwise.engine.copies)
@@ -30,7 +57,7 @@ def test_step_mode_waits_for_loads_at_the_start(stepwise: Rig) -> None:
 
 
 def test_a_layer_without_a_hook_is_saved_at_the_steps_end(halfway: Rig) -> None:
-    """The others are copied by their hooks; a job is whole when all are."""
+    """The hooks of the other layers copy these layers. A job is done when all layers are copied."""
     p = halfway.pipeline
     p.begin(plan(job(1)))
     p.save_layer(0)
@@ -43,12 +70,11 @@ def test_a_layer_without_a_hook_is_saved_at_the_steps_end(halfway: Rig) -> None:
 
 
 def test_a_layer_without_a_hook_is_loaded_first(halfway: Rig) -> None:
-    """It is in place when the step's compute begins: its reader will not ask."""
+    """The layer's load has landed when the step's compute begins, because no hook of this layer waits."""
     p = halfway.pipeline
     p.begin(plan(job(1, SYNC)))
     p.start_loads()
     assert halfway.engine.layers_of(1) == [1, 0, 2]
-    assert p._sync is not None
     assert p._sync.tickets[1].done
     p.wait_layer(0)
     p.wait_layer(2)
@@ -58,7 +84,7 @@ def test_a_layer_without_a_hook_is_loaded_first(halfway: Rig) -> None:
 
 
 def test_a_hook_that_was_not_expected_is_harmless(halfway: Rig) -> None:
-    """Whoever takes a layer for one without a hook copies it once all the same."""
+    """If the hook of a layer without an expected hook is called, the layer is still copied once."""
     p = halfway.pipeline
     p.begin(plan(job(1), job(2, SYNC)))
     p.start_loads()
@@ -72,7 +98,7 @@ def test_a_hook_that_was_not_expected_is_harmless(halfway: Rig) -> None:
 
 
 def test_a_missing_hook_is_reported_beside_a_layer_that_has_none(halfway: Rig) -> None:
-    """A layer whose hook should have come was perhaps never computed: nothing is made up for it."""
+    """If an expected hook is not called, the layer was perhaps not computed, so the step's end does not copy it."""
     halfway.pipeline.begin(plan(job(1)))
     halfway.pipeline.save_layer(0)
     halfway.pipeline.end_step()
@@ -82,10 +108,10 @@ def test_a_missing_hook_is_reported_beside_a_layer_that_has_none(halfway: Rig) -
 
 @pytest.mark.parametrize("rig", [{"replayed": bool}], indirect=True)
 def test_a_replayed_step_is_copied_around(rig: Rig) -> None:
-    """No hook comes: loads are in place before it, saves are made after it; the next step has its hooks again."""
+    """In a replayed step no hook is called. Loads land before the step and saves follow it. The next step has hooks."""
     p = rig.pipeline
     p.begin(plan(job(1), job(2, SYNC)))
-    p.start_loads(context=True)
+    p.start_loads(forward=True)
     assert all(copy.ticket.done for copy in rig.engine.copies)
     assert rig.engine.layers_of(1) == []
     p.end_step()
@@ -103,7 +129,7 @@ def test_a_replayed_step_is_copied_around(rig: Rig) -> None:
 
 @pytest.mark.parametrize("rig", [{"replayed": bool}], indirect=True)
 def test_a_step_with_some_of_its_hooks_was_not_replayed(rig: Rig) -> None:
-    """Who has hooks for some layers has them for all: a layer that is missing was perhaps never computed."""
+    """A step with only some of its hooks was not replayed. The save fails, because a layer was perhaps not computed."""
     p = rig.pipeline
     p.begin(plan(job(1)))
     p.save_layer(0)
@@ -113,10 +139,10 @@ def test_a_step_with_some_of_its_hooks_was_not_replayed(rig: Rig) -> None:
 
 
 def test_what_is_saved_in_a_step_that_computes_nothing(rig: Rig) -> None:
-    """No hook comes: what earlier steps have computed is copied at its end. Of the next step's hooks none may lack."""
+    """No hook is called, so KV of earlier steps is copied at the step's end. In the next step the hooks save again."""
     p = rig.pipeline
     p.begin(plan(job(1))._replace(computes=False))
-    p.start_loads(context=True)
+    p.start_loads(forward=True)
     p.end_step()
     assert rig.engine.layers_of(1) == list(range(rig.layers))
     rig.engine.complete_all()
@@ -128,9 +154,9 @@ def test_what_is_saved_in_a_step_that_computes_nothing(rig: Rig) -> None:
 
 
 def test_nothing_is_replayed_where_there_are_no_graphs(rig: Rig) -> None:
-    """A step without hooks is a fault there, whatever was in the context."""
+    """In an engine without graphs, a step without hooks is a fault, whatever the forward context says."""
     p = rig.pipeline
     p.begin(plan(job(1), job(2, SYNC)))
-    p.start_loads(context=True)
+    p.start_loads(forward=True)
     p.end_step()
     assert rig.news() == {1: False, 2: False}

@@ -1,13 +1,13 @@
-"""Makes the transfer engine for caches on a device: the one that is registered for the device's type."""
+"""This module makes the transfer engine that is registered for the type of the device that has the caches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvpipe import plugins
-from kvpipe.config import Settings
+from kvpipe.config.settings import Settings
 from kvpipe.errors import UnsupportedError
+from kvpipe.inputs import plugins
 from kvpipe.trace.events import MoverMeasured
 from kvpipe.trace.log import warn
 from kvpipe.trace.recorder import OFF, Recorder
@@ -19,25 +19,25 @@ from kvpipe.transfer.movers import Mover
 
 
 class EngineOptions(NamedTuple):
-    """Arguments for making a transfer engine."""
+    """The arguments for making a transfer engine."""
 
     settings: Settings
     cpus: frozenset[int] = frozenset()
-    """Cores that vLLM's threads leave free, which copies may use; empty: there are none."""
+    """The cores that vLLM's threads leave free for copies. An empty set means that there are no such cores."""
     idle_core: bool = False
-    """Whether the forward's threads leave a core idle, of those that the process may use."""
+    """Whether at least one core that the process may use has no thread of the forward."""
     trace: Recorder = OFF
-    """The trace, for the engine's events."""
+    """The trace that records the engine's events."""
     fault: Callable[..., object] = warn
-    """`fault(name, **fields)` is called when an engine of another package raises."""
+    """The function `fault(name, **fields)` is called when an engine of another package raises."""
 
 
 def make_engine(device: str, options: EngineOptions) -> TransferEngine:
-    """Return an engine, not yet attached, for caches on a device of torch's type `device`.
+    """Return an engine for caches on a device of torch's type `device`. The engine is not yet attached.
 
     Raises:
         UnsupportedError: no engine is registered for this type of device.
-        ConfigError: the engine that is registered cannot be used; the message names its package.
+        ConfigError: the registered engine cannot be used. The message names the engine's package.
 
     """
     if device not in plugins.names(plugins.TRANSFER_ENGINES):
@@ -60,7 +60,7 @@ def make_cpu(options: EngineOptions) -> CpuEngine:
 
 def make_cuda(options: EngineOptions) -> TransferEngine:
     """Return the engine for caches in the memory of an NVIDIA GPU."""
-    from kvpipe.transfer.cuda import CudaEngine  # noqa: PLC0415  (where there is one)
+    from kvpipe.transfer.cuda import POLL_US_MIN, CudaEngine  # noqa: PLC0415  (only where there is a GPU)
 
     def measured(direction: Direction, mover: Mover, cost: Cost) -> None:
         event = MoverMeasured(*options.trace.of("", 0), kind=direction.name.lower(), mover=mover.value)
@@ -70,4 +70,9 @@ def make_cuda(options: EngineOptions) -> TransferEngine:
 
     settings = options.settings
     mover = None if settings.mover == "auto" else Mover(settings.mover)
-    return CudaEngine(mover=mover, staging_bytes_max=int(settings.staging_bytes_max), on_measured=measured)
+    return CudaEngine(
+        mover=mover,
+        staging_bytes_max=int(settings.staging_bytes_max),
+        poll_us_min={"auto": None, "poll": POLL_US_MIN, "block": 0}[settings.completions],
+        on_measured=measured,
+    )
