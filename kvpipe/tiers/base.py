@@ -1,8 +1,9 @@
-"""The tier protocol: the calls to a place beyond host memory that keeps chunks, and what it must guarantee.
+"""The tier protocol: the methods of a store of chunks beyond host memory, and the guarantees that a tier must give.
 
-A tier keeps *values*: opaque bytes of a known length under a key. It knows nothing of tokens, headers or checksums.
-`envelope.py` defines what a value contains, and detects a tier that returns other bytes than were written. So a tier
-may be wrong, slow or gone at any time. It must report errors, and never touch a buffer after the call that got it.
+A tier keeps *values*. A value is an opaque byte string of known length under a key. A tier does not use tokens, headers
+or checksums. `envelope.py` defines the content of a value, and detects when a tier returns other bytes than were
+written. So a tier may return wrong bytes, be slow, or be down at any time. A tier must report errors, and must not
+touch a buffer after the call that received the buffer has ended.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import anyio.to_thread
 from kvpipe.errors import TransferError
 
 ALIGN_BYTES: Final = 4096
-"""Addresses and lengths of buffers are multiples of so many bytes, as direct I/O requires."""
+"""Addresses and lengths of buffers are multiples of this number of bytes, because direct I/O requires alignment."""
 
 _KEY = re.compile(
     r"(?P<namespace>[0-9a-f]{32})-(?P<chunk>(?:[0-9a-f]{2}){16,64})"
@@ -28,19 +29,19 @@ _T = TypeVar("_T")
 
 
 class TierError(TransferError):
-    """The tier cannot be used now: it is down, slow, refuses, or is not what its configuration describes."""
+    """The tier cannot be used now: it is down or slow, refuses the call, or does not match its configuration."""
 
 
 class TierFullError(TierError):
-    """The tier has no room, or may not be written to. What it holds can still be read."""
+    """The tier has no room, or does not permit writes. Its values can still be read."""
 
 
 class Key(NamedTuple):
-    """One part of one chunk.
+    """The name of one part of one chunk.
 
-    `namespace`: 32 hex digits, what the bytes depend on beside the tokens (weights, dtype, layout, ranks …).
+    `namespace`: 32 hex digits, a hash of everything but tokens that the bytes depend on (weights, dtype, layout …).
     `chunk`: hash of the token prefix up to the chunk's end, 16 to 64 bytes.
-    `group`: KV cache group. `rank`, `ranks`: which part, of how many (`kvpipe.tiers.parts`).
+    `group`: KV cache group. `rank`: index of the part. `ranks`: number of parts of the chunk (`kvpipe.tiers.parts`).
     """
 
     namespace: str
@@ -56,21 +57,24 @@ class Key(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Key:
-        """Return the key whose `text` this is. Raises ValueError if it is none."""
+        """Return the key whose `text` property equals `text`. Raises ValueError if `text` is not the name of a key."""
         match = _KEY.fullmatch(text)
         if match is None:
             msg = f"{text!r} is no key of a chunk"
             raise ValueError(msg)
         chunk, numbers = bytes.fromhex(match["chunk"]), (int(match[part]) for part in ("group", "rank", "ranks"))
         key = cls(match["namespace"], chunk, *numbers)
-        if key.text != text:  # a number with leading zeros: two names for one key
+        if key.text != text:  # a number has leading zeros: one key must not have two names
             msg = f"{text!r} is no key of a chunk"
             raise ValueError(msg)
         return key
 
 
 class Put(NamedTuple):
-    """A value to be written: the concatenation of `parts`, which are aligned (`ALIGN_BYTES`) and must not change."""
+    """A value to be written: the concatenation of `parts`.
+
+    The buffers are aligned (`ALIGN_BYTES`). The caller must not change their content during the write.
+    """
 
     key: Key
     parts: tuple[memoryview, ...]
@@ -82,10 +86,10 @@ class Put(NamedTuple):
 
 
 class Get(NamedTuple):
-    """A value to be read into the writable, aligned (`ALIGN_BYTES`) buffers `into`, one after the other.
+    """A value to be read into the writable, aligned (`ALIGN_BYTES`) buffers `into`, which are filled in order.
 
-    The value must be exactly as long as all of them together. Unless the read ends as `Read.HIT`, their content is
-    undefined.
+    The value must be exactly as long as all buffers together. Unless the read ends as `Read.HIT`, the content of the
+    buffers is undefined.
     """
 
     key: Key
@@ -98,56 +102,64 @@ class Get(NamedTuple):
 
 
 class Read(Enum):
-    """How the read of one value ended."""
+    """How the read of one value ended. `HIT`: the buffers hold the whole value.
+
+    `MISS`: the tier does not have the value. `DAMAGED`: the tier has a value that differs from the written value, or
+    from the buffers' length.
+    """
 
     HIT = "hit"
-    MISS = "miss"  # not there
-    DAMAGED = "damaged"  # there, but it cannot be what was written: of another length, for one
+    MISS = "miss"  # the tier does not have the value
+    DAMAGED = "damaged"  # the tier has a value that differs from what was written, for example in its length
 
 
 class Written(Enum):
-    """How the write of one value ended."""
+    """How the write of one value ended. `STORED`: the value was written.
+
+    `PRESENT`: the tier had the value already, wrote nothing, and reset the value's age.
+    """
 
     STORED = "stored"
-    PRESENT = "present"  # it was there already: nothing was written, its age is renewed
+    PRESENT = "present"  # the tier had the value already
 
 
 class Capacity(NamedTuple):
-    """How many values and bytes a tier holds, as far as it knows."""
+    """How many values and bytes a tier holds, as far as the tier knows."""
 
     items: int
     bytes_used: int
-    bytes_max: int | None  # None: it has no limit that it knows of
+    bytes_max: int | None  # None: no limit is known
 
 
 class Entry(NamedTuple):
-    """One value in a listing."""
+    """One value in a listing of a tier's values."""
 
     key: Key
     bytes: int
-    age_s: float | None  # seconds since it was written or last used; None: the tier does not know
+    age_s: float | None  # seconds since the value was written or last used; None: not known
 
 
 class Tier(Protocol):
-    """A place for values. All methods are coroutines on one event loop.
+    """A store for values. All methods are coroutines on one event loop.
 
-    They may run concurrently, except `open` and `close`, which one owner calls.
+    Calls may run concurrently, except `open` and `close`, which one owner calls.
 
-    Every method may raise `TierError`, and nothing else but a cancellation. All may be cancelled at any time. When
-    `read` or `write` has returned, raised, or been cancelled, nothing touches its buffers any more. A value whose write
-    did not return is either wholly there or not there at all, never torn. No call waits longer than the tier's
-    `timeout_ms_max` without a byte moving; where a client cannot see bytes move, than that plus a time in proportion to
-    the bytes.
+    A call may be cancelled at any time. A method may raise `TierError` or the cancellation, and no other exception.
+    When `read` or `write` has returned, raised, or been cancelled, nothing touches its buffers any more. If a write is
+    cancelled or raises, the value is either stored completely or absent, never stored in part. No call waits longer
+    than the tier's `timeout_ms_max` without a byte moving. If a client cannot observe moving bytes, the limit is
+    `timeout_ms_max` plus a time in proportion to the number of bytes.
     """
 
     name: str
-    """Its name in traces, metrics and errors: its kind; from the second tier of a kind on, with a number."""
+    """The tier's name in traces, metrics and errors: the tier's kind; a second tier of the same kind also has a
+    number."""
 
     async def open(self) -> None:
-        """Connect; make folders; rebuild an index. May be called again after a failure, or after `close`."""
+        """Connect, create folders, and rebuild an index. May be called again after a failure, or after `close`."""
 
     async def exists(self, keys: Sequence[Key]) -> list[bool]:
-        """Return, for each key, whether its value is there. It takes one round trip per server."""
+        """Return, for each key, whether the tier has a value under it. One call takes one round trip per server."""
 
     async def read(self, gets: Sequence[Get]) -> list[Read]:
         """Read values directly into their buffers. Returns how each read ended, in the order of `gets`."""
@@ -155,40 +167,51 @@ class Tier(Protocol):
     async def write(self, puts: Sequence[Put]) -> list[Written]:
         """Write values. Returns how each write ended, in the order of `puts`.
 
-        A bounded tier drops its oldest values to make room. Raises `TierFullError` if there is none.
+        A bounded tier evicts its oldest values to make room. Raises `TierFullError` if the tier cannot make room.
         """
 
     async def delete(self, keys: Sequence[Key]) -> int:
-        """Delete values. Returns how many were there."""
+        """Delete values. Returns how many values the tier had."""
 
     async def capacity(self) -> Capacity:
-        """Return how many values and bytes are held."""
+        """Return how many values and bytes the tier holds."""
 
     async def health(self) -> None:
-        """Return soon if the tier can be used. Raises `TierError` with the reason if not."""
+        """Return at once if the tier can be used. Otherwise raise `TierError` with the reason."""
 
     def scan(self) -> AsyncIterator[Entry]:
-        """Yield an entry for every value of kvpipe's, in any order, while others may read and write."""
+        """Yield an entry for every value that kvpipe stored, in any order. Other calls may read and write meanwhile."""
 
     async def close(self) -> None:
-        """Finish the calls under way, release connections and threads. Idempotent. Nothing is left to process exit."""
+        """Finish the calls in progress, then release all connections and threads. Idempotent.
+
+        A tier does not leave the release of any resource to the exit of the process.
+        """
 
 
 @runtime_checkable
 class Listed(Protocol):
-    """A tier that answers `exists` from a listing, which may be older than the last write of another process."""
+    """A tier that answers `exists` from a listing, which may lack the latest writes of another process."""
 
     def stored(self, keys: Sequence[Key]) -> None:
-        """Add values that this engine's ranks have written to the listing. On any thread."""
+        """Add the values of `keys`, which this engine's ranks have written, to the listing. Called on any thread."""
+
+
+@runtime_checkable
+class Noticing(Protocol):
+    """A tier that notices the loss of a value. It may notice a loss late, or only during a lookup."""
+
+    on_gone: Callable[[Key], object] | None
+    """The tier calls this function, on any thread, for each lost value. None: the tier reports no losses."""
 
 
 async def blocking(
     limiter: anyio.CapacityLimiter, work: Callable[[], _T], stop: Callable[[], object] | None = None
 ) -> _T:
-    """Run `work` in a thread and return its result, or raise what it raises.
+    """Run `work` in a thread and return its result, or raise the exception that `work` raises.
 
-    A cancellation calls `stop`, which should make `work` end soon, and waits for the thread. So no thread touches a
-    buffer after its coroutine has ended.
+    A cancellation calls `stop`, which should make `work` end early, and then waits for the thread. So no thread touches
+    a buffer after the coroutine that started the thread has ended.
     """
     ended: list[_T | Exception] = []
     done = anyio.Event()
@@ -197,18 +220,18 @@ async def blocking(
         with anyio.CancelScope(shield=True):
             try:
                 ended.append(await anyio.to_thread.run_sync(work, limiter=anyio.CapacityLimiter(1)))
-            except Exception as error:  # noqa: BLE001  (raised below, not wrapped in a group)
+            except Exception as error:  # noqa: BLE001  (raised below, so that no exception group wraps it)
                 ended.append(error)
             done.set()
 
     async with limiter, anyio.create_task_group() as group:
-        group.start_soon(run)  # a task that is cancelled before it has begun never runs: then nothing was begun
+        group.start_soon(run)  # a task that is cancelled before its start never runs, and starts no thread
         try:
             await done.wait()
         except anyio.get_cancelled_exc_class():
             if stop is not None:
                 stop()
-            raise  # the group waits for the thread
+            raise  # the task group waits for the thread
     if isinstance(ended[0], Exception):
         raise ended[0]
     return ended[0]

@@ -1,11 +1,11 @@
-"""Bodies of values: the bytes of a chunk, or of a part of it, gathered from a slot or scattered into one."""
+"""Bodies of values. A body is the bytes of a chunk or of a part of a chunk, gathered from a slot or copied to it."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from kvpipe.geometry import Geometry
-from kvpipe.messages import TierOrder
+from kvpipe.protocol.geometry import Geometry
+from kvpipe.protocol.messages import TierOrder
 from kvpipe.tiers.base import ALIGN_BYTES
 from kvpipe.tiers.envelope import pages
 from kvpipe.tiers.parts import Share, Slice
@@ -17,20 +17,20 @@ Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 class Bodies:
     """Maps chunks in slots to bodies. A body is ``[layer][page]`` without gaps, padded to `ALIGN_BYTES`.
 
-    The body of a whole chunk is the slot's own memory. A shorter one is gathered into a buffer of its own.
+    The body of a whole chunk is the slot's own memory. The body of a shorter chunk is gathered into a new buffer.
     """
 
     def __init__(self, geometry: Geometry, pool: HostPool) -> None:
-        """View the pool's slots as numpy arrays. `geometry`: of this rank."""
-        self._geometry = geometry
+        """View the pool's slots as a numpy array. `geometry`: this rank's geometry."""
+        self._geometry, self._is_shared = geometry, bool(pool.token)
         self._slots: Bytes = pool.tensor.numpy()
 
     def size(self, group: int, units: int) -> int:
-        """Return the bytes of the body of `units` units, padding included."""
+        """Return the size in bytes of the body of `units` units, padding included."""
         return -(-self._geometry.groups[group].bytes_per_block * self._pages(group, units) // ALIGN_BYTES) * ALIGN_BYTES
 
     def size_of(self, group: int, units: int, split: int, theirs: int) -> int:
-        """Return the bytes of a body in a split of `theirs` parts; this rank's own body is one of `split` parts."""
+        """Return the size in bytes of a body in a split of `theirs` parts. The split of this rank has `split` parts."""
         used = self._geometry.groups[group].bytes_per_block * self._pages(group, units) * split // theirs
         return -(-used // ALIGN_BYTES) * ALIGN_BYTES
 
@@ -39,34 +39,37 @@ class Bodies:
         return units == self._geometry.units_per_chunk
 
     def of(self, slot: int, group: int, units: int) -> memoryview:
-        """Return the slot's own memory, as long as the body of `units` units of the group."""
+        """Return the beginning of the slot's own memory, with the length of the body of `units` units."""
         view: memoryview = self._slots[slot].data
         return view[: self.size(group, units)]
 
     def gather(self, slot: int, group: int, units: int) -> memoryview:
-        """Return a body to be written to a tier: the slot's own memory for a whole chunk, else a copy."""
+        """Return a body to be written to a tier: the slot's own memory for a whole chunk, otherwise a copy.
+
+        If engines share the slots, a chunk that needs padding is copied, because only the chunk's writer writes a slot.
+        """
         used = self._geometry.groups[group].bytes_per_block * self._pages(group, units)
-        if self.whole(units):
+        if self.whole(units) and not (self._is_shared and used < self.size(group, units)):
             body = self._slots[slot][: self.size(group, units)]
         else:
             body = np.frombuffer(pages(self.size(group, units)), np.uint8)
             for mine, theirs in self._stretches(slot, group, units):
                 body[mine] = theirs
-        body[used:] = 0  # padding: nobody else's bytes go out
+        body[used:] = 0  # padding must not contain bytes of another request
         view: memoryview = body.data
         return view
 
     def scatter(self, body: memoryview, slot: int, group: int, units: int) -> None:
-        """Copy the body of a chunk that is not whole into the slot."""
+        """Copy `body`, the body of a chunk that is not whole, into the slot."""
         flat: Bytes = np.frombuffer(body, np.uint8)
         for mine, theirs in self._stretches(slot, group, units):
             theirs[:] = flat[mine]
 
     def move_heads(self, body: memoryview, order: TierOrder, share: Share, split: int, one: Slice) -> None:
-        """Copy the KV heads of `one` between a body of another split and the slot, in the order's direction.
+        """Copy the KV heads of `one` between a body of another split and the slot, in the direction of `order`.
 
-        `split`: this rank's own number of parts. `share`: how this rank's pages hold heads. A body to be stored is
-        filled completely: this rank has all of its heads.
+        `split`: the number of parts of this rank's own split. `share`: the layout of heads in this rank's pages. A body
+        to be stored is filled completely, because this rank has all heads of the body.
         """
         flat: Bytes = np.frombuffer(body, np.uint8)
         at, pages = 0, self._pages(order.group, order.units)
@@ -79,7 +82,7 @@ class Bodies:
             into[:] = out_of
             at += size
         if order.stores:
-            flat[at:] = 0  # padding: nobody else's bytes go out
+            flat[at:] = 0  # padding must not contain bytes of another request
 
     def _pages(self, group: int, units: int) -> int:
         return self._geometry.paging[group].pages(units)

@@ -1,7 +1,7 @@
-"""A rank's carrier: copies chunks from tiers into slots, and from slots to tiers, in a thread of its own.
+"""A rank's carrier: a thread that copies chunks from tiers into slots, and from slots to tiers.
 
-The scheduler side orders what is carried, and holds the slots meanwhile. Each order has a cursor on the loop thread. It
-is reported once, when nothing touches its slot any more.
+The scheduler side orders each copy, and keeps the slot reserved until the carrier has reported the order. Each order
+has a cursor on the loop thread. The carrier reports an order once, when nothing touches the order's slot any more.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Final, NamedTuple
 
 import anyio
 
-from kvpipe.geometry import Geometry
-from kvpipe.messages import TierOrder
+from kvpipe.protocol.geometry import Geometry
+from kvpipe.protocol.messages import TierOrder
 from kvpipe.statemachine import carry as m
 from kvpipe.statemachine.core import Cursor, Edge, State
 from kvpipe.tiers.base import ALIGN_BYTES, Get, Key, Put, Read, TierError, TierFullError, blocking
@@ -23,36 +23,36 @@ from kvpipe.tiers.bodies import Bodies
 from kvpipe.tiers.envelope import HEADER_BYTES, DamagedError, pages
 from kvpipe.tiers.first_hash import FirstHash
 from kvpipe.tiers.guard import READ, WRITE, GuardedTier
-from kvpipe.tiers.parts import BOUND, Share, Slice, kept_splits, mark_key, part_of, slices, split_of, writes
+from kvpipe.tiers.parts import BOUND, RankParts, Share, Slice, kept_splits, mark_key, part_of, slices, split_of, writes
 from kvpipe.tiers.thread import TierThread
 from kvpipe.trace.log import Counters
 from kvpipe.trace.recorder import OFF, Recorder
 from kvpipe.transfer.pool import HostPool
 
 TIMEOUTS_MAX: Final = 10
-"""Time limit for a value, in multiples of its tier's `timeout_ms_max`, even while its bytes move."""
+"""The time limit for one order, also while bytes move, in multiples of the tier's `timeout_ms_max`."""
 DRAIN_S_MAX, STOP_S_MAX = 5.0, 5.0
-"""The longest time that a shutdown waits for stores under way, and then for tiers to close."""
+"""The most seconds that a shutdown waits for stores in progress, and after that for tiers to close."""
 SPARE_BODIES_MAX, SPARE_S = 32, 10.0
-"""How many buffers for parts of another split are kept for reuse, and for how long after the last such order."""
+"""The number of buffers for parts of another split that are kept for reuse, and the seconds for which they are kept."""
 OTHER_FAULTS_MAX, OTHER_PAUSE_S = 3, 60.0
-"""After `OTHER_FAULTS_MAX` failures in a row to read values of another split, no value of it is read for so long."""
+"""After `OTHER_FAULTS_MAX` consecutive failures to read another split, it is not read for `OTHER_PAUSE_S` seconds."""
 MARK_S: Final = 60.0
-"""How often, while chunks are stored, the marker for their split is written again."""
+"""Seconds after which the next store writes the marker for its split again."""
 
-_Item = tuple[TierOrder, str, int]
+_QueuedOrder = tuple[TierOrder, str, int]
 """(order, namespace, step)."""
 
 _Other = tuple[int, str, int]
-"""Values of another split: (index of the tier, namespace, number of parts of a chunk)."""
+"""(index of the tier, namespace, number of parts of a chunk) of values of another split."""
 
-_Move = Callable[[], Awaitable[tuple[str, int]]]
+_Carry = Callable[[], Awaitable[tuple[str, int]]]
 _Fill = Callable[[], object]
 _Values = Sequence[tuple[Key, memoryview]]
 
 
 class _Got(NamedTuple):
-    """How the read of one value ended; `name` is the last of its names that was tried."""
+    """The result of reading one value. `name` is the last of the value's names that was tried."""
 
     read: Read
     name: Key
@@ -60,72 +60,67 @@ class _Got(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """How one order ended on this rank."""
+    """The result of one order on this rank."""
 
     order: TierOrder
     ok: bool
 
 
-class Carrier(TierThread[_Item]):
-    """One per rank."""
+class Carrier(TierThread[_QueuedOrder]):
+    """Carries chunks between tiers and the slots of one rank."""
 
     def __init__(
         self,
         tiers: Sequence[GuardedTier],
         geometry: Geometry,
         pool: HostPool,
+        parts: RankParts,
         *,
-        rank: int,
-        ranks: int,
         counters: Counters,
-        shares: Sequence[Share] = (),
-        share_ranks_max: int = 1,
         cpus: frozenset[int] = frozenset(),
         trace: Recorder = OFF,
     ) -> None:
-        """Start the thread, bound to `cpus` if any are given. `geometry`, `pool`: of this rank.
-
-        `shares`: of each cache group; empty: all are bound to the layout. `share_ranks_max`: see `kept_splits`.
-        """
-        self.machine = m.CARRY.compile()
+        """Start the thread, bound to `cpus` if any are given. `geometry`, `pool` and `parts` are those of this rank."""
+        rank, ranks = parts.rank, parts.ranks
+        self.machine, self._fetches = m.CARRY.compile(), parts.fetches
         self._bodies = Bodies(geometry, pool)
         self._rank, self._ranks, self.counters, self._trace = rank, ranks, counters, trace
-        self._shares = tuple(shares) or (Share(),) * len(geometry.groups)
+        self._shares = tuple(parts.shares) or (Share(),) * len(geometry.groups)
         heads = tuple(share.heads for share in self._shares)
         self._split = tuple(split_of(one, ranks) for one in heads)
-        self._kept = kept_splits(heads, ranks, share_ranks_max)
+        self._kept = kept_splits(heads, ranks, parts.share_ranks_max)
         self._spare: deque[memoryview] = deque(maxlen=SPARE_BODIES_MAX)
         self._apart_open = 0  # orders for parts of another split
-        self._rest: anyio.CancelScope | None = None  # of the task that frees their buffers
+        self._rest: anyio.CancelScope | None = None  # the scope of the task that frees the spare buffers
         self._other_faults: dict[_Other, tuple[int, float]] = {}
-        """(failures in a row, time of the last one by the monotonic clock)."""
+        """(number of consecutive failures, time of the last failure by the monotonic clock)."""
         self.first_hash = FirstHash(leaves=rank == 0)
         self._marked: dict[tuple[int, str], float] = {}
         self._turns = [{use: anyio.CapacityLimiter(tier.spec.lanes) for use in (READ, WRITE)} for tier in tiers]
-        self._threads = anyio.CapacityLimiter(4)
-        self._outbox: deque[Carried] = deque()
-        self._open: dict[int, TierOrder] = {}  # taken, and not yet reported
+        self._threads, self._outbox = anyio.CapacityLimiter(4), deque[Carried]()
+        self._open: dict[int, TierOrder] = {}  # orders that were begun and not yet reported, by id
         self._stores_begun = self._stores_ended = 0
         self.bytes = {(tier.name, use): 0 for tier in tiers for use in (READ, WRITE)}
         self.seconds = dict.fromkeys(self.bytes, 0.0)
+        self._took = {one: counters.durations.of_tier(*one) for one in self.bytes}
         super().__init__("kvpipe-carrier", tiers, cpus)
 
     # ---- vLLM's thread --------------------------------------------------------------------------------------------
 
-    def begin(self, orders: Sequence[TierOrder], space: str, step: int) -> None:
-        """Begin the orders of step `step`. `space`: the namespace of orders without one of their own. Never blocks."""
+    def carry_out(self, orders: Sequence[TierOrder], space: str, step: int) -> None:
+        """Begin the orders of step `step`. `space`: the namespace of orders that have none. Never blocks."""
         for order in orders:
             self._open[order.id] = order
             self._stores_begun += order.stores
             self._begin((order, order.space or space, step))
 
     def collect(self) -> list[Carried]:
-        """Return how orders ended since the last call, each exactly once."""
-        lost = not self.alive  # asked first: what it reported before its end is in the outbox
+        """Return the orders that ended since the last call. Every order is returned exactly once."""
+        lost = not self.alive  # read `alive` first, so that the outbox has every report from before the end of the loop
         out = []
         while self._outbox:
             one = self._outbox.popleft()
-            if self._open.pop(one.order.id, None) is not None:  # else it was reported as lost, and has ended since
+            if self._open.pop(one.order.id, None) is not None:  # if None, the order was already reported as lost
                 out.append(one)
         if lost and self._open:
             self.counters.fault("carrier_lost")
@@ -135,16 +130,17 @@ class Carrier(TierThread[_Item]):
 
     @property
     def unreadable(self) -> frozenset[int]:
-        """The indices of the tiers that this rank does not read at present."""
-        return frozenset(at for at, tier in enumerate(self.tiers) if not (self.alive and tier.breakers[READ].allows))
+        """The indices of the tiers that this rank does not read at present. A rank that fetches nothing names none."""
+        tiers = enumerate(self.tiers if self._fetches else ())
+        return frozenset(at for at, tier in tiers if not (self.alive and tier.breakers[READ].allows))
 
     @property
     def rates(self) -> dict[int, float]:
-        """By index of the tier, of those that were read: bytes per second, as of late."""
+        """The recent read rate in bytes per second, by index of the tier, for tiers that were read."""
         return {place: rate for place, tier in enumerate(self.tiers) if (rate := tier.rate.bytes_per_s)}
 
     def shutdown(self) -> None:
-        """Finish stores within `DRAIN_S_MAX`, give up the rest, close the tiers. Idempotent."""
+        """Finish stores within `DRAIN_S_MAX`, cancel all other orders, and close the tiers. Idempotent."""
         deadline = time.monotonic() + DRAIN_S_MAX
         while self.alive and self._stores_begun > self._stores_ended and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -152,18 +148,18 @@ class Carrier(TierThread[_Item]):
 
     # ---- the loop thread ------------------------------------------------------------------------------------------
 
-    def _refuse(self, item: _Item) -> None:
+    def _refuse(self, item: _QueuedOrder) -> None:
         self._end(item[0], ok=False)
 
-    async def _work(self, item: _Item) -> None:
+    async def _work(self, item: _QueuedOrder) -> None:
         order, space, step = item
         cursor = Cursor(self.machine, order.id, self._watch(step))
         turns, has_turn, apart = None, False, False
         try:
-            tier = self.tiers[order.tier]  # fails on a rank that has fewer
-            if order.stores and not self._touches(tier, order, space):
+            tier = self.tiers[order.tier]  # raises IndexError if this rank has fewer tiers
+            if not self._touches(tier, order, space):
                 cursor.fire(m.BEGIN)
-                cursor.fire(m.DONE, "another rank stores it")
+                cursor.fire(m.DONE, "another rank carries it out")
                 return
             apart = order.split not in {BOUND, self._split[order.group]}
             self._apart_open += apart
@@ -174,7 +170,7 @@ class Carrier(TierThread[_Item]):
             with anyio.move_on_after(tier.timeout_s * TIMEOUTS_MAX):
                 await turns.acquire_on_behalf_of(cursor)
                 has_turn = True
-            if not has_turn:  # not the tier's fault: it may be well, and busy with what came before
+            if not has_turn:  # not a fault of the tier, which may be busy with earlier orders
                 cursor.fire(m.FAULT, "no lane has become free")
             elif not tier.breakers[use].allows:
                 cursor.fire(m.REFUSE, "the breaker is open")
@@ -183,7 +179,7 @@ class Carrier(TierThread[_Item]):
                 other = apart and not order.stores and order.split != self._kept[order.group]
                 which = (order.tier, space, order.split) if other else None
                 await self._try(cursor, tier, use, functools.partial(move, tier, order, space), which)
-        except Exception as error:  # noqa: BLE001  (a bug of ours or a tier's: this order has failed, others go on)
+        except Exception as error:  # noqa: BLE001  (a bug here or in a tier must fail this order only)
             self.counters.fault("carry_failed", order=order.id, error=repr(error))
             if not cursor.state.final:
                 cursor.fire(m.FAULT, repr(error))
@@ -199,17 +195,18 @@ class Carrier(TierThread[_Item]):
             self._end(order, ok=cursor.state.row == m.FINALIZED)
 
     async def _give_back(self, rest: anyio.CancelScope) -> None:
-        """Free the buffers for parts of another split after `SPARE_S` without such an order."""
+        """Free the spare buffers after `SPARE_S` seconds without an order for parts of another split."""
         with rest:
             await anyio.sleep(SPARE_S)
             self._spare.clear()
 
     def _end(self, order: TierOrder, *, ok: bool) -> None:
         self._outbox.append(Carried(order, ok))
-        self._stores_ended += order.stores
-        self._ended += 1
+        self._stores_ended, self._ended = self._stores_ended + order.stores, self._ended + 1
 
-    async def _try(self, cursor: Cursor, tier: GuardedTier, use: str, move: _Move, other: _Other | None = None) -> None:
+    async def _try(
+        self, cursor: Cursor, tier: GuardedTier, use: str, move: _Carry, other: _Other | None = None
+    ) -> None:
         began = time.monotonic()
         try:
             with anyio.fail_after(tier.timeout_s * TIMEOUTS_MAX):
@@ -221,14 +218,15 @@ class Carrier(TierThread[_Item]):
         except TierError as error:
             self._failed(cursor, tier, use, str(error), full=isinstance(error, TierFullError), other=other)
             return
-        took_s = time.monotonic() - began
+        self.seconds[tier.name, use] += (took_s := time.monotonic() - began)
         if other is None or moved:
             tier.breakers[use].ok()
-        self.seconds[tier.name, use] += took_s
         if why:
             cursor.fire(m.MISS, why)
             return
         self.bytes[tier.name, use] += moved
+        if moved:
+            self._took[tier.name, use](took_s)
         cursor.fire(m.DONE)
 
     def _failed(
@@ -239,12 +237,12 @@ class Carrier(TierThread[_Item]):
         if other is None:
             cursor.fire(m.FAULT, why)
             tier.fault(use, why, slow=slow)
-        else:  # no evidence about this engine's own values
+        else:  # the failure says nothing about values of this engine's own split
             cursor.fire(m.MISS, why)
             self._other_faults[other] = (self._other_faults.get(other, (0, 0.0))[0] + 1, time.monotonic())
 
     async def _fetch(self, tier: GuardedTier, order: TierOrder, space: str) -> tuple[str, int]:
-        """Fetch a chunk into its slot. Returns (why it is a miss, or ""; bytes read)."""
+        """Fetch a chunk into its slot. Returns (reason for a miss, or ""; bytes read)."""
         bodies, (slot, group, units) = self._bodies, (order.slot, order.group, order.units)
         if order.split not in {BOUND, self._split[group]}:
             return await self._fetch_parts(tier, order, space)
@@ -255,7 +253,7 @@ class Carrier(TierThread[_Item]):
         return await self._check(tier, found, units, [body], [move]), body.nbytes
 
     async def _fetch_parts(self, tier: GuardedTier, order: TierOrder, space: str) -> tuple[str, int]:
-        """Fetch a chunk of another split: the values of all parts that share KV heads with this rank, as `_fetch`."""
+        """Fetch all parts of a chunk of another split that share KV heads with this rank. Returns like `_fetch`."""
         wanted = self._slices(order)
         if not wanted:
             return "another layout", 0
@@ -275,7 +273,7 @@ class Carrier(TierThread[_Item]):
         return "", sum(body.nbytes for body in bodies)
 
     def _slices(self, order: TierOrder) -> list[Slice]:
-        """Return which heads this rank shares with each part of the order; empty if parts are not ranges of heads."""
+        """Return the heads that this rank shares with each part of the order; [] if parts are not ranges of heads."""
         share, split = self._shares[order.group], self._split[order.group]
         if not split or share.heads % order.split:
             return []
@@ -287,7 +285,7 @@ class Carrier(TierThread[_Item]):
         return functools.partial(self._bodies.move_heads, body, order, share, split, one)
 
     def _room(self, order: TierOrder) -> memoryview:
-        """Return a buffer for a part's body, a used one if possible, as page faults take as long as the copy."""
+        """Return a buffer for a part's body. A used buffer avoids page faults, which take as long as the copy."""
         size = self._bodies.size_of(order.group, order.units, self._split[order.group], order.split)
         while self._spare:
             body = self._spare.pop()
@@ -296,7 +294,7 @@ class Carrier(TierThread[_Item]):
         return pages(size)
 
     async def _ask(self, tier: GuardedTier, keys: Sequence[Key], bodies: Sequence[memoryview]) -> list[_Got]:
-        """Read values, each under the first of its names that the tier has."""
+        """Read each value under the first of its names that the tier has."""
         found = [_Got(Read.MISS, key, pages(HEADER_BYTES)) for key in keys]
         names = [tier.sealer.names(key) for key in keys]
         for way in range(tier.sealer.ways):
@@ -309,7 +307,7 @@ class Carrier(TierThread[_Item]):
     async def _check(
         self, tier: GuardedTier, found: Sequence[_Got], units: int, bodies: Sequence[memoryview], moves: Sequence[_Fill]
     ) -> str:
-        """Check and decrypt values, then run their `moves`. Returns why a value cannot be used; "" if all can."""
+        """Check and decrypt values, then run their `moves`. Returns the reason why a value is unusable, or ""."""
         whys = ["" if got.read is Read.HIT else got.read.value for got in found]
 
         def work() -> None:
@@ -331,7 +329,7 @@ class Carrier(TierThread[_Item]):
         return next(filter(None, whys), "")
 
     async def _store(self, tier: GuardedTier, order: TierOrder, space: str) -> tuple[str, int]:
-        """Store a chunk, unless another rank stores the same part. Returns ("", bytes written)."""
+        """Store this rank's part of a chunk, unless another rank stores this part. Returns ("", bytes written)."""
         if self.first_hash.is_due(order.tier, space):
             await self.first_hash.leave(tier, order.tier, space)
         if self._marks(order, space):
@@ -345,7 +343,7 @@ class Carrier(TierThread[_Item]):
         return "", body.nbytes
 
     async def _store_parts(self, tier: GuardedTier, order: TierOrder, space: str) -> tuple[str, int]:
-        """Store this rank's part of a chunk as several smaller parts, for engines with more ranks."""
+        """Store this rank's part of a chunk as several smaller parts, which engines with more ranks can read."""
         wanted, split = self._slices(order), self._split[order.group]
         if not wanted or order.split % split:
             return "another layout", 0
@@ -357,23 +355,25 @@ class Carrier(TierThread[_Item]):
         return "", sum(body.nbytes for body in bodies)
 
     async def _mark(self, tier: GuardedTier, place: int, space: str) -> None:
-        """Write the marker by which engines of other splits learn that the tier has chunks of this one."""
+        """Write the marker that tells engines of other splits that the tier has chunks of this engine's split."""
         now_s, others = time.monotonic(), {at: one for at, one in self._marked.items() if at[0] != place}
         await self._write(tier, 0, [(mark_key(space, self._kept), pages(ALIGN_BYTES))])
         self._marked = others | {(place, space): now_s}
 
     def _marks(self, order: TierOrder, space: str) -> bool:
-        """Whether this rank is to write a marker now."""
+        """Whether this rank must write a marker now."""
         due = time.monotonic() - self._marked.get((order.tier, space), -MARK_S) >= MARK_S
         return due and self._rank == 0 and order.split != BOUND and all(self._split)
 
     def _touches(self, tier: GuardedTier, order: TierOrder, space: str) -> bool:
-        """Whether this rank has anything to write for a store: its part of the chunk, a marker, or the first hash."""
+        """Whether this rank fetches, or writes something for a store: its part, a marker, or the first hash."""
+        if not order.stores:
+            return self._fetches
         marks = self._marks(order, space) or self.first_hash.is_due(order.tier, space)
         return writes(order.split, self._rank, self._ranks, order.chunk) or (tier.breakers[WRITE].allows and marks)
 
     async def _write(self, tier: GuardedTier, units: int, values: _Values, moves: Sequence[_Fill] = ()) -> None:
-        """Write values, all in one call. `moves` fill their bodies first."""
+        """Write all values in one call. The `moves` fill the bodies before the write."""
 
         def work() -> list[Put]:
             for move in moves:
@@ -394,7 +394,7 @@ class Carrier(TierThread[_Item]):
 
         def moved(cursor: Cursor, was: State, edge: Edge, why: str) -> None:
             number = cursor.key
-            assert isinstance(number, int)  # noqa: S101  (it is the order's id)
+            assert isinstance(number, int)  # noqa: S101  (a cursor's key is the order's id)
             self._trace.took("", 0, step, cursor, number, was, edge, why)
 
         return moved

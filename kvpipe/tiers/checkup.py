@@ -1,4 +1,4 @@
-"""Whether a tier can be used from here: opened, asked, and given a small value that is read back and dropped."""
+"""A check of a tier from this machine: open the tier, check its health, and write, read and delete a small value."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import anyio
 
-from kvpipe import config_errors
+from kvpipe.inputs import config_errors
 from kvpipe.tiers.base import Get, Key, Put, Read, Tier, TierError
 from kvpipe.tiers.envelope import HEADER_BYTES, DamagedError, Sealer, pages
 from kvpipe.tiers.first_hash import ANY, read_first_hash
@@ -17,15 +17,15 @@ from kvpipe.tiers.registry import make_tier
 from kvpipe.tiers.spec import TierSpec
 
 NAMESPACE = "0" * 32
-"""No engine's: a hash of nothing."""
+"""The namespace of the check's value. No engine has this namespace, because namespaces of engines are hashes."""
 PATIENCE = 4
-"""How many of its `timeout_ms_max` a tier has for all of it."""
+"""Time limit for the whole check, in multiples of the tier's `timeout_ms_max`."""
 
 
 def problem_of(name: str, spec: TierSpec) -> str:
-    """Return what is wrong with a tier, or nothing. Raises `ConfigError` for what is wrong with its configuration.
+    """Return the reason why a tier cannot be used, or "". Raises `ConfigError` if its configuration is wrong.
 
-    Nothing is left behind: a folder that is made for this is removed.
+    The check removes every folder that it created.
     """
     tier, sealer = make_tier(name, spec, writes=spec.store != "never"), Sealer(secrets_of(spec))
     path = getattr(spec, "path", None)
@@ -33,7 +33,7 @@ def problem_of(name: str, spec: TierSpec) -> str:
     try:
         return anyio.run(_problem, tier, sealer, spec)
     finally:
-        with contextlib.suppress(OSError):  # an engine may have begun to use it
+        with contextlib.suppress(OSError):  # an engine may have begun to use the folder
             for one in made:
                 one.rmdir()
 
@@ -47,16 +47,16 @@ async def _problem(tier: Tier, sealer: Sealer, spec: TierSpec) -> str:
     except TierError as error:
         return str(error)
     except TimeoutError:
-        return f"no answer in {PATIENCE} x timeout_ms_max"
-    except Exception as error:  # noqa: BLE001  (a bug of the tier's: it is named)
-        return f"{config_errors.reason(repr(error))}, which no tier should raise"
+        return f"no answer within {PATIENCE} x timeout_ms_max={spec.timeout_ms_max}"
+    except Exception as error:  # noqa: BLE001  (the message names a bug in the tier)
+        return f"{config_errors.pydantic_reason(repr(error))}: a bug in the tier, which may raise only TierError"
     finally:
         with anyio.move_on_after(PATIENCE, shield=True), contextlib.suppress(Exception):
             await tier.close()
 
 
 def first_hash_in(name: str, spec: TierSpec) -> str:
-    """Return the first hash that the last engine has left in a tier; "": there is none, or it cannot be read."""
+    """Return the first hash that the last engine has stored in a tier; "": the tier has none, or cannot be read."""
     return anyio.run(_first_hash, make_tier(name, spec, writes=False), Sealer(secrets_of(spec)), spec)
 
 
@@ -65,7 +65,7 @@ async def _first_hash(tier: Tier, sealer: Sealer, spec: TierSpec) -> str:
         with anyio.fail_after(spec.timeout_ms_max * PATIENCE / 1000):
             await tier.open()
             return await read_first_hash(tier, sealer, ANY)
-    except Exception:  # noqa: BLE001  (the check of the tiers reports what is wrong)
+    except Exception:  # noqa: BLE001  (`problem_of` reports the failure)
         return ""
     finally:
         with anyio.move_on_after(PATIENCE, shield=True), contextlib.suppress(Exception):
@@ -81,9 +81,9 @@ async def _round_trip(tier: Tier, sealer: Sealer) -> str:
     (read,) = await tier.read([Get(key, (header, back))])
     await tier.delete([key])
     if read is not Read.HIT:
-        return f"a value that was written was not there to be read ({read.value})"
+        return f"the check wrote a value, but could not read it back ({read.value})"
     try:
         sealer.unseal(key, 1, header, back)
     except DamagedError as error:
-        return f"a value came back damaged ({error})"
-    return "" if bytes(back) == kept else "a value came back changed"
+        return f"the check read its value back damaged ({error})"
+    return "" if bytes(back) == kept else "the check read back other bytes than it wrote"

@@ -1,14 +1,14 @@
 """The format of a value in a tier: a header (key, lengths, checksums) and the body.
 
-Everything that a tier returns is checked here. A value that differs from what was stored under its key is damaged, and
-a damaged value is a miss. The header is HEADER_BYTES long, so that the body stays aligned behind it:
+This module checks every value that a tier returns. A value that differs from the value stored under its key is damaged,
+and a damaged value is a miss. The header is HEADER_BYTES long, so that the body after the header is aligned:
 
     fields    magic, version, cipher, units, length of the body, mark of the encryption key, salt, the whole name
     zeros
-    check     of the body as it is stored: xxh3-128, or the tag of AES-256-GCM, which covers all before it too
-    checksum  of all before it: xxh3-64
+    check     xxh3-128 of the stored body, or the tag of AES-256-GCM, which also covers the fields and zeros
+    checksum  xxh3-64 of all earlier bytes of the header
 
-With an encryption key, a value's name is not its key but a keyed hash of it: see `keyring.py`.
+With an encryption key, a value's name is not its key but a keyed hash of the key: see `keyring.py`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from kvpipe.tiers.keyring import MARK_BYTES, SALT_BYTES, EncryptionKey, ring
 
 HEADER_BYTES: Final = 4096
 VERSION: Final = 2
-"""Version of the format. Namespaces depend on it."""
+"""Version of the format. A namespace is a hash that includes this version."""
 _MAGIC = b"kvpipe\r\n"
-_FIELDS = struct.Struct(f"<8sHBBIQ{MARK_BYTES}s{SALT_BYTES}s192s")  # see the module; before units the name's length
+# The fields are listed in the module's docstring. The `B` before `I` is the length of the name.
+_FIELDS = struct.Struct(f"<8sHBBIQ{MARK_BYTES}s{SALT_BYTES}s192s")
 _CHECK_AT, _SUM_AT = HEADER_BYTES - 24, HEADER_BYTES - 8
 
 
@@ -40,9 +41,10 @@ class DamagedError(TransferError):
 
 
 class UnjudgedError(DamagedError):
-    """This reader cannot tell whether a value is whole: its version, key, format or namespace is another.
+    """This reader cannot check the value, because the value has another version, key, format or namespace.
 
-    To an engine that asked for the value this is damage like any other. A command that looks for damage keeps it.
+    An engine that asked for the value treats it as damaged. A command that searches for damaged values does not delete
+    this value.
     """
 
 
@@ -57,7 +59,10 @@ _CIPHERS = frozenset(Cipher)
 
 
 class Header(NamedTuple):
-    """A value's header. `check`: 16 bytes, see the module; `mark` and `salt`: zeros where the cipher is PLAIN."""
+    """A value's header.
+
+    `check` has 16 bytes; the module's docstring describes them. `mark` and `salt` are zeros if the cipher is PLAIN.
+    """
 
     key: Key
     units: int
@@ -72,8 +77,8 @@ def describe(header: bytes | memoryview) -> Header:
     """Parse a header of HEADER_BYTES bytes.
 
     Raises:
-        UnjudgedError: it is of another version or of a format that is not known here.
-        DamagedError: it is no header.
+        UnjudgedError: the header has another version or an unknown format.
+        DamagedError: the bytes are not a header.
 
     """
     if len(header) != HEADER_BYTES:
@@ -97,33 +102,44 @@ def describe(header: bytes | memoryview) -> Header:
 
 
 def version_of(header: bytes | memoryview) -> int:
-    """Return the format version of a value with this header, which has HEADER_BYTES in all versions; 0: no header."""
+    """Return the format version in `header`, or 0 if the bytes are not a header.
+
+    A header has HEADER_BYTES bytes in all versions.
+    """
     magic, version, *_ = _FIELDS.unpack_from(header)
     whole = magic == _MAGIC and xxhash.xxh3_64_digest(header[:_SUM_AT]) == header[_SUM_AT:]
     return version if whole else 0
 
 
 class Sealer:
-    """Makes and checks values, encrypted if it has secrets. On any thread; sealing and unsealing release the GIL."""
+    """Makes and checks values, which are encrypted if the sealer has secrets. May be called on any thread.
+
+    `seal` and `unseal` release the GIL.
+    """
 
     def __init__(self, secrets: Sequence[bytes] = ()) -> None:
-        """The first of `secrets` encrypts, all decrypt. Raises `ConfigError` if the extra is not installed."""
+        """Make a sealer that encrypts with the first of `secrets` and decrypts with any of them.
+
+        Raises `ConfigError` if the package for encryption is not installed.
+        """
         self._ring = ring(secrets)
         self._first = next(iter(self._ring.values()), None)
 
     @property
     def ways(self) -> int:
-        """The number of names of a key: one per secret, at least 1."""
+        """The number of names of a key: one per secret, or 1 without secrets."""
         return max(1, len(self._ring))
 
     def names(self, key: Key) -> tuple[Key, ...]:
-        """Return the names that `key` may have in the tier, one per encryption key. It is stored under the first."""
+        """Return the names that `key` may have in the tier, one per encryption key. New values get the first name."""
         return tuple(one.name(key) for one in self._ring.values()) or (key,)
 
     def seal(self, name: Key, units: int, body: memoryview) -> tuple[memoryview, memoryview]:
-        """Return (header, body) of a value, both aligned (`ALIGN_BYTES`). `name`: of `names`. `units`: of the chunk.
+        """Return the aligned (`ALIGN_BYTES`) buffers (header, body) of a value.
 
-        `body`: its length is a multiple of ALIGN_BYTES. Returned as it is, or encrypted into a new buffer.
+        `name`: the first of the key's `names`. `units`: the number of units of the chunk.
+        `body`: its length is a multiple of ALIGN_BYTES. Without secrets `body` itself is returned. With secrets a new
+        buffer with the encrypted body is returned.
         """
         text, key = name.text.encode(), self._first
         room = pages(HEADER_BYTES if key is None else HEADER_BYTES + body.nbytes)
@@ -144,12 +160,13 @@ class Sealer:
         return header, body
 
     def unseal(self, name: Key, units: int, header: memoryview, body: memoryview) -> None:
-        """Check that a value is what was stored under `name` with `units` units, and decrypt `body` in place.
+        """Check that a value equals the value stored under `name` with `units` units, and decrypt `body` in place.
 
         Raises:
-            UnjudgedError: it is of another version, format or namespace, or was stored with another secret; or with
-                one, and this sealer has none, or the other way round.
-            DamagedError: it is not what was stored. The content of `body` is undefined then.
+            UnjudgedError: the value has another version, format or namespace, or was encrypted with another secret.
+                Also if the value is encrypted and this sealer has no secrets, or if the value is not encrypted and this
+                sealer has secrets.
+            DamagedError: the value differs from the stored value. Then the content of `body` is undefined.
 
         """
         found = describe(header)
@@ -170,8 +187,8 @@ class Sealer:
 
 
 def _decrypt(key: EncryptionKey | None, found: Header, known: memoryview, body: memoryview) -> None:
-    """Decrypt `body` in place. Raises `UnjudgedError` without a key, `DamagedError` if the tag does not fit."""
-    from cryptography.exceptions import InvalidTag  # noqa: PLC0415  (an extra, which is there where a key is)
+    """Decrypt `body` in place. Raises `UnjudgedError` if `key` is None, `DamagedError` if the tag does not match."""
+    from cryptography.exceptions import InvalidTag  # noqa: PLC0415  (an optional package; a key exists only if it is installed)
 
     if key is None:
         raise UnjudgedError("another encryption key")
@@ -187,6 +204,7 @@ def _decrypt(key: EncryptionKey | None, found: Header, known: memoryview, body: 
 def pages(size: int) -> memoryview:
     """Return a new buffer of `size` zero bytes, aligned to pages."""
     made = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # kernels without huge pages refuse: fine
-        made.madvise(mmap.MADV_HUGEPAGE)  # fewer page faults, which cost as much as the encryption
+    with contextlib.suppress(OSError):  # a kernel without huge pages refuses the advice
+        # Page faults would cost as much time as the encryption. Huge pages cause fewer faults.
+        made.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(made)

@@ -1,79 +1,88 @@
-"""Lookups in tiers, in a thread beside the scheduler's: of which chunks of a prefix a tier has every rank's part."""
+"""Lookups in tiers. A finder's thread finds the chunks of a prefix whose parts a tier has for all ranks."""
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import anyio
 
+from kvpipe.protocol.limits import RequestLimits
 from kvpipe.tiers.base import Key, Listed, TierError
 from kvpipe.tiers.first_hash import read_first_hash
 from kvpipe.tiers.guard import FIND, GuardedTier
 from kvpipe.tiers.parts import BOUND, kept_splits, mark_key, part_keys, splits
+from kvpipe.tiers.prefix_keys import PrefixKeys, chunk_name
 from kvpipe.tiers.thread import TierThread
+from kvpipe.trace.durations import Durations
 from kvpipe.trace.log import warn
 
 KEYS_PER_CALL_MAX = 4096
 STOP_S_MAX = 5.0
 LOOKUPS_MAX = 256
-"""Lookups under way at once; more wait, at most until their deadline."""
+"""The most lookups in progress at once. Further lookups wait, each until its deadline at most."""
 SPLITS_S = 10.0
-"""How long the finder remembers which other splits a tier has. It asks only if a lookup misses something."""
-NAME_BYTES = 32
-"""Length of a chunk's name in bytes, as of vLLM's hashes."""
+"""The number of seconds for which the finder caches the splits that a tier has. The finder asks a tier for other splits
+only if a lookup did not find all chunks.
+"""
 
 REMEDY = "set the same PYTHONHASHSEED for all engines that share the tier, or for none"
 
 Elsewhere = tuple[str, tuple[int, ...]]
-"""A namespace, and by cache group, the number of parts in which a tier may have its chunks."""
+"""(namespace, number of parts of a chunk by cache group). A tier may have chunks under these names."""
+
+ChunkName = tuple[int, bytes]
+"""(cache group, name of the chunk in tiers)."""
 
 Place = tuple[int, int]
 """(cache group, units of the prefix at the chunk's end)."""
 
 
 class TierLookup:
-    """One lookup in the tiers. The scheduler's thread makes it, and reads the answer once it is `done`."""
+    """One lookup in the tiers. The scheduler's thread makes the lookup, and reads its result after `done` is set."""
 
     __slots__ = (
-        "also", "deadline_s", "done", "down", "elsewhere", "found", "full", "groups", "keys", "seconds_max", "space",
-        "state_groups", "states", "survey", "wanted", "why",
+        "also", "announced", "deadline_s", "done", "down", "elsewhere", "found", "full", "groups", "keys", "misses",
+        "number", "seconds_max", "space", "state_groups", "states", "survey", "tiers", "wanted", "why",
     )  # fmt: skip
 
     def __init__(
         self,
-        keys: Sequence[bytes],
+        prefix: PrefixKeys,
         wanted: tuple[Place, ...],
         *,
-        groups: Sequence[int],
         space: str,
         seconds_max: float,
         also: str = "",
-        states: Sequence[bytes] = (),
-        state_groups: Sequence[int] = (),
-        full: Sequence[int] = (),
         survey: bool = False,
+        tiers: frozenset[int] | None = None,
     ) -> None:
-        """`keys[u]`: key of the first u + 1 units. `wanted`: whole chunks that are not in memory.
+        """`wanted`: whole chunks that are not in host memory.
 
-        `groups`: the groups of attention, whose last chunk may be shorter. `states[u]`: the same key for states.
-        `state_groups`: the groups of states. A boundary is of use only if all of them are found there, so the tiers are
-        asked for the others at those boundaries where the first one was found. `full`: the groups of full attention:
-        boundaries behind a missing chunk of these are not asked for.
         `space`: the namespace. `also`: a second namespace with chunks of the same bytes.
         `seconds_max`: how long the request waits, until `deadline_s` of the monotonic clock.
-        `survey`: no request waits for it. Its failures are in `why`, and open no breaker.
+        `tiers`: the indices of the tiers that may be asked; None: all.
+        `survey`: no request waits for this lookup. Failures are reported in `why`, and do not open a breaker.
         """
-        self.keys, self.wanted, self.groups, self.space, self.also = keys, wanted, groups, space, also
-        self.states, self.state_groups, self.full = states or keys, state_groups, full
+        self.keys, self.groups, states, self.state_groups, self.full = prefix
+        self.states, self.wanted, self.space, self.also = states or self.keys, wanted, space, also
         self.seconds_max, self.deadline_s = seconds_max, time.monotonic() + seconds_max
         self.found: dict[Place, int] = {}
-        """The places that were found, each with the index of its tier."""
+        """The index of the tier that has the chunk, by place."""
         self.elsewhere: dict[Place, tuple[str, int]] = {}
-        """Of these, the places whose chunks this engine would store differently: (namespace, number of parts)."""
-        self.survey, self.why = survey, ""
+        """(namespace, number of parts) by place, for chunks stored in another namespace or split than this engine's."""
+        self.announced: Sequence[Mapping[ChunkName, object]] = ()
+        """The chunks that KV events have announced, by the index of the tier. Misses of other chunks are not
+        recorded."""
+        self.misses: list[tuple[int, ChunkName]] | None = None
+        """(index of the tier, name) of each chunk that a tier lacks in this engine's own namespace and split.
+
+        If None, misses are not recorded.
+        """
+        self.number = 0
+        """The number of `kvpipe.scheduler.tier_blocks` when the lookup began."""
+        self.survey, self.tiers, self.why = survey, tiers, ""
         self.down = False  # a tier could not be asked
         self.done = False  # written last
 
@@ -84,7 +93,7 @@ class TierLookup:
 
 
 class Finder(TierThread[TierLookup]):
-    """One per scheduler's process."""
+    """Finds chunks in tiers for the scheduler. Each scheduler process has one finder."""
 
     def __init__(
         self,
@@ -94,53 +103,68 @@ class Finder(TierThread[TierLookup]):
         units_per_chunk: int,
         fault: Callable[[str, str, str], object],
         share_ranks_max: int = 1,
+        durations: Durations | None = None,
     ) -> None:
-        """Start the thread. `ranks`: of this engine. `share_ranks_max`: see `kept_splits`.
+        """Start the thread. `ranks`: the number of this engine's ranks. `share_ranks_max`: see `kept_splits`.
 
-        `fault(tier, use, why)` is called for every failed call of a tier.
+        The finder calls `fault(tier, use, why)` for every failed call to a tier.
         """
         self._share_ranks_max = share_ranks_max
+        self._localities = [tier.spec.locality for tier in tiers]
         self._ranks, self._per_chunk, self._fault = ranks, units_per_chunk, fault
         self.unreadable: frozenset[int] = frozenset()
-        """The indices of tiers that some rank does not read at present. Set by the scheduler's thread."""
+        """The indices of tiers that some rank does not read at present. The scheduler's thread sets this attribute."""
         self.heads: tuple[int, ...] = ()
-        """KV heads per group, of all ranks; see `kvpipe.tiers.parts`. Set by the scheduler's thread before lookups."""
+        """The number of KV heads of all ranks, by group; see `kvpipe.tiers.parts`. The scheduler's thread sets it
+        before lookups."""
         self.first_hash = ""
-        """The first hash of this engine's keys. The scheduler's thread sets it before lookups. "": not compared."""
+        """The first hash of this engine's keys; "": do not compare. The scheduler's thread sets it before lookups."""
         self.other_hashes: dict[str, float] = {}
-        """By tier, whether an engine with another first hash has used this engine's namespace last: 1 or 0."""
+        """By tier: 1 if the engine that last used this engine's namespace had another first hash, else 0."""
         self._compared: set[tuple[int, str]] = set()
         self._others: dict[tuple[int, str], tuple[float, list[Elsewhere]]] = {}
         self._limit = anyio.Semaphore(LOOKUPS_MAX)
+        durations = Durations() if durations is None else durations
+        self._took = {tier.name: durations.of_tier(tier.name, FIND) for tier in tiers}
         super().__init__("kvpipe-finder", tiers)
 
-    def ask(self, lookup: TierLookup) -> None:
-        """Begin `lookup`. Never blocks. A lookup that cannot be made is `done` at once, with nothing found."""
+    def look_up(self, lookup: TierLookup) -> None:
+        """Begin `lookup`. Never blocks. A lookup that cannot start is `done` at once, with nothing found."""
         self._begin(lookup)
 
     def survey(self, place: int, lookup: TierLookup) -> None:
-        """Begin a survey of the tier with the index `place` only. On any thread; never blocks."""
+        """Begin `lookup` as a survey of the tier with the index `place` only. Never blocks; on any thread."""
         if not self.loop.put(functools.partial(self._begin_survey, place, lookup)):
-            _end_survey(lookup, "the engine ends")
+            _end_survey(lookup, "the engine is shutting down")
 
     def stored(self, place: int, space: str, chunk: bytes, group: int) -> None:
-        """Every rank has stored a chunk in the tier with the index `place`: later lookups find it at once."""
+        """Record that all ranks stored a chunk in the tier with the index `place`, so that later lookups find it."""
         guard = self.tiers[place]
         if isinstance(guard.tier, Listed):
             keys = part_keys(space, chunk, group, self.split(group), self._ranks)
             try:
                 guard.tier.stored([guard.sealer.names(key)[0] for key in keys])
-            except Exception as error:  # noqa: BLE001  (a bug of the tier's: what it does not list is a miss)
+            except Exception as error:  # noqa: BLE001  (a bug in the tier; the chunk is then a miss)
                 self._fault(guard.name, FIND, repr(error))
 
     def split(self, group: int) -> int:
         """Return the number of parts in which this engine stores the group's chunks; see `kvpipe.tiers.parts`."""
         return kept_splits(self.heads, self._ranks, self._share_ranks_max)[group] if self.heads else BOUND
 
+    def parts(self, group: int) -> int:
+        """Return the number of values in which a tier keeps a chunk of the group."""
+        return self.split(group) or self._ranks
+
     @property
     def usable(self) -> bool:
         """Whether any tier can be asked."""
         return self.alive and any(self._asks(place) for place in range(len(self.tiers)))
+
+    def asked(self, limits: RequestLimits) -> frozenset[int] | None:
+        """Return the indices of the tiers that a request with `limits` may ask, or None for all."""
+        if limits.load_tiers is None:
+            return None
+        return frozenset(at for at, locality in enumerate(self._localities) if limits.asks(locality))
 
     def _asks(self, place: int) -> bool:
         return place not in self.unreadable and self.tiers[place].breakers[FIND].allows
@@ -153,35 +177,35 @@ class Finder(TierThread[TierLookup]):
 
     async def _work(self, lookup: TierLookup) -> None:
         try:
-            with anyio.move_on_after(lookup.seconds_max * 2):  # a backstop: its calls have shorter limits
+            with anyio.move_on_after(lookup.seconds_max * 2):  # a last resort, because each call has a shorter limit
                 async with self._limit:
                     await self._find(lookup, lookup.wanted)
                     await self._find(lookup, (*self._partial(lookup), *self._other_states(lookup)))
-        except Exception as error:  # noqa: BLE001  (a bug of a tier's: other lookups go on)
+        except Exception as error:  # noqa: BLE001  (a bug in a tier must not end other lookups)
             self._fault("", FIND, repr(error))
         finally:
             self._refuse(lookup)
 
     def _begin_survey(self, place: int, lookup: TierLookup) -> None:
         if self._group is None or self._over:
-            _end_survey(lookup, "it is not open")
+            _end_survey(lookup, "the tier is not open yet")
         else:
             self._group.start_soon(self._survey, place, lookup)
 
     async def _survey(self, place: int, lookup: TierLookup) -> None:
-        """Find what the tier with the index `place` holds, unless it is not used at present."""
+        """Find the chunks that the tier with the index `place` has, unless the tier is not used at present."""
         why, breaker = "no answer in time", self.tiers[place].breakers[FIND]
         try:
             with anyio.move_on_after(lookup.seconds_max):
                 if place in self.unreadable:
-                    why = "some rank leaves it alone"
+                    why = "some rank does not read this tier at present"
                 elif not breaker.allows:
-                    why = f"it is left alone ({breaker.state.row})"
+                    why = f"the tier is not used: its breaker is {breaker.state.row}"
                 else:
                     await self._find_at(place, lookup, lookup.wanted)
                     await self._find_at(place, lookup, (*self._partial(lookup), *self._other_states(lookup)))
                     why = lookup.why or (why if lookup.down else "")
-        except Exception as error:  # noqa: BLE001  (a bug of the tier's: it is reported)
+        except Exception as error:  # noqa: BLE001  (a bug in the tier is reported in `lookup.why`)
             why = repr(error)
         finally:
             _end_survey(lookup, why)
@@ -202,7 +226,7 @@ class Finder(TierThread[TierLookup]):
         return tuple(out)
 
     def _other_states(self, lookup: TierLookup) -> list[Place]:
-        """Return the boundaries at which to ask for the other groups of states, the longest first."""
+        """Return the places of the other state groups to ask for, from the longest prefix to the shortest."""
         missing = [
             units for group, units in lookup.wanted if group in lookup.full and (group, units) not in lookup.found
         ]
@@ -215,13 +239,15 @@ class Finder(TierThread[TierLookup]):
             left = [place for place in places if place not in lookup.found]
             if not left:
                 return
+            if lookup.tiers is not None and index not in lookup.tiers:
+                continue
             if self._asks(index):
                 await self._find_at(index, lookup, left)
             else:
                 lookup.down = True
 
     async def _find_at(self, index: int, lookup: TierLookup, places: Sequence[Place]) -> None:
-        """Find those of `places` that the tier with this index holds."""
+        """Find those of `places` that the tier with the index `index` holds."""
         if not await self._ready(self.tiers[index], lookup):
             lookup.down = True
             return
@@ -231,19 +257,19 @@ class Finder(TierThread[TierLookup]):
         await self._find_in(index, lookup, places, lookup.space, own)
         left = [place for place in places if place not in lookup.found]
         if left:
-            seconds = (lookup.deadline_s - time.monotonic()) / 2  # leaves time to report what was found
+            seconds = (lookup.deadline_s - time.monotonic()) / 2  # the other half is for reporting the found places
             with anyio.move_on_after(seconds) as waited:
                 await self._find_elsewhere(index, lookup, left)
             lookup.down |= waited.cancelled_caught
 
     async def _compare(self, index: int, lookup: TierLookup) -> None:
-        """Say once if the engine before has another first hash: it shares nothing with this engine."""
+        """Warn once if the previous engine had another first hash, because then the two engines share no chunks."""
         tier, left_s = self.tiers[index], lookup.deadline_s - time.monotonic()
         self._compared.add((index, lookup.space))
         try:
             with anyio.fail_after(min(tier.timeout_s, max(0.0, left_s) / 2)):
                 found = await read_first_hash(tier, tier.sealer, lookup.space)
-        except (TierError, TimeoutError):  # the lookup itself finds what is wrong; the next one compares
+        except (TierError, TimeoutError):  # the lookup reports the failure; the next lookup compares again
             self._compared.discard((index, lookup.space))
             return
         differs = found not in {"", self.first_hash}
@@ -252,9 +278,10 @@ class Finder(TierThread[TierLookup]):
             warn("first_hash_differs", tier=tier.name, theirs=found, here=self.first_hash, remedy=REMEDY)
 
     async def _find_elsewhere(self, index: int, lookup: TierLookup, left: list[Place]) -> None:
-        """Find the places `left` in the tier with this index, under the names of other splits.
+        """Find the places `left` in the tier with the index `index`, under the names of other splits.
 
-        A group's first chunk is asked for first, and the rest only if that is there.
+        The tier is asked for the first chunk of each group. It is asked for the other chunks only if it has such a
+        first chunk, or if `left` contains no whole chunk.
         """
         for space, split in await self._elsewhere(index, lookup):
             parts = dict(enumerate(split))
@@ -274,9 +301,9 @@ class Finder(TierThread[TierLookup]):
     async def _find_in(
         self, index: int, lookup: TierLookup, places: Sequence[Place], space: str, split: dict[int, int]
     ) -> None:
-        """Find the chunks of `places` that the tier with this index holds in the namespace `space`.
+        """Find the chunks of `places` that the tier with the index `index` holds in the namespace `space`.
 
-        `split`: by group, the number of parts of a chunk.
+        `split`: the number of parts of a chunk, by group.
         """
         tier = self.tiers[index]
         parts = max((split[group] or self._ranks for group, _ in places), default=1)
@@ -286,13 +313,19 @@ class Finder(TierThread[TierLookup]):
             if there is None:
                 lookup.down = True
                 return
+            if lookup.misses is not None and (announced := lookup.announced[index]):
+                present = {*there, *lookup.found}
+                left = (place for place in places[first : first + count] if place not in present)
+                own = (place for place in left if (space, split[place[0]]) == self._own(lookup, place[0]))
+                names = ((place[0], chunk_name(lookup.key(place))) for place in own)
+                lookup.misses += [(index, name) for name in names if name in announced]
             lookup.found.update(dict.fromkeys(there, index))
             under = {group: (space, split[group]) for group, _ in there}
             other = [place for place in there if under[place[0]] != self._own(lookup, place[0])]
             lookup.elsewhere.update((place, under[place[0]]) for place in other)
 
     async def _elsewhere(self, index: int, lookup: TierLookup) -> list[Elsewhere]:
-        """Return the other namespaces and splits in which the tier with this index may hold this engine's chunks."""
+        """Return the other namespaces and splits under which the tier may hold chunks that this engine can use."""
         tier, place, now_s = self.tiers[index], (index, lookup.space), time.monotonic()
         asked_s, known = self._others.get(place, (-SPLITS_S, []))
         own = tuple(self.split(group) for group in range(len(self.heads)))
@@ -307,18 +340,18 @@ class Finder(TierThread[TierLookup]):
         return known
 
     async def _ready(self, tier: GuardedTier, lookup: TierLookup) -> bool:
-        """Wait for a tier that is still being opened, for half of the time left: other tiers are asked, too."""
+        """Wait until `tier` is open, for at most half of the time left. The other half is for other tiers."""
         left_s = lookup.deadline_s - time.monotonic()
         with anyio.move_on_after(left_s / 2) as waited:
             await tier.ready()
         if waited.cancelled_caught and left_s > 0:
-            self._failed(lookup, tier, "it is still being opened")
+            self._failed(lookup, tier, "the tier is still being opened")
         return not waited.cancelled_caught
 
     async def _exists(
         self, tier: GuardedTier, lookup: TierLookup, places: Sequence[Place], space: str, split: dict[int, int]
     ) -> list[Place] | None:
-        """Return those of `places` of which `tier` holds every part; None if it could not be asked."""
+        """Return those of `places` of which `tier` holds every part; None if the call to the tier failed."""
         names, owners = list[tuple[Key, ...]](), list[Place]()
         for group, units in places:
             chunk = chunk_name(lookup.key((group, units)))
@@ -332,19 +365,22 @@ class Finder(TierThread[TierLookup]):
         return [place for place in places if place not in missing]
 
     async def _have(self, tier: GuardedTier, lookup: TierLookup, names: list[tuple[Key, ...]]) -> list[bool] | None:
-        """Return, for each value, whether `tier` holds it under any of its names; None if it could not be asked."""
+        """Return, for each value, whether `tier` holds it under any of its names; None if the call failed."""
         left_s = lookup.deadline_s - time.monotonic()
-        if left_s <= 0:  # spent on others
+        if left_s <= 0:  # other tiers have used up the time
             return None
+        began_s = time.monotonic()
         try:
             with anyio.fail_after(min(tier.timeout_s, left_s)):
                 there = await tier.exists([name for some in names for name in some])
-        except TimeoutError:  # the lookup's own limit is often the shorter: then it takes several to be sure
+        except TimeoutError:  # a single timeout of a lookup with a shorter limit does not open the breaker
             self._failed(lookup, tier, "no answer in time", slow=left_s >= tier.timeout_s)
             return None
         except TierError as error:
             self._failed(lookup, tier, str(error))
             return None
+        finally:
+            self._took[tier.name](time.monotonic() - began_s)
         if not lookup.survey:
             tier.breakers[FIND].ok()
         ways = tier.sealer.ways
@@ -361,11 +397,3 @@ class Finder(TierThread[TierLookup]):
 def _end_survey(lookup: TierLookup, why: str) -> None:
     lookup.why = why
     lookup.done = True
-
-
-def chunk_name(key: bytes) -> bytes:
-    """Return a chunk's name in tiers, at most `NAME_BYTES` long: its key, or the SHA-256 of a longer one.
-
-    Keys of chunks computed with an adapter are longer: the adapter's digest is appended to the prefix hash.
-    """
-    return hashlib.sha256(key).digest() if len(key) > NAME_BYTES else key

@@ -1,7 +1,8 @@
-"""The first hash of an engine's keys, left in a tier: engines with another first hash find nothing of each other.
+"""The first hash of an engine's keys, stored in a tier. Engines with different first hashes share no chunks.
 
-A tier cannot tell keys of another chain from keys that nobody has written. So each engine leaves a digest of its first
-hash under a key that does not depend on it, one for its namespace and one for the whole tier (`ANY`, for `doctor`).
+A tier cannot distinguish keys of another hash chain from keys that were never written. So each engine stores its first
+hash under two keys that do not depend on the first hash. One key is for the engine's namespace. The other key is for
+the whole tier (`ANY`), and `doctor` reads it.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from kvpipe.tiers.envelope import HEADER_BYTES, DamagedError, Sealer, pages
 from kvpipe.tiers.guard import GuardedTier
 
 ANY: Final = "0" * 32
-"""In place of a namespace: of all engines that use the tier."""
+"""The namespace under which every engine that uses the tier stores its first hash, too."""
 NAME: Final = hashlib.sha256(b"kvpipe first hash").digest()
-"""In place of a chunk's name."""
+"""The name under which first hashes are stored, instead of the name of a chunk."""
 
 
 def _key(space: str) -> Key:
@@ -25,7 +26,7 @@ def _key(space: str) -> Key:
 
 
 async def read_first_hash(tier: Tier | GuardedTier, sealer: Sealer, space: str) -> str:
-    """Return the first hash that the engine before has left in `space`; "": there is none that can be read.
+    """Return the first hash that the previous engine has stored in `space`; "": no hash can be read.
 
     Raises:
         TierError: the tier cannot be read.
@@ -42,7 +43,7 @@ async def read_first_hash(tier: Tier | GuardedTier, sealer: Sealer, space: str) 
 
 
 async def leave_first_hash(tier: GuardedTier, space: str, first: str) -> None:
-    """Leave the hash `first` in `space`, in place of another one: a tier does not write over values.
+    """Store the hash `first` in `space`. The old value is deleted first, because a tier does not overwrite values.
 
     Raises:
         TierError: the tier cannot be used.
@@ -55,19 +56,22 @@ async def leave_first_hash(tier: GuardedTier, space: str, first: str) -> None:
 
 
 class FirstHash:
-    """Leaves the engine's first hash in each tier and namespace, once, for engines that have another."""
+    """Stores the engine's first hash once in each tier and namespace, so that other engines can compare it."""
 
     def __init__(self, *, leaves: bool) -> None:
-        """`leaves`: whether this rank does so."""
-        self.text = ""  # set before the first store; "": it is not known
+        """`leaves`: whether this rank stores the first hash."""
+        self.text = ""  # the first hash, set before the first store; "": not known
         self._leaves, self._left = leaves, set[tuple[int, str]]()
 
     def is_due(self, place: int, space: str) -> bool:
-        """Whether it is to be left now in the tier with the index `place`."""
+        """Whether `leave` must be called now for the tier with the index `place`."""
         return self._leaves and bool(self.text) and (place, space) not in self._left
 
     async def leave(self, tier: GuardedTier, place: int, space: str) -> None:
-        """Leave it for the namespace, and for the whole tier. Raises `TierError`: then it is still due."""
+        """Store the first hash for the namespace `space` and for the whole tier.
+
+        Raises `TierError` if the tier cannot be used. After an error `is_due` stays True.
+        """
         self._left.add((place, space))
         try:
             for one in (space, ANY):

@@ -1,4 +1,4 @@
-"""A tier in use by one process: opened in the background, not called while it fails, used again when it is back."""
+"""One process's guard of a tier. The guard opens the tier in the background, and stops calls while the tier fails."""
 
 from __future__ import annotations
 
@@ -21,35 +21,38 @@ from kvpipe.trace import events as e
 from kvpipe.trace.recorder import OFF, Recorder
 
 FAULTS_MAX: Final = 3
-"""Failures in a row that open a breaker; a single timeout opens it, too."""
+"""The number of consecutive failures that opens a breaker. A single timeout opens the breaker, too."""
 PROBE_S, PROBE_S_MAX, JITTER = 0.5, 30.0, 0.2
-"""Seconds before the first probe; the longest time between two, up to which it doubles; its random variation."""
+"""The seconds before the first probe, the maximum to which this delay doubles, and the share by which it varies."""
 
 OPEN_S_MAX: Final = 30.0
-"""Time limit for opening, probing and closing a tier: an index may have to be rebuilt, a client process started."""
+"""The lower bound of the time limit for opening, probing or closing a tier, in seconds.
+
+The tier may have to rebuild an index or to start a client process.
+"""
 
 FIND = "find"
-"""Lookups of the scheduler's process. Each use has a breaker of its own."""
+"""The use of a tier for lookups by the scheduler's process. Each use has its own breaker."""
 READ = "read"
-"""Fetches of a rank."""
+"""The use of a tier for fetches by a rank."""
 WRITE = "write"
-"""Stores of a rank."""
+"""The use of a tier for stores by a rank."""
 USES: Final = (FIND, READ, WRITE)
 
 
-_One = TypeVar("_One")
+_ResultT = TypeVar("_ResultT")
 
 MadeTier = tuple[str, TierSpec, Tier]
 """(name, configuration, tier)."""
 
 
 class Breaker(Cursor):
-    """Whether one process uses one tier for one purpose. On the loop thread."""
+    """The circuit breaker for one use of one tier by one process. Called on the loop thread."""
 
     __slots__ = ("_trace", "faults", "number", "tier", "use")
 
     def __init__(self, machine: Compiled, tier: str, use: str, number: int, trace: Recorder) -> None:
-        """Start closed. `number` identifies it in the trace."""
+        """Make a closed breaker. `number` identifies the breaker in the trace."""
         super().__init__(machine, number, self._took if trace.detail else None)
         self.tier, self.use, self.number, self._trace = tier, use, number, trace
         self.faults = 0
@@ -66,7 +69,7 @@ class Breaker(Cursor):
             self._trace.put(e.TierBack(*self._trace.of("", 0), tier=self.tier, use=self.use))
 
     def fault(self, why: str, *, slow: bool = False) -> None:
-        """Record a call that has failed, for the reason `why`. `slow`: it took too long, which opens the breaker."""
+        """Record a call that has failed for the reason `why`. `slow`: the call timed out, which opens the breaker."""
         self.faults += 1
         last = slow or self.faults >= FAULTS_MAX
         if self.fire(m.FAULT_LAST if last else m.FAULT, why).moves:
@@ -77,15 +80,15 @@ class Breaker(Cursor):
 
 
 class GuardedTier:
-    """One tier in one process, with its breakers. Its answers are validated, as tiers may be of other packages."""
+    """One tier in one process, with its breakers. The guard validates answers, because other packages define tiers."""
 
     def __init__(
         self, name: str, spec: TierSpec, tier: Tier, uses: tuple[str, ...], *, place: int = 0, trace: Recorder = OFF
     ) -> None:
-        """`uses`: those of `USES` that this process makes of it. `place`: its index in the configuration.
+        """`uses`: the members of `USES` that this process needs. `place`: the tier's index in the configuration.
 
         Raises:
-            ConfigError: its encryption key cannot be read.
+            ConfigError: the tier's encryption key cannot be read.
 
         """
         self.name, self.spec, self.tier = name, spec, tier
@@ -98,26 +101,26 @@ class GuardedTier:
         self._probe_now = anyio.Event()
 
     def probe_now(self) -> None:
-        """Probe at once, without waiting for the next time. On the loop thread."""
+        """Probe the tier now instead of at the next scheduled time. Called on the loop thread."""
         self._probe_now.set()
 
     async def ready(self) -> None:
-        """Wait until the tier was opened for the first time."""
+        """Wait until the tier has been opened for the first time."""
         await self._opened.wait()
 
     def fault(self, use: str, why: str, *, slow: bool = False) -> None:
-        """Record a failed call for `use`: see `Breaker.fault`."""
+        """Record a failed call for `use`, as `Breaker.fault` describes, and wake the probing task."""
         self.breakers[use].fault(why, slow=slow)
         self._bell.set()
 
-    # ---- calls, which raise `TierError` and nothing else ----------------------------------------------------------
+    # ---- calls to the tier, which raise `TierError` and nothing else ----------------------------------------------
 
     async def exists(self, keys: Sequence[Key]) -> list[bool]:
         """See `Tier.exists`."""
         return self._answer(await self._call(self.tier.exists, keys), bool, len(keys))
 
     async def read(self, gets: Sequence[Get]) -> list[Read]:
-        """See `Tier.read`. How long it takes counts for `rate`."""
+        """See `Tier.read`. The duration of the read is recorded in `rate`."""
         reads = list[Read]()
         self.rate.begin(time.monotonic())
         try:
@@ -135,29 +138,29 @@ class GuardedTier:
         """See `Tier.delete`."""
         await self._call(self.tier.delete, keys)
 
-    async def _call(self, call: Callable[[Any], Awaitable[_One]], asked: object) -> _One:
+    async def _call(self, call: Callable[[Any], Awaitable[_ResultT]], asked: object) -> _ResultT:
         try:
             return await call(asked)
         except TierError:
             raise
-        except BaseException as error:  # a bug of the tier's is a failure like any other
+        except BaseException as error:  # a bug in the tier is handled as a failed call
             if _ends_the_task(error):
                 raise
             raise TierError(f"{self.name}: {error!r}") from error
 
-    def _answer(self, answer: list[_One], kind: type[_One], count: int) -> list[_One]:
+    def _answer(self, answer: list[_ResultT], kind: type[_ResultT], count: int) -> list[_ResultT]:
         if isinstance(answer, list) and len(answer) == count and set(map(type, answer)) <= {kind}:
             return answer
-        raise TierError(f"{self.name}: its answer is not a list of {count} x {kind.__name__}")
+        raise TierError(f"{self.name}: the tier's answer is not a list of {count} x {kind.__name__}")
 
-    # ---- its life, on the loop thread -----------------------------------------------------------------------------
+    # ---- opening, probing and closing, on the loop thread ---------------------------------------------------------
 
     async def run(self) -> None:
-        """Open the tier, and probe it while a breaker is open. Runs until cancelled, and closes it then."""
+        """Open the tier, and probe the tier while a breaker is open. A cancellation ends `run` and closes the tier."""
         try:
             await self._open()
             while True:
-                await self._probe()  # at first too: opening it may have taken several attempts
+                await self._probe()  # also at once, because failed attempts to open the tier open the breakers
                 await self._bell.wait()
                 self._bell = anyio.Event()
         finally:
@@ -178,7 +181,7 @@ class GuardedTier:
             wait_s = min(wait_s * 2, PROBE_S_MAX)
 
     async def _probe(self) -> None:
-        """Probe the tier until a probe, and then a call, have closed every breaker."""
+        """Probe the tier until every breaker is closed. A successful call after a successful probe closes a breaker."""
         wait_s = self.probe_s
         while any(breaker.state.row != m.CLOSED for breaker in self.breakers.values()):
             with anyio.move_on_after(_varied(wait_s)):
@@ -201,7 +204,7 @@ class GuardedTier:
             return str(error), isinstance(error, TierFullError)
         except TimeoutError:
             return "no answer in time", False
-        except BaseException as error:  # a bug of a tier's, or no thread could be started: others go on
+        except BaseException as error:  # a bug in the tier, or no thread could be started: other tiers must continue
             if _ends_the_task(error):
                 raise
             return repr(error), False
@@ -209,31 +212,31 @@ class GuardedTier:
 
 
 def _ends_the_task(error: BaseException) -> bool:
-    """Whether this task is being cancelled, as opposed to a tier raising `CancelledError` by itself."""
+    """Whether this task is being cancelled. A tier may also raise `CancelledError` without a cancellation."""
     task = asyncio.current_task()
     cancelled = isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0
     return cancelled or isinstance(error, GeneratorExit)
 
 
 def guarded(tiers: Sequence[MadeTier], uses: tuple[str, ...], trace: Recorder = OFF) -> list[GuardedTier]:
-    """Return a guard for each tier, in order. Raises `ConfigError` as `GuardedTier`."""
+    """Return a guard for each tier, in the order of `tiers`. Raises `ConfigError` as `GuardedTier` does."""
     return [GuardedTier(name, spec, tier, uses, place=at, trace=trace) for at, (name, spec, tier) in enumerate(tiers)]
 
 
 async def capacity_of(tier: Tier) -> Capacity:
-    """Return a tier's capacity. Raises `TierError` if it cannot report it, or reports anything but natural numbers."""
+    """Return a tier's capacity. Raises `TierError` if the call fails, or if a number is negative or no integer."""
     try:
         held = await tier.capacity()
         whole = [held.items, held.bytes_used, *([] if held.bytes_max is None else [held.bytes_max])]
         possible = all(isinstance(one, int) and one >= 0 for one in whole)
     except TierError:
         raise
-    except Exception as error:  # a bug of the tier's is a failure like any other
+    except Exception as error:  # a bug in the tier is handled as a failed call
         raise TierError(f"{tier.name}: {error!r}") from error
     if not possible:
-        raise TierError(f"{tier.name}: it reports the capacity {held}")
+        raise TierError(f"{tier.name}: the tier reports an impossible capacity, {held}")
     return held
 
 
 def _varied(seconds: float) -> float:
-    return seconds * random.uniform(1 - JITTER, 1 + JITTER)  # noqa: S311  (nobody must guess it)
+    return seconds * random.uniform(1 - JITTER, 1 + JITTER)  # noqa: S311  (the delay is no secret)

@@ -1,4 +1,4 @@
-"""Lists of hosts in a configuration: names, addresses, `*.DOMAIN`, networks."""
+"""Lists of hosts in a configuration. An entry is a name, an address, `*.DOMAIN` or a network."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import ipaddress
 import re
 from typing import Final
 
-from kvpipe.config_errors import name
+from kvpipe.inputs.config_errors import safe_name
 
 _NAME: Final = re.compile(r"(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
-def check(text: str) -> str:
+def check_hosts(text: str) -> str:
     """Return a comma-separated list of hosts unchanged. Raises ValueError naming an entry that is not a host."""
     for one in _split(text):
         if _network(one) is None and not _NAME.fullmatch(one):
-            msg = f"{name(one)!r} is no name, address, *.DOMAIN or network"
+            msg = f"{safe_name(one)!r} is not a host name, an IP address, *.DOMAIN or a network"
             raise ValueError(msg)
     return text
 
 
 def among(host: str, text: str) -> bool:
-    """Whether `host` is one of those that `text` lists."""
+    """Whether `host` matches an entry of the list of hosts `text`."""
     address = _network(host)
     for one in _split(text.lower()):
         network = _network(one)

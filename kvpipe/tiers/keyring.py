@@ -1,8 +1,9 @@
-"""Encryption keys of a tier: they make names that nobody can guess, and a separate encryption key for every value.
+"""The encryption keys of a tier. Each key derives unguessable names, and a separate encryption key for every value.
 
-HKDF-SHA256 derives three things from each secret: a mark, which its values carry; a key for names; and a key from which
-the values' keys are derived, each with 32 random bytes that are stored with the value. So one AES-256-GCM key encrypts
-one value, and GCM's limits do not bound the number of values.
+HKDF-SHA256 derives a mark, a key for names and a key for values from each secret. The mark is stored in each value that
+is encrypted with the secret. Each value has its own key, derived from the key for values and from 32 random bytes that
+are stored with the value. So one AES-256-GCM key encrypts one value, and GCM's limits do not bound the number of
+values.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ if TYPE_CHECKING:
 SECRET_BYTES: Final = 32
 MARK_BYTES, SALT_BYTES = 16, 32
 KEYS_MAX: Final = 8
-"""The largest number of keys of one tier: each is one more name to look for."""
-_NONCE = bytes(12)  # a key that is used once needs no other
+"""The largest number of keys of one tier. Each key adds one name that a lookup must ask for."""
+_NONCE = bytes(12)  # a constant nonce is safe, because each key encrypts one value only
 
 
 class EncryptionKey(NamedTuple):
-    """What is derived from one secret; none of it reveals the secret.
+    """The mark and the keys derived from one secret. The mark does not reveal the secret.
 
-    `mark`: MARK_BYTES bytes, the same in all values of the secret. `name(key)`: the name of a key's value in the tier.
-    `sealing(salt)`, `opening(salt, tag)`: the cipher of one value.
+    `mark`: MARK_BYTES bytes, which are equal in all values of the secret. `name(key)`: the name of a key's value in the
+    tier. `sealing(salt)` and `opening(salt, tag)` return the cipher that encrypts or decrypts one value.
     """
 
     mark: bytes
@@ -40,7 +41,7 @@ class EncryptionKey(NamedTuple):
 
 
 def encryption_key(secret: bytes) -> EncryptionKey:
-    """Derive an encryption key from a secret. Raises `ConfigError` if the extra is not installed."""
+    """Derive an encryption key from `secret`. Raises `ConfigError` if the package cryptography is not installed."""
     try:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes  # noqa: PLC0415  (an extra)
         from cryptography.hazmat.primitives.hashes import SHA256  # noqa: PLC0415
@@ -58,7 +59,7 @@ def encryption_key(secret: bytes) -> EncryptionKey:
         return hashlib.blake2b(text.encode(), key=names, digest_size=size).digest()
 
     def name(key: Key) -> Key:
-        """Group and rank are in the hash: parts of one chunk have nothing in common."""
+        """Return the name. The hash covers group and rank, so that names do not show which parts form one chunk."""
         return Key(keyed(key.namespace, 16).hex(), keyed(key.text, 32), 0, 0, 1)
 
     def aes(salt: bytes) -> algorithms.AES:
@@ -73,11 +74,11 @@ def encryption_key(secret: bytes) -> EncryptionKey:
 
 
 def secrets_of(spec: TierSpec) -> tuple[bytes, ...]:
-    """Return the secrets of a tier: the first encrypts, any of them decrypts. Empty: its values are not encrypted.
+    """Return the secrets of a tier. The first encrypts values, and any decrypts them. Empty: values are not encrypted.
 
     Raises:
-        ConfigError: what `encryption_key_env` or `encryption_key_file` names cannot be read, may be read by others, or
-            does not hold up to KEYS_MAX times SECRET_BYTES in base64.
+        ConfigError: the variable or file with the keys cannot be read, or is a file that other users may read. Also if
+            it does not hold 1 to KEYS_MAX keys of SECRET_BYTES bytes in base64.
 
     """
     key = "encryption_key_env" if spec.encryption_key_env else "encryption_key_file"
@@ -89,29 +90,29 @@ def secrets_of(spec: TierSpec) -> tuple[bytes, ...]:
         raise ConfigError(f"{where}{error}") from None
     if found is None:
         return ()
-    named = f"{key}={str(getattr(spec, key))!r}"  # there is such a variable or file: it is not the secret itself
+    named = f"{key}={str(getattr(spec, key))!r}"  # safe to show: a variable or file of this name exists
     secrets = [_decoded(text) for text in found.get_secret_value().split()]
     remedy = f"make one with `openssl rand -base64 {SECRET_BYTES}`"
     if len(secrets) > KEYS_MAX:
-        raise ConfigError(f"{where}{named} holds {len(secrets)} keys; {KEYS_MAX} are allowed: drop old ones")
+        raise ConfigError(f"{where}{named} holds {len(secrets)} keys; {KEYS_MAX} are allowed: remove old keys")
     for at, one in enumerate(secrets, 1):
         which = f"{named}: key {at}" if len(secrets) > 1 else named
         if len(one) != SECRET_BYTES:
             raise ConfigError(f"{where}{which} does not hold {SECRET_BYTES} bytes in base64; {remedy}")
         if one in secrets[: at - 1]:
-            raise ConfigError(f"{where}{which} is there twice; leave it out, or {remedy}")
+            raise ConfigError(f"{where}{which} equals an earlier key; remove it, or {remedy}")
     return tuple(secrets)
 
 
 def _check_mode(spec: TierSpec) -> None:
-    """Raise ValueError for a file that others may read. Links are followed: the mode of the file itself counts."""
+    """Raise ValueError if others may read the key file. For a symbolic link the mode of the link's target counts."""
     file = spec.encryption_key_file
     try:
         mode = 0 if file is None else file.stat().st_mode
     except (OSError, ValueError):
-        return  # `secret` reports it
+        return  # `secret` reports the error
     if mode & 0o077:
-        msg = f"encryption_key_file: it may be read by others than its owner (mode {mode & 0o777:04o}); chmod 0600 it"
+        msg = f"encryption_key_file: other users may read the file (mode {mode & 0o777:04o}); run chmod 0600 on it"
         raise ValueError(msg)
 
 
@@ -123,5 +124,5 @@ def _decoded(text: str) -> bytes:
 
 
 def ring(secrets: Sequence[bytes]) -> dict[bytes, EncryptionKey]:
-    """Return the encryption keys of `secrets`, in order, by their marks. Raises as `encryption_key`."""
+    """Return the encryption keys of `secrets`, in the same order, by mark. Raises as `encryption_key` does."""
     return {one.mark: one for one in map(encryption_key, secrets)}

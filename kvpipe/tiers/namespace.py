@@ -7,10 +7,11 @@ import uuid
 
 
 class Namespace:
-    """The present namespace. `base`: a hash of everything that bytes depend on beside tokens; "": not known yet.
+    """The current namespace of an engine.
 
-    `second`: another namespace whose chunks have the same bytes, or "". After `renew` the namespace is never one that
-    was used before, even if `base` changes, or becomes known only later.
+    `base`: a hash of everything but tokens that the bytes of chunks depend on; "": not known yet.
+    `second`: another namespace whose chunks have the same bytes, or "". After `renew` the namespace differs from every
+    earlier one, even if `base` changes or becomes known after `renew`.
     """
 
     def __init__(self) -> None:
@@ -18,27 +19,33 @@ class Namespace:
         self.base = ""
         self.second = ""
         self.bound: dict[str, float] = {}
-        """The reason why only engines of one layout share chunks, with 1; former ones, with 0. Empty: all share."""
+        """The reasons why only engines of one layout share chunks: 1 for the current reason, 0 for earlier reasons.
+
+        If the dictionary is empty, engines of all layouts share chunks.
+        """
         self._own = ""
 
     @property
     def name(self) -> str:
-        """The namespace, 32 hex digits; "": tiers must not be used yet."""
+        """The namespace as 32 hex digits; "": tiers must not be used yet, because `base` is not known."""
         if not self.base or not self._own:
             return self.base
         return hashlib.sha256(f"{self.base}{self._own}".encode()).hexdigest()[:32]
 
     @property
     def also(self) -> str:
-        """A second namespace that may have chunks with the same bytes; "": none."""
+        """A second namespace that may have chunks with the same bytes; "": there is no second namespace."""
         return "" if self._own or not self.base or self.second == self.base else self.second
 
     def bind(self, why: str) -> bool:
-        """Set the reason why only engines of one layout share chunks; "": all do. Returns whether it has changed."""
+        """Set the reason why only engines of one layout share chunks; "": all share.
+
+        Returns whether the reason changed.
+        """
         before = [reason for reason, holds in self.bound.items() if holds]
         self.bound = dict.fromkeys(self.bound, 0.0) | ({why: 1.0} if why else {})
         return before != ([why] if why else [])
 
     def renew(self) -> None:
-        """Abandon all chunks stored so far: the namespace is a new one from now on."""
+        """Change to a new namespace, so that no chunk stored before is found any more."""
         self._own = str(uuid.uuid4())

@@ -1,9 +1,9 @@
-"""Which part of a chunk a rank holds, and how to make it of parts that another number of ranks has written.
+"""The part of a chunk that a rank holds, and how to compose the part from parts written by another number of ranks.
 
-KV heads are spread evenly over tensor-parallel ranks, in order. With fewer heads than ranks, neighbouring ranks hold
+KV heads are divided evenly among tensor-parallel ranks, in order. With fewer heads than ranks, neighbouring ranks hold
 the same heads (MLA's latents count as one head). So a part is a range of heads, and `split` is the number of parts of a
-chunk. A group that is not known to be laid out like this is bound to its layout (`BOUND`): each rank has a part of its
-own, and no other number of ranks can use these.
+chunk. A group with an unknown or different layout is bound to its layout (`BOUND`). Then each rank has its own part,
+and an engine with another number of ranks cannot use these parts.
 """
 
 from __future__ import annotations
@@ -15,23 +15,45 @@ from typing import Final, NamedTuple
 from kvpipe.tiers.base import Key
 
 BOUND: Final = 0
-"""In place of a number of parts: one part per rank, which only engines of the same layout can use."""
+"""The value used instead of a number of parts if only engines of the same layout can use the parts, one per rank."""
 
 
 class Share(NamedTuple):
     """How one group's KV is shared among ranks.
 
-    `heads`: KV heads of all ranks together; 1: all ranks hold the same; 0: bound to the layout.
-    `rows`: by layer, the number of rows in a page, each of which has all heads one after the other: one row per kernel
-    block if heads come first in it, else one per token.
+    `heads`: number of KV heads of all ranks together; 1: all ranks hold the same bytes; 0: bound to the layout.
+    `rows`: the number of rows in a page, by layer. A row contains all heads, one after the other. If heads are the
+    first dimension of a kernel block, each kernel block is a row. Otherwise each token is a row.
     """
 
     heads: int = 0
     rows: tuple[int, ...] = ()
 
+    @property
+    def whole(self) -> Share:
+        """The share if a page has the bytes of all layers of the group, so that the group counts as one layer."""
+        return Share(self.heads, (sum(self.rows),) if self.rows else ())
+
+
+class RankParts(NamedTuple):
+    """The facts that decide which parts of chunks rank `rank` of `ranks` has.
+
+    `shares`: one per cache group; empty: all groups are bound to the layout. `share_ranks_max`: see `kept_splits`.
+    `fetches`: False if another rank fetches the same bytes into the same slots.
+    """
+
+    rank: int
+    ranks: int
+    shares: Sequence[Share] = ()
+    share_ranks_max: int = 1
+    fetches: bool = True
+
 
 class Slice(NamedTuple):
-    """A range of heads that a rank shares with part `part` of another split: `theirs` in that part, `mine` here."""
+    """A range of heads that a rank shares with part `part` of another split.
+
+    `theirs`: the range's position in the part of the other split. `mine`: its position in this rank's part.
+    """
 
     part: int
     theirs: slice
@@ -39,16 +61,17 @@ class Slice(NamedTuple):
 
 
 def split_of(heads: int, ranks: int) -> int:
-    """Return into how many parts `ranks` ranks divide `heads` heads, or `BOUND` if not evenly."""
+    """Return the number of parts into which `ranks` ranks divide `heads` heads, or `BOUND` without an even division."""
     if heads and (heads % ranks == 0 or ranks % heads == 0):
         return min(heads, ranks)
     return BOUND
 
 
 def kept_splits(heads: Sequence[int], ranks: int, share_ranks_max: int) -> tuple[int, ...]:
-    """Return, by group, in how many parts an engine stores a chunk in tiers. `heads`: by group, of all ranks.
+    """Return the number of parts, by group, in which an engine stores a chunk in tiers.
 
-    That is its ranks' own split, or the finer one of `share_ranks_max` ranks, if heads spread evenly over both.
+    `heads`: the number of KV heads of all ranks, by group. The result is the finer split of `share_ranks_max` ranks, if
+    heads divide evenly into both splits. Otherwise the result is the split of the engine's own ranks.
     """
     own = tuple(split_of(one, ranks) for one in heads)
     finer = tuple(split_of(one, max(ranks, share_ranks_max)) for one in heads)
@@ -57,12 +80,12 @@ def kept_splits(heads: Sequence[int], ranks: int, share_ranks_max: int) -> tuple
 
 
 def part_of(split: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return (index of the part that `rank` holds, number of parts)."""
+    """Return the index of the part that `rank` holds, and the number of parts."""
     return (rank * split // ranks, split) if split else (rank, ranks)
 
 
 def writes(split: int, rank: int, ranks: int, chunk: bytes) -> bool:
-    """Whether this rank stores its part of `chunk`. Of ranks with the same part one does; the chunk's key decides."""
+    """Whether `rank` stores its part of `chunk`. The last byte of `chunk` chooses one of the ranks with this part."""
     copies = max(1, ranks // split) if split else 1
     return rank % copies == chunk[-1] % copies
 
@@ -74,9 +97,9 @@ def part_keys(space: str, chunk: bytes, group: int, split: int, ranks: int) -> l
 
 
 def slices(heads: int, split: int, theirs: int, part: int) -> list[Slice]:
-    """Return the slices of which part `part` of `split` parts is made, of a chunk with `theirs` parts.
+    """Return the slices of a chunk stored in `theirs` parts that together make part `part` of `split` parts.
 
-    Both numbers of parts must divide `heads`.
+    `split` and `theirs` must divide `heads`.
     """
     mine, per = heads // split, heads // theirs
     first, stop, out = part * mine, (part + 1) * mine, []
@@ -90,8 +113,8 @@ def slices(heads: int, split: int, theirs: int, part: int) -> list[Slice]:
 def splits(heads: Sequence[int], ranks: int, share_ranks_max: int = 1) -> list[tuple[int, ...]]:
     """Return all other splits in which engines with other numbers of ranks may have stored chunks.
 
-    A split is the number of parts by group. `heads`: KV heads by group, of all ranks. Empty if some group is bound to
-    its layout.
+    A split is the number of parts by group. `heads`: the number of KV heads of all ranks, by group. The result is empty
+    if some group is bound to its layout.
     """
     own = kept_splits(heads, ranks, share_ranks_max)
     if not heads or not all(own):
@@ -101,6 +124,6 @@ def splits(heads: Sequence[int], ranks: int, share_ranks_max: int = 1) -> list[t
 
 
 def mark_key(space: str, split: Sequence[int]) -> Key:
-    """Return the key of the marker: a value that exists if chunks of this split were written."""
+    """Return the key of the marker of `split`. The marker is a value that exists if chunks of `split` were stored."""
     text = "kvpipe split " + " ".join(map(str, split))
     return Key(space, hashlib.sha256(text.encode()).digest(), 0, 0, 1)

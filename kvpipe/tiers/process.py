@@ -1,7 +1,8 @@
-"""The engine's side of a process that runs a tier's client: starts it, sends it questions, ends it.
+"""The engine's side of a process that runs a tier's client.
 
-`mooncake/child.py` and `s3/child.py` are the other side. A lane is a socket, on which one question is under way at a
-time, and a stretch of the memory that both processes share.
+It starts the process, asks questions, and ends the process. `mooncake/child.py` and `s3/child.py` are the programs of
+the client's process. A lane is a socket and a range of the memory that both processes share. A lane carries one
+question at a time.
 """
 
 from __future__ import annotations
@@ -30,34 +31,36 @@ from kvpipe.tiers.base import TierError, TierFullError
 
 MESSAGE_BYTES_MAX: Final = 1 << 20
 SEND_BYTES: Final = 256 << 10
-"""SO_SNDBUF of a lane's socket. The kernel doubles it, or its own limit: less than `MESSAGE_BYTES_MAX` either way, and
-more than any question or answer."""
+"""SO_SNDBUF of a lane's socket. The kernel doubles this value, or its own limit if that is lower.
+
+The resulting size is less than `MESSAGE_BYTES_MAX`, and more than any question or answer.
+"""
 INLINE_BYTES: Final = 64 << 10
-"""Fewer bytes than these are copied on the loop: a thread costs more."""
+"""Copies of fewer bytes run on the loop's thread, because another thread would cost more than the copy."""
 PIECE_BYTES: Final = 1 << 20
-"""Bytes that one thread copies while another copies the next."""
+"""Bytes of one piece of a copy. Two threads copy alternate pieces in parallel."""
 STEP_BYTES: Final = 2 << 20
-"""Multiple in which a lane's memory grows."""
+"""The size of a lane's memory is a multiple of this number of bytes."""
 CANCEL: Final = b"cancel"
-"""Message that cancels the question under way on this lane. The client still answers it."""
+"""The message that cancels the question in progress on a lane. The client still sends an answer to that question."""
 FULL: Final = "full"
-"""The answer beside an error if the tier has no room."""
+"""The answer that accompanies an error if the tier has no room."""
 
 
 class ClientChannel:
-    """One lane: a socket to the client's process, and a stretch of the memory shared with it."""
+    """One lane: a socket to the client's process, and a range of the memory shared with that process."""
 
     def __init__(self, wire: socket.socket, shared: io.FileIO, where: range, *, cancels: bool) -> None:
-        """`where`: its stretch of the `shared` memory. `cancels`: the client understands `CANCEL`."""
+        """`where`: the lane's range of the `shared` memory. `cancels`: the client understands `CANCEL`."""
         self.wire, self.memory = wire, memoryview(b"")
-        self.owed = False  # an answer is outstanding: until it comes the client may use the memory
+        self.owed = False  # an answer is outstanding, so that the client may still use the memory
         self._shared, self._where, self._cancels = shared, where, cancels
 
     def room(self, size: int) -> memoryview:
-        """Return the lane's memory, at least `size` bytes. It grows to the largest size that was ever wanted.
+        """Return at least `size` bytes of the lane's memory. The mapping grows to the largest size ever requested.
 
         Raises:
-            ConnectionResetError: the process has ended, and its memory cannot be mapped any more.
+            ConnectionResetError: the process has ended, so that the shared memory cannot be mapped any more.
 
         """
         if size > self.memory.nbytes:
@@ -68,18 +71,21 @@ class ClientChannel:
         return self.memory
 
     async def settle(self, limit_s: float) -> None:
-        """Wait until the client does not use the memory any more. Raises TimeoutError after `limit_s` seconds."""
+        """Wait until the client no longer uses the lane's memory. Raises TimeoutError after `limit_s` seconds."""
         with anyio.fail_after(limit_s):
             while self.owed:
                 await self._answer()
 
     async def ask(self, question: list[Any], limit_s: float) -> Any:  # noqa: ANN401
-        """Send a question and return the answer. A cancellation sends `CANCEL`; without it, it waits for the answer.
+        """Send a question and return the answer.
+
+        If this call is cancelled, it sends `CANCEL` to the client. If the client does not understand `CANCEL`, the call
+        waits for the answer instead.
 
         Raises:
-            TimeoutError: there is no answer within `limit_s` seconds.
+            TimeoutError: the client has not answered within `limit_s` seconds.
             TierError: the client has answered with an error; `TierFullError` if the tier has no room.
-            OSError: the process has ended.
+            OSError: the client's process has ended.
 
         """
         await self.settle(limit_s)
@@ -107,13 +113,16 @@ class ClientChannel:
 
 
 def beside(parts: Sequence[memoryview], memory: memoryview, at: int) -> list[tuple[memoryview, memoryview]]:
-    """Return (part, its stretch of a lane's memory) for each part of a value that begins at `at` in the memory."""
+    """Return each part of a value with the part's range of a lane's memory. The value begins at `at` in the memory."""
     begins = accumulate((part.nbytes for part in parts), initial=at)
     return [(part, memory[begin : begin + part.nbytes]) for part, begin in zip(parts, begins, strict=False)]
 
 
 async def copy(copies: list[tuple[memoryview, memoryview]], limiter: anyio.CapacityLimiter) -> None:
-    """Copy the second of each pair to the first: in two threads and without the GIL, or, if it is little, directly."""
+    """Copy the second view of each pair to the first, in two threads and without the GIL.
+
+    A copy of fewer than `INLINE_BYTES` bytes runs on the calling thread.
+    """
     if sum(source.nbytes for _, source in copies) < INLINE_BYTES:
         _copy(copies)
         return
@@ -133,7 +142,7 @@ def _copy(copies: list[tuple[memoryview, memoryview]]) -> None:
 
 
 class Pool:
-    """Lanes, each lent to one caller at a time."""
+    """A pool of lanes. Each lane is lent to one caller at a time."""
 
     def __init__(self, lanes: Sequence[ClientChannel]) -> None:
         self._free, self._size, self._turn = deque(lanes), len(lanes), anyio.Semaphore(len(lanes))
@@ -155,7 +164,7 @@ class Pool:
             self._back(lane)
 
     def _back(self, lane: ClientChannel) -> None:
-        self._free.appendleft(lane)  # the last one used: its memory is there, and in the cache
+        self._free.appendleft(lane)  # reused next, because its memory is mapped and in the CPU's cache
         self._turn.release()
         if self._shut:
             lane.wire.close()
@@ -172,14 +181,14 @@ class Pool:
                 self._turn.release()
 
     def shut(self) -> None:
-        """Lend no lane any more, and close them."""
+        """Stop lending lanes. Close free lanes now, and each lent lane when it is returned."""
         self._shut = True
         for lane in self._free:
             lane.wire.close()
 
 
 class ClientProcess:
-    """The client's process, as its parent sees it. `pools`: its lanes by use."""
+    """The parent's handle of the client's process. `pools`: the pools of lanes, by use."""
 
     def __init__(
         self, child: Path, counts: dict[str, int], lane_bytes: int, environment: dict[str, str], *,
@@ -187,8 +196,9 @@ class ClientProcess:
     ) -> None:  # fmt: skip
         """Start the process. Blocks for some milliseconds.
 
-        `child`: its program, see `mooncake/child.py`. `counts`: number of lanes by use. `lane_bytes`: the most memory
-        of a lane, a multiple of the page size. `cancels`: it understands `CANCEL`. `log`: where its stderr goes.
+        `child`: the process's program, such as `mooncake/child.py`. `counts`: number of lanes by use. `lane_bytes`: the
+        most memory of a lane, a multiple of the page size. `cancels`: the client understands `CANCEL`. `log`: the
+        destination of the process's stderr.
         """
         self.lane_bytes = lane_bytes
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(1 + sum(counts.values()))]
@@ -197,7 +207,7 @@ class ClientProcess:
         self._shared = io.FileIO(os.memfd_create(f"kvpipe-{child.stem}"), "r+")
         fds = [self._shared.fileno(), *(theirs.fileno() for _, theirs in pairs)]
         try:
-            self._shared.truncate(lane_bytes * (len(pairs) - 1))  # nothing is taken before it is used
+            self._shared.truncate(lane_bytes * (len(pairs) - 1))  # a page is allocated on first use
             self._process = subprocess.Popen(  # noqa: S603
                 [sys.executable, "-P", str(child), *map(str, fds)],
                 pass_fds=fds, env=environment, start_new_session=True,
@@ -218,7 +228,10 @@ class ClientProcess:
         self.pools = {use: Pool([*islice(lanes, count)]) for use, count in counts.items()}
 
     async def greet(self, settings: dict[str, Any], limit_s: float) -> None:
-        """Send the settings and wait until the client is ready. Raises TierError if it is not, TimeoutError if late."""
+        """Send the settings and wait until the client is ready. Raises TierError if the client cannot start.
+
+        Raises TimeoutError if the client does not answer within `limit_s` seconds.
+        """
         self._control.send(msgspec.msgpack.encode(settings))
         with anyio.fail_after(limit_s):
             await anyio.wait_readable(self._control)
@@ -227,15 +240,15 @@ class ClientProcess:
             raise TierError(answer.decode() or "its process has ended")
 
     async def end(self, limit_s: float) -> None:
-        """Wait for questions under way, then for the process to end, `limit_s` seconds each; kill it after that."""
+        """End the process: wait for questions in progress, then for the exit, `limit_s` seconds each, then kill it."""
         try:
             await self._idle(limit_s)
             self._control.shutdown(socket.SHUT_WR)
             with anyio.move_on_after(limit_s, shield=True):
-                await anyio.wait_readable(self._control)  # the process has closed its side
+                await anyio.wait_readable(self._control)  # readable when the process has closed its socket
         finally:
             await self.kill()
-            await self._idle(limit_s)  # callers that waited for an answer have had an error
+            await self._idle(limit_s)  # when the process ends, calls that wait for an answer raise
 
     async def _idle(self, limit_s: float) -> None:
         with anyio.move_on_after(limit_s, shield=True):
@@ -243,7 +256,7 @@ class ClientProcess:
                 await pool.idle()
 
     async def kill(self) -> None:
-        """End the process at once. Idempotent."""
+        """Kill the process without waiting for questions in progress. Idempotent."""
         self._process.kill()
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self._process.wait)
@@ -257,16 +270,16 @@ class ClientTier:
     """The base class of tiers whose client runs in a process of its own."""
 
     def __init__(self, name: str, timeout_ms: int) -> None:
-        """The process is started by `open`. `timeout_ms`: the tier's `timeout_ms_max`."""
+        """Make a closed tier, whose process `open` starts. `timeout_ms`: the tier's `timeout_ms_max`."""
         self.name = name
-        self._opened = False  # then a client that has ended is to be started anew
+        self._opened = False  # if True, `health` restarts a client that has ended
         self._child: ClientProcess | None = None
         self._opening = anyio.Lock()
         self._copies = anyio.CapacityLimiter(2)
         self._timeout_ms, self._limit_s = timeout_ms, timeout_ms / 1000
 
     async def _started(self, start: Callable[[], ClientProcess], settings: dict[str, Any], limit_s: float) -> None:
-        """Start a process and wait until its client is ready. Raises TierError if it is not."""
+        """Start a process and wait until its client is ready. Raises TierError if the client cannot start."""
         with anyio.CancelScope(shield=True):
             child = await anyio.to_thread.run_sync(start)
         try:
@@ -283,7 +296,7 @@ class ClientTier:
             await self._drop()
 
     async def health(self) -> None:
-        """See `Tier.health`. A client that has ended is started anew."""
+        """See `Tier.health`. A client that has ended is restarted."""
         if not self._opened:
             self._running()
         await self.open()
@@ -304,7 +317,7 @@ class ClientTier:
 
     @asynccontextmanager
     async def _notified(self) -> AsyncIterator[None]:
-        """Convert errors of what is inside to TierErrors that name the tier."""
+        """Convert errors of the enclosed code to TierErrors that name the tier."""
         try:
             yield
         except TierError as error:

@@ -1,4 +1,4 @@
-"""How fast a tier is read."""
+"""The measured rate of reads from a tier."""
 
 from __future__ import annotations
 
@@ -7,31 +7,33 @@ from typing import Final
 
 PERIODS: Final = 15
 PERIOD_S_MAX: Final = 1.0
-"""A period in which something is read ends with a read after so long, even if others go on."""
+"""A period that is longer than this number of seconds ends at the next end of a read, even if other reads are in
+progress."""
 
 
 class ReadRate:
-    """Bytes per second of the time in which any value is being read: of the last periods, by half of their bytes.
+    """The median read rate of the last `PERIODS` periods, weighted by the bytes of each period.
 
-    A read that takes long once, as the first of a connection may, says nothing about the others. The loop of a tier's
-    thread measures; any thread may read `bytes_per_s`, a number that is replaced.
+    A period consists of time in which at least one read is in progress. A median ignores a single slow read, such as
+    the first read of a connection. The loop of a tier's thread measures the rate. Any thread may read `bytes_per_s`,
+    because the loop replaces the number in one assignment.
     """
 
     def __init__(self) -> None:
-        """Nothing has been read yet: `bytes_per_s` is 0."""
+        """Start with a `bytes_per_s` of 0, because nothing has been read yet."""
         self.bytes_per_s = 0.0
         self._periods: deque[tuple[float, int]] = deque(maxlen=PERIODS)  # bytes per second, and bytes
         self._open, self._since_s = 0, 0.0
         self._bytes = 0
 
     def begin(self, now_s: float) -> None:
-        """A value is being read from now on."""
+        """Record that a read begins at `now_s`."""
         if not self._open:
             self._since_s, self._bytes = now_s, 0
         self._open += 1
 
     def end(self, now_s: float, size: int) -> None:
-        """One has been read: `size` bytes; 0 if it was not there, or could not be read."""
+        """Record that a read ends at `now_s`. `size`: bytes read; 0 if the value was missing or could not be read."""
         self._open -= 1
         self._bytes += size
         took_s = now_s - self._since_s
@@ -41,7 +43,7 @@ class ReadRate:
             self.bytes_per_s = self._median()
 
     def _median(self) -> float:
-        """Return a rate that half of the bytes have reached, and half have not exceeded."""
+        """Return the rate that is the median of all periods, each weighted by its bytes."""
         half = sum(size for _, size in self._periods) / 2
         for rate, size in sorted(self._periods):
             half -= size

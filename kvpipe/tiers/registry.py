@@ -11,22 +11,24 @@ from urllib.parse import SplitResult, parse_qsl, quote, urlsplit
 
 from pydantic import ValidationError
 
-from kvpipe import config_errors, plugins
 from kvpipe.errors import ConfigError
+from kvpipe.inputs import config_errors, plugins
+from kvpipe.inputs.unique_keys import TwiceError, parse_json
+from kvpipe.inputs.values import PATH_CHARS_MAX
 from kvpipe.tiers.base import Tier
 from kvpipe.tiers.spec import TierSpec
-from kvpipe.unique_keys import TwiceError, parse_json
-from kvpipe.values import PATH_CHARS_MAX
 
 TIERS_MAX: Final = 16
 _EXAMPLES = "a path such as /mnt/kv or a URL such as redis://HOST:6379/0"
 
 
 def parse_tiers(value: object) -> tuple[TierSpec, ...]:
-    """Parse the configuration's `tiers`: a list of what `parse_tier` takes, or a text: URLs, or such a list in JSON.
+    """Parse the configuration's `tiers`: a list of entries as `parse_tier` accepts, or a text.
+
+    The text is either a list of URLs separated by blanks, or a list of entries in JSON.
 
     Raises:
-        ConfigError: an entry is wrong, two are the same place, or there are more than `TIERS_MAX`.
+        ConfigError: an entry is wrong, two entries are the same store, or there are more than `TIERS_MAX` entries.
 
     """
     if isinstance(value, str):
@@ -36,19 +38,19 @@ def parse_tiers(value: object) -> tuple[TierSpec, ...]:
         except TwiceError as error:
             raise ConfigError(f"kvpipe: tiers: {error}") from None
         except (ValueError, RecursionError) as error:
-            why = config_errors.place(error)
-            msg = f"kvpipe: tiers begins as JSON but is none ({why}); mend it, or write URLs separated by blanks"
+            why = config_errors.error_place(error)
+            msg = f"kvpipe: tiers begins as JSON but is not valid ({why}); correct it, or give URLs separated by blanks"
             raise ConfigError(msg) from None
     if not isinstance(value, Sequence) or len(value) > TIERS_MAX:
         if isinstance(value, Sequence):
             raise ConfigError(f"kvpipe: tiers has {len(value)} entries; give at most {TIERS_MAX}")
-        msg = f"kvpipe: tiers is no list but of type {type(value).__name__}; give one entry per tier: {_EXAMPLES}"
+        msg = f"kvpipe: tiers is of type {type(value).__name__}, not a list; give one entry per tier: {_EXAMPLES}"
         raise ConfigError(msg)
     specs = tuple(one if isinstance(one, TierSpec) else parse_tier(one, at) for at, one in enumerate(value, 1))
     first: dict[tuple[object, ...], int] = {}
     for at, spec in enumerate(specs, 1):
         if (other := first.setdefault(_place(spec), at)) != at:
-            msg = f"kvpipe: tier {at} ({spec.kind}) is the same place as tier {other}; leave one of them out"
+            msg = f"kvpipe: tier {at} ({spec.kind}) is the same store as tier {other}; remove one of them"
             raise ConfigError(msg)
     return specs
 
@@ -56,10 +58,10 @@ def parse_tiers(value: object) -> tuple[TierSpec, ...]:
 def parse_tier(value: str | Mapping[str, Any], at: int = 1) -> TierSpec:
     """Parse one tier: a URL, an absolute path of a disk tier, or a table of keys with `kind`.
 
-    `at`: its number in the list, from 1 on, for errors.
+    `at`: the number of the tier in the list, counted from 1, for errors.
 
     Raises:
-        ConfigError: it is none of these, or a key is unknown, missing or wrong. The message shows no secret.
+        ConfigError: `value` is none of these, or a key is unknown, missing or wrong. The message shows no secret.
 
     """
     spec, given = _of_url(value, at) if isinstance(value, str) else _of_table(value, at)
@@ -69,13 +71,13 @@ def parse_tier(value: str | Mapping[str, Any], at: int = 1) -> TierSpec:
             return spec.model_validate(given)
         except ValidationError as error:
             why = config_errors.first_problem(error, spec.model_fields, f"a {kind} tier has")
-    except Exception as error:  # noqa: BLE001  (a bug of the package's)
+    except Exception as error:  # noqa: BLE001  (a bug of the package that registered the kind)
         raise _unread(spec, error) from None
     raise ConfigError(f"kvpipe: tier {at} ({kind}): {why}")
 
 
 def named(specs: Iterable[TierSpec]) -> tuple[tuple[str, TierSpec], ...]:
-    """Return (name, specification) of each tier. The name is its kind; from the second of a kind on, with a number."""
+    """Return (name, specification) of each tier. The name is the kind, with a number from the second of a kind on."""
     seen: Counter[str] = Counter()
     out = []
     for spec in specs:
@@ -88,7 +90,7 @@ def make_tier(name: str, spec: TierSpec, *, writes: bool = True) -> Tier:
     """Return the tier of `spec`, not yet opened. `writes`: see `TierSpec.make`.
 
     Raises:
-        ConfigError: it cannot be made, or lacks a method of `Tier`.
+        ConfigError: the tier cannot be made, or lacks a method of `Tier`.
 
     """
     plugin = _plugin(type(spec))
@@ -102,7 +104,7 @@ def spec_of(group: str, name: str) -> type[TierSpec]:
 
     Raises:
         KeyError: nothing is registered under that name.
-        ConfigError: it cannot be used; the message names the package.
+        ConfigError: the registered object cannot be used; the message names the package.
 
     """
     plugin = plugins.load(group, name)
@@ -117,7 +119,9 @@ def spec_of(group: str, name: str) -> type[TierSpec]:
     if group == plugins.TIERS and kind != name:
         raise ConfigError(f"kvpipe: {plugin} declares the kind {kind!r}; register it under that name")
     if unknown := [str(key) for key in spec.place if key not in spec.model_fields]:
-        raise ConfigError(f"kvpipe: {plugin} has no key {unknown[0]!r}, which its place names; update the package")
+        raise ConfigError(
+            f"kvpipe: {plugin} names {unknown[0]!r} in `place`, which is not one of its keys; update the package"
+        )
     return spec
 
 
@@ -129,9 +133,12 @@ def _plugin(spec: type[TierSpec]) -> plugins.Plugin:
 
 
 def _unread(spec: type[TierSpec], error: Exception) -> ConfigError:
-    """Return the error for a kind that raises for its own configuration. It shows none of that: it may be secret."""
+    """Return the error for a kind whose code fails to read its own configuration.
+
+    The message does not show the configuration, because a value may be secret.
+    """
     why = f"{type(error).__name__}; update the package, or uninstall it"
-    return ConfigError(f"kvpipe: {_plugin(spec)} cannot read what is set for it: {why}")
+    return ConfigError(f"kvpipe: {_plugin(spec)} cannot parse its own configuration: {why}")
 
 
 def _place(spec: TierSpec) -> tuple[object, ...]:
@@ -147,9 +154,9 @@ def _of_table(value: object, at: int) -> tuple[type[TierSpec], dict[str, Any]]:
         raise ConfigError(f"kvpipe: tier {at}: kind is missing; it is one of {', '.join(kinds)}")
     if not isinstance(kind, str) or kind not in kinds:
         remedy = config_errors.suggest(kind, kinds, "kinds are")
-        raise ConfigError(f"kvpipe: tier {at}: no tier is of kind{config_errors.shown(kind)}; {remedy}")
+        raise ConfigError(f"kvpipe: tier {at}: kind{config_errors.shown(kind)} is not a kind of tier; {remedy}")
     spec = spec_of(plugins.TIERS, kind)
-    return spec, {key if isinstance(key, str) else config_errors.name(key): one for key, one in value.items()}
+    return spec, {key if isinstance(key, str) else config_errors.safe_name(key): one for key, one in value.items()}
 
 
 def _of_url(text: str, at: int) -> tuple[type[TierSpec], dict[str, Any]]:
@@ -163,31 +170,34 @@ def _of_url(text: str, at: int) -> tuple[type[TierSpec], dict[str, Any]]:
         text = f"file://{quote(os.fsencode(path))}{mark}{query}"
     scheme, mark, _ = text.partition("://")
     if not mark:
-        almost = re.match("[A-Za-z][A-Za-z0-9+.-]*:", text)  # a URL without its slashes: the rest may be secret
-        shown = f"{almost[0]}..." if almost is not None else config_errors.name(text)
+        # The text may be a URL without its slashes. Only its scheme is shown, because the rest may be secret.
+        almost = re.match("[A-Za-z][A-Za-z0-9+.-]*:", text)
+        shown = f"{almost[0]}..." if almost is not None else config_errors.safe_name(text)
         raise ConfigError(f"kvpipe: tier {at}: {shown!r} is neither a URL nor an absolute path; write {_EXAMPLES}")
     schemes = plugins.names(plugins.TIER_URLS)
     if scheme.lower() not in schemes:
         remedy = config_errors.suggest(scheme, schemes, "URLs begin with", lambda one: f"{one}://")
-        raise ConfigError(f"kvpipe: tier {at}: no tier has URLs such as {config_errors.name(text)!r}; {remedy}")
+        raise ConfigError(
+            f"kvpipe: tier {at}: {config_errors.safe_name(text)!r} has a scheme that no tier has; {remedy}"
+        )
     spec = spec_of(plugins.TIER_URLS, scheme.lower())
-    where = f"kvpipe: tier {at} ({spec.model_fields['kind'].default}): {config_errors.name(text)!r}"
+    where = f"kvpipe: tier {at} ({spec.model_fields['kind'].default}): {config_errors.safe_name(text)!r}"
     url = _split(text)
     if url is None:
-        raise ConfigError(f"{where} is no valid URL; write {_EXAMPLES}, with special characters as %XX")
+        raise ConfigError(f"{where} is not a valid URL; write {_EXAMPLES}, with special characters as %XX")
     try:
         return spec, spec.parse_url(url)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from None
-    except Exception as error:  # noqa: BLE001  (a bug of the package's)
+    except Exception as error:  # noqa: BLE001  (a bug of the package that registered the kind)
         raise _unread(spec, error) from None
 
 
 def _split(text: str) -> SplitResult | None:
     try:
         url = urlsplit(text)
-        url.port  # noqa: B018  (it is read only now)
+        url.port  # noqa: B018  (reading the property parses the port)
         parse_qsl(url.query, strict_parsing=bool(url.query))
-    except ValueError:  # its message would show what it cannot read
+    except ValueError:  # not chained, because the message would show a part of the text, which may be secret
         return None
     return url

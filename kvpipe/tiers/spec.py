@@ -1,4 +1,4 @@
-"""The configuration of tiers: a URL for the common case, or a table of keys. Imports no client."""
+"""The configuration of tiers: a URL for the common case, or a table of keys. This module imports no client."""
 
 from __future__ import annotations
 
@@ -10,78 +10,108 @@ from urllib.parse import SplitResult, parse_qsl
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr
 
-from kvpipe import files
-from kvpipe.config_errors import name
+from kvpipe.inputs import files
+from kvpipe.inputs.config_errors import safe_name
+from kvpipe.inputs.values import LocalPath, Variable, no_bool
 from kvpipe.tiers.base import Tier
-from kvpipe.values import LocalPath, Variable, no_bool
 
 SECRET_FILE_BYTES_MAX: Final = 64 << 10
 
 
 class TierSpec(BaseModel):
-    """The configuration of any kind of tier. Subclasses add keys, each with a description for `docs/tiers.md`.
+    """The configuration keys that all kinds of tiers have. A subclass adds keys, described for `docs/tiers.md`.
 
-    The value of a key with ``repr=False`` is shown nowhere: neither in messages nor by `kvpipe check`.
+    Neither messages nor `kvpipe check` show the value of a key with ``repr=False``.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
     place: ClassVar[tuple[str, ...]] = ()
-    """Configuration keys that identify the store: two tiers with the same values of them are one. Empty: all keys."""
+    """The configuration keys that identify the store. Two tiers with equal values of these keys are the same store.
+
+    If `place` is empty, all keys count.
+    """
+    medium: ClassVar[Literal["disk", "network"]] = "network"
+    """The kind of place that keeps the values, for the engine's metric of hits by source."""
 
     kind: str
-    """A literal, with itself as the default: the name of the kind's entry point."""
+    """The kind of the tier, which is also the name of its entry point. A subclass narrows the type to one literal."""
     store: Literal["all", "second_use", "never"] = Field(
         "all",
-        description="Which chunks are written: all that are whole, those that a second request uses, or none.",
+        description="Which chunks are written: `all` (all whole chunks), `second_use` (those that a second request "
+        "uses) or `never`.",
     )
     timeout_ms_max: Annotated[int, BeforeValidator(no_bool), Field(gt=0, le=600_000)] = Field(
-        2000, description="Longest wait without a byte moving, or for a connection."
+        2000, description="Longest wait for a connection, and longest wait in which no byte moves."
     )
     lanes: Annotated[int, BeforeValidator(no_bool), Field(gt=0, le=64)] = Field(
-        4, description="Reads, and as many writes, under way at once, per rank."
+        4, description="Number of reads, and number of writes, that may be in flight at once, per rank."
     )
     encryption_key_env: Variable = Field(
         "",
-        description="Environment variable with 32 bytes in base64: values are encrypted (AES-256-GCM), and their names "
-        "hidden. Several, with blanks between them: the first encrypts, any decrypts.",
+        description="Environment variable with a key of 32 bytes in base64. Values are encrypted with it "
+        "(AES-256-GCM), and their names are hidden. It may have several keys, separated by blanks: "
+        "the first key encrypts, any key decrypts.",
     )
     encryption_key_file: LocalPath | None = Field(
-        None, description="File with the same, a key per line, that only its owner may read."
+        None,
+        description="File with the same keys, one per line, instead of `encryption_key_env`. Only its "
+        "owner may read it.",
     )
+
+    announce: Literal["auto", "local", "remote", "never"] = Field(
+        "auto",
+        description="Locality of the tier's chunks in KV events, if vLLM publishes KV events: `local`, `remote`, "
+        "`auto` (kvpipe finds the locality) or `never` (no events).",
+    )
+
+    @property
+    def locality(self) -> Literal["", "local", "remote"]:
+        """The locality of the tier's values: `announce`, or the locality that kvpipe finds. "": unknown."""
+        if self.announce in {"local", "remote"}:
+            return self.announce
+        local = self.is_local()
+        return "" if local is None else "local" if local else "remote"
+
+    def is_local(self) -> bool | None:
+        """Whether the tier's values are on this host. None: unknown."""
+        return None
 
     @classmethod
     def from_url(cls, url: SplitResult) -> dict[str, Any]:  # noqa: ARG003
-        """Return the keys that `url` stands for, without its query. Raises ValueError: what to write instead."""
-        raise ValueError("it has no URLs; write a table of keys with 'kind'")
+        """Return the configuration keys that `url` gives, without those of the URL's query.
+
+        Raises ValueError if the tier has no such URL; the message says what to write instead.
+        """
+        raise ValueError("this kind of tier has no URLs; write a table of keys with 'kind'")
 
     @classmethod
     def parse_url(cls, url: SplitResult) -> dict[str, Any]:
-        """Return the keys that `url` and its query stand for. Raises ValueError if it is wrong."""
+        """Return the configuration keys that `url` and its query give. Raises ValueError if `url` is wrong."""
         given = {"kind": cls.model_fields["kind"].default, **cls.from_url(url)}
         for key, value in parse_qsl(url.query, keep_blank_values=True, strict_parsing=bool(url.query)):
             if key in given:
-                msg = f"{name(key)!r} is given twice; leave it out of the query"
+                msg = f"{safe_name(key)!r} is given twice; leave it out of the query"
                 raise ValueError(msg)
             given[key] = value
         return given
 
     @abstractmethod
     def make(self, name: str, *, writes: bool = True) -> Tier:
-        """Return the tier, not yet opened. Imports its client; raises `ConfigError` if that is not installed.
+        """Import the client and return the tier, not yet opened. Raises `ConfigError` if the client is not installed.
 
-        `writes`: False where values are only looked up and read, as in the scheduler's process: then memory or threads
-        for writing are not needed.
+        `writes` is False if the caller only looks up and reads values, as the scheduler's process does. Then the tier
+        needs no memory or threads for writes.
         """
 
 
 def secret(env: str, file: Path | None, what: str) -> SecretStr | None:
-    """Return the secret in the environment variable `env` or in `file`; None if neither is named.
+    """Return the secret in the environment variable `env` or in `file`; None if neither is given.
 
-    `what`: its configuration key, for errors.
+    `what`: the configuration key of the secret, for errors.
 
     Raises:
-        ValueError: both are named, or the named one does not exist, cannot be read or is empty. The message does not
-            show a name that may be the secret itself.
+        ValueError: `env` and `file` are both given, or the given one does not exist, cannot be read or is empty. The
+            message does not show a name that may be the secret itself.
 
     """
     if env and file is not None:
@@ -91,7 +121,7 @@ def secret(env: str, file: Path | None, what: str) -> SecretStr | None:
     if env:
         text = os.environ.get(env, "")
         where = f"environment variable {env}"
-        if env not in os.environ:  # it may be the secret itself: not shown
+        if env not in os.environ:  # `env` may be the secret itself, so that the message must not show it
             where = f"the environment variable that {key} names"
     elif file is not None:
         there = file.is_absolute() and len(file.parts) > 2 and file.parent.is_dir()  # noqa: PLR2004  (/FOLDER/FILE)

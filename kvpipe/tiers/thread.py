@@ -1,4 +1,4 @@
-"""A thread whose event loop opens tiers and uses them: the base class of `Carrier` and `Finder`."""
+"""A thread whose event loop opens and uses tiers. This is the base class of `Carrier` and `Finder`."""
 
 from __future__ import annotations
 
@@ -9,24 +9,27 @@ from typing import Generic, TypeVar
 import anyio
 import anyio.abc
 
-from kvpipe.loop import LoopThread
+from kvpipe.threads.loop import LoopThread
 from kvpipe.tiers.guard import GuardedTier
 
-_Item = TypeVar("_Item")
+_ItemT = TypeVar("_ItemT")
 
 
-class TierThread(Generic[_Item]):
-    """Runs a task for each item. An item whose task cannot begin any more is refused, never forgotten."""
+class TierThread(Generic[_ItemT]):
+    """Runs a task for each item.
+
+    If an item's task cannot begin any more, the item is passed to `_refuse`, so that no item is lost.
+    """
 
     def __init__(self, name: str, tiers: Sequence[GuardedTier], cpus: frozenset[int] = frozenset()) -> None:
         """Start the thread, bound to `cpus` if any are given, and open the tiers.
 
-        A subclass sets everything that `_work` needs before it calls this.
+        A subclass sets every attribute that `_work` needs before the subclass calls this method.
         """
         self.tiers = tuple(tiers)
         self._begun = self._ended = 0
         self._group: anyio.abc.TaskGroup | None = None
-        self._early: list[_Item] = []
+        self._early: list[_ItemT] = []
         self._over = False
         self.loop = LoopThread(name, self._take, tasks=(self._serve,), cpus=cpus)
 
@@ -37,31 +40,31 @@ class TierThread(Generic[_Item]):
 
     @property
     def open(self) -> int:
-        """The number of items that were begun and have not ended."""
+        """The number of items that have begun and have not ended."""
         return self._begun - self._ended
 
     def probe_now(self) -> None:
-        """Probe the tiers with open breakers at once. On any thread."""
+        """Probe the tiers with open breakers at once. May be called on any thread."""
         for tier in self.tiers:
             self.loop.put(tier.probe_now)
 
     def stop(self, seconds_max: float) -> None:
-        """End the tasks under way and close the tiers, within `seconds_max`. Idempotent."""
+        """End the tasks in progress and close the tiers, within `seconds_max` seconds. Idempotent."""
         self.loop.stop(seconds_max)
 
-    def _begin(self, item: _Item) -> None:
-        """Begin the task of `item`, or refuse it. On one thread only; never blocks."""
+    def _begin(self, item: _ItemT) -> None:
+        """Begin the task of `item`, or refuse `item`. Never blocks. Must be called on one thread only."""
         self._begun += 1
         if not self.loop.put(item):
             self._refuse(item)
 
     @abstractmethod
-    async def _work(self, item: _Item) -> None:
-        """Do the work for `item`, and count it as ended."""
+    async def _work(self, item: _ItemT) -> None:
+        """Do the work for `item`, and count `item` as ended."""
 
     @abstractmethod
-    def _refuse(self, item: _Item) -> None:
-        """End `item`, whose work has not begun, and count it as ended."""
+    def _refuse(self, item: _ItemT) -> None:
+        """Report the end of `item`, whose work has not begun, and count `item` as ended."""
 
     async def _serve(self) -> None:
         try:
@@ -76,7 +79,7 @@ class TierThread(Generic[_Item]):
         finally:
             self._over = True
 
-    def _take(self, item: _Item) -> None:
+    def _take(self, item: _ItemT) -> None:
         if self._group is None and not self._over:
             self._early.append(item)
             return
@@ -84,6 +87,6 @@ class TierThread(Generic[_Item]):
             if self._group is not None and not self._over:
                 self._group.start_soon(self._work, item)
                 return
-        except RuntimeError:  # the group is ending
+        except RuntimeError:  # the task group is ending
             pass
         self._refuse(item)

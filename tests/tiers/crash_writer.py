@@ -1,8 +1,8 @@
-"""Forks children that save values to a disk tier until they are killed, and report which they have finished.
+"""Forks children that save values to a disk tier until they are killed, and that report each finished value.
 
 `python -m tests.tiers.crash_writer FOLDER BYTES_MAX`: for each number on stdin it forks a child and prints `pid ID`.
-The child opens a tier and prints `open`. It writes values from that number on, and prints `+NUMBER` when one is stored
-and `-NUMBER` before it deletes one.
+The child opens a tier and prints `open`. It writes values from that number on. It prints `+NUMBER` when a value is
+stored, and `-NUMBER` before it deletes a value.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def spec_of(folder: Path, bytes_max: int) -> DiskSpec:
 
 
 def _report(line: str) -> None:
-    os.write(1, line.encode() + b"\n")  # at once, and whole: it is short
+    os.write(1, line.encode() + b"\n")  # the line is short, so it is written at once and as a whole
 
 
 async def _save(tier: DiskTier, number: int) -> None:
@@ -39,13 +39,13 @@ async def _save(tier: DiskTier, number: int) -> None:
     body[:] = content(number, body.nbytes)
     try:
         ends = await tier.write([Put(key, SEALER.seal(key, UNITS, body))])
-    except TierFullError:  # the others' unfinished values take all there is
+    except TierFullError:  # unfinished values of other children take all the room
         return
     assert ends == [Written.STORED]
     _report(f"+{number}")
     into = (aligned(HEADER_BYTES), aligned(body.nbytes))
     (read,) = await tier.read([Get(key, into)])
-    if read is not Read.MISS:  # it may be evicted
+    if read is not Read.MISS:  # the value may be evicted
         SEALER.unseal(key, UNITS, *into)
     if number % DELETE_EACH == 0:
         _report(f"-{number}")
@@ -68,7 +68,7 @@ async def _work(spec: DiskSpec, first: int) -> None:
 
 def main(folder: str, bytes_max: str) -> None:
     """Serve until stdin ends."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the dead are gone at once
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel then removes dead children at once
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:

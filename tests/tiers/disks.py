@@ -1,4 +1,4 @@
-"""Tiers on disks of their own, what is in their folders, and disks that are small or refuse, for the tests of them."""
+"""Helpers for tests of the disk tier: tiers in their own folders, their files, and disks that are small or refuse."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from kvpipe.testing.buffers import content, data, get, some_key
 from kvpipe.testing.waiting import PATIENT
 from kvpipe.tiers.base import Read
-from kvpipe.tiers.disk.files import ACCOUNT, place
+from kvpipe.tiers.disk.files import ACCOUNT, folders_of
 from kvpipe.tiers.disk.spec import DiskSpec
 from kvpipe.tiers.disk.tier import DiskTier
 
@@ -41,11 +41,11 @@ async def opened(path: Path, *, writes: bool = True, **given: Any) -> Any:
 
 def file_of(path: Path, i: int) -> Path:
     """Return the file of chunk `i`."""
-    return path.joinpath(*place(some_key(i)), some_key(i).text)
+    return path.joinpath(*folders_of(some_key(i)), some_key(i).text)
 
 
 def names(path: Path) -> list[Path]:
-    """Return all there is in a folder."""
+    """Return the names of everything in a folder."""
     return sorted(path.rglob("*"))
 
 
@@ -60,7 +60,7 @@ def walk(path: Path) -> dict[str, int]:
 
 
 async def reads(tier: DiskTier, i: int, size: int = 64 * KIB, **key: Any) -> Read:
-    """Read chunk `i`; a hit must be what was written."""
+    """Read chunk `i`. A hit must have the bytes that were written."""
     wanted = get(i, size, **key)
     (read,) = await tier.read([wanted])
     assert read is not Read.HIT or data(wanted.into) == content(i, size)
@@ -68,29 +68,32 @@ async def reads(tier: DiskTier, i: int, size: int = 64 * KIB, **key: Any) -> Rea
 
 
 def mount(path: Path, *options: str) -> bool:
-    """Mount; False where that is not permitted."""
+    """Mount, and return False if mounting is not permitted."""
     return ran("mount", *options, str(path))
 
 
 def unmount(path: Path) -> None:
-    """Unmount, also what is in use."""
+    """Unmount, even if the mount is in use."""
     assert ran("umount", "--lazy", str(path))
 
 
 def ran(*command: str) -> bool:
-    """Run a command; return whether it ended well."""
+    """Run a command, and return whether it succeeded."""
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 @contextlib.contextmanager
 def small_disk(path: Path, size: int, patch: pytest.MonkeyPatch) -> Iterator[bool]:
-    """Make `path` a file system of `size` bytes; where nothing may be mounted, a folder that is full at that size."""
+    """Make `path` a file system of `size` bytes.
+
+    If mounting is not permitted, make a folder that is full at that size.
+    """
     path.mkdir()
     if mount(path, "-t", "tmpfs", "-o", f"size={size}", "none"):
         try:
             yield True
         finally:
-            ran("umount", "--lazy", str(path))  # the test may have done so
+            ran("umount", "--lazy", str(path))  # the test may have unmounted it
         return
     real = os.posix_fallocate
 
@@ -111,7 +114,7 @@ def small_disk(path: Path, size: int, patch: pytest.MonkeyPatch) -> Iterator[boo
 
 @contextlib.contextmanager
 def refusing(path: Path, error: int, *, mounted: bool, patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let nothing be written in `path`, for EROFS or EPERM: by the file system's own means where they may be used."""
+    """Make writes to `path` fail with EROFS or EPERM, by the file system's own means if these are permitted."""
     if error == errno.EROFS and mounted:
         assert mount(path, "-o", "remount,ro")
         try:

@@ -1,4 +1,4 @@
-"""How much memory a client takes that meets a hostile server: in a process of its own, which reports its peak."""
+"""Measures the memory that a client of a hostile server takes, in a process of its own, which reports its peak."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from typing import Any, NamedTuple
 import anyio
 
 from kvpipe.testing.buffers import get, put, some_key
-from kvpipe.testing.tier_conformance import tried
+from kvpipe.testing.tier_conformance.worlds import tried
 from kvpipe.testing.waiting import WAIT_S
 from kvpipe.tiers.base import TierError
 from kvpipe.tiers.registry import parse_tier
 
 GROWTH_BYTES_MAX = 96 << 20
-"""Generous: what bounded buffers of all lanes come to, and an allocator's habits. Floods are far more."""
+"""The limit on growth. It is more than the bounded buffers of all lanes need, and far less than a flood takes."""
 CLIENT_BYTES_MAX = 384 << 20
-"""Of a client's own process, all that it takes: its code, its limit, and what it had before it was limited."""
-CALL_S = 1.5
+"""The most memory of a client's process: its code, its memory limit, and its memory before it was limited."""
+CALL_S = 1.0
+"""The seconds after which a call is cancelled. A flood that is kept passes the limits in a fraction of them."""
 
 
 class Growth(NamedTuple):
@@ -33,7 +34,7 @@ class Growth(NamedTuple):
 
 
 def peak_growth(table: dict[str, Any]) -> Growth:
-    """Return by how much a process grew that has used this tier in every way, after it had connected."""
+    """Return the growth of a process that has used this tier in every way, from the time when it was connected."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.tiers.memory_growth", json.dumps(table)],
         capture_output=True, text=True, timeout=WAIT_S, check=False,
@@ -68,7 +69,7 @@ async def _play(table: dict[str, Any]) -> Growth:
             try:
                 await call()
             except TierError:
-                with suppress(TierError):  # a client that has ended is started anew
+                with suppress(TierError):  # a client that has ended is started again
                     await tier.health()
     with anyio.move_on_after(CALL_S):
         await tier.close()
@@ -76,8 +77,8 @@ async def _play(table: dict[str, Any]) -> Growth:
 
 
 if __name__ == "__main__":
-    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))  # the machine is others' too
+    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))  # other programs need the machine's memory, too
     os.environ |= {"TESTS_S3_ACCESS": "access", "TESTS_S3_SECRET": "hush-hush"}
     sys.stdout.write(json.dumps(anyio.run(_play, json.loads(sys.argv[1]))))
     sys.stdout.flush()
-    os._exit(0)  # how a client ends that is under attack is another matter
+    os._exit(0)  # the test does not check how a client under attack exits

@@ -1,4 +1,4 @@
-"""What the tests of the Mooncake tier share: clients of a real cluster, and waiting for it."""
+"""Helpers for the tests of the Mooncake tier: clients of a real cluster, and waiting for the cluster."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import anyio
 import pytest
 
 from kvpipe.testing.buffers import get, put, some_key
-from kvpipe.testing.servers.mooncake import Master
-from kvpipe.testing.tier_conformance import tried
-from kvpipe.testing.tier_worlds.mooncake import spec_of
+from kvpipe.testing.tier_conformance.worlds import tried
 from kvpipe.testing.waiting import WAIT_S
 from kvpipe.tiers.base import Put, Tier, TierError, Written
 from kvpipe.tiers.mooncake.tier import MooncakeTier
+from tests.rigs.servers.mooncake import Master
+from tests.rigs.tier_worlds.mooncake import spec_of
 
 KIB, MIB = 1 << 10, 1 << 20
 QUICK: dict[str, Any] = {"timeout_ms_max": 700}
 LENDS: dict[str, Any] = {"segment_bytes": "64MiB"}
 ALLOWED_S = WAIT_S / 2
-"""More than any bound of the tier takes, however slow the machine is."""
+"""A time that is longer than every limit of the tier, however slow the machine is."""
 
 
 @asynccontextmanager
@@ -39,12 +39,12 @@ async def client(of: Master, *, writes: bool = True, **keys: object) -> AsyncIte
 
 
 async def stored(tier: Tier, *puts: Put) -> None:
-    """Write, also where that takes longer than the client waits: then it may be there when it is tried again."""
+    """Write a value, even if that takes longer than the client's timeout. The value may then exist at the next try."""
     assert set(await tried(tier.write, puts)) <= {Written.STORED, Written.PRESENT}
 
 
 async def fails(call: Callable[[], Awaitable[object]], words: str | None = None) -> None:
-    """Check that a call ends with a TierError, and soon."""
+    """Check that a call ends soon with a TierError."""
     begin = time.monotonic()
     with pytest.raises(TierError, match=words):
         await call()
@@ -52,7 +52,7 @@ async def fails(call: Callable[[], Awaitable[object]], words: str | None = None)
 
 
 async def every_call_fails(tier: Tier, keys: int) -> None:
-    """Check that of each kind of call."""
+    """Check that every kind of call ends soon with a TierError."""
     await fails(partial(tier.exists, [some_key(i) for i in range(keys)]))
     await fails(partial(tier.read, [get(i, 64 * KIB) for i in range(keys)]))
     await fails(partial(tier.write, [put(100 + i, 64 * KIB) for i in range(keys)]))
@@ -61,7 +61,7 @@ async def every_call_fails(tier: Tier, keys: int) -> None:
 
 
 async def soon(call: Callable[[], Awaitable[object]], wanted: object) -> None:
-    """Try a call until it returns what is wanted."""
+    """Repeat a call until it returns the wanted result."""
     until = time.monotonic() + WAIT_S
     got: object = None
     while time.monotonic() < until:

@@ -1,4 +1,4 @@
-"""A rank's carrier: bytes between slots and tiers, and what becomes of orders when a tier is not what it should be."""
+"""Tests of a rank's carrier: transfers between slots and tiers, and orders for tiers that fail."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import anyio
 import pytest
 import torch
 
-from kvpipe.geometry import Geometry, Group, Layer
-from kvpipe.messages import TierOrder
+from kvpipe.protocol.geometry import Geometry, Group, Layer
+from kvpipe.protocol.messages import TierOrder
 from kvpipe.testing.held_tier import DictSpec, HeldTier
 from kvpipe.testing.waiting import PATIENT, WAIT_S, eventually
 from kvpipe.tiers import carrier, guard
 from kvpipe.tiers.base import Get, Read, Tier, blocking
 from kvpipe.tiers.carrier import Carried, Carrier
 from kvpipe.tiers.guard import FAULTS_MAX, READ, WRITE, GuardedTier, guarded
-from kvpipe.tiers.parts import Share, mark_key
+from kvpipe.tiers.parts import RankParts, Share, mark_key
 from kvpipe.trace.log import Counters
 from kvpipe.trace.recorder import OFF, Recorder
 from kvpipe.transfer.pool import HostPool
@@ -35,32 +35,32 @@ SPACE, CHUNK = "0" * 32, bytes(range(32))
 
 
 class Rank:
-    """One rank's pool and carrier, over tiers that the test holds."""
+    """One rank's pool and carrier, with tiers that the test controls."""
 
     def __init__(
         self, tiers: Sequence[Tier], shares: tuple[Share, ...] = (), place: int = 0, ranks: int = 1, *, most: int = 1,
         trace: Recorder = OFF, probe_s: float = WAIT_S, **spec: Any,
     ) -> None:  # fmt: skip
-        """`spec`: keys of every tier. `most`: its `share_ranks_max`. `probe_s`: until what is left alone is probed."""
+        """`spec`: keys of every tier. `most`: `share_ranks_max`. `probe_s`: seconds until a failed tier is probed."""
         self.pool, self.counters, self._ids = HostPool(GEOMETRY), Counters(), 0
         reported = DictSpec.model_validate(PATIENT | spec)
         self.tiers: list[GuardedTier] = guarded([(tier.name, reported, tier) for tier in tiers], (READ, WRITE), trace)
         for one in self.tiers:
             one.probe_s = probe_s
-        of: dict[str, Any] = {"rank": place, "ranks": ranks, "shares": shares, "share_ranks_max": most}
-        self.carrier = Carrier(self.tiers, GEOMETRY, self.pool, counters=self.counters, trace=trace, **of)
+        parts = RankParts(place, ranks, shares, most)
+        self.carrier = Carrier(self.tiers, GEOMETRY, self.pool, parts, counters=self.counters, trace=trace)
 
     def carry(
         self, *, stores: bool, slot: int, units: int = 4, tier: int = 0, group: int = 0, split: int = 0
     ) -> TierOrder:
-        """Order one chunk."""
+        """Order the transfer of one chunk."""
         self._ids += 1
         order = TierOrder(self._ids, stores, tier, slot, group, units, CHUNK, split)
-        self.carrier.begin([order], SPACE, 1)
+        self.carrier.carry_out([order], SPACE, 1)
         return order
 
     def ended(self, count: int = 1) -> list[bool]:
-        """Wait for so many orders; return whether each ended well."""
+        """Wait for `orders` orders, and return whether each succeeded."""
         out: list[Carried] = []
         limit = time.monotonic() + WAIT_S
         while len(out) < count:
@@ -70,7 +70,7 @@ class Rank:
         return [one.ok for one in out]
 
     def probe_until(self, true: Callable[[], bool]) -> None:
-        """Probe what is left alone until `true` is."""
+        """Probe failed tiers until `true` returns true."""
         assert eventually(lambda: self.carrier.probe_now() or true(), every_s=0.01)  # type: ignore[func-returns-value]
 
     def fill(self, slot: int, seed: int) -> torch.Tensor:
@@ -86,7 +86,7 @@ def _seeded(seed: int) -> torch.Generator:
 
 @contextmanager
 def rank_of(*tiers: HeldTier, **spec: Any) -> Iterator[Rank]:
-    """Yield a rank with `tiers`, or with one."""
+    """Yield a rank with `tiers`, or with one tier."""
     made = Rank(tiers or (HeldTier(),), **spec)
     try:
         yield made
@@ -98,8 +98,8 @@ def rank_of(*tiers: HeldTier, **spec: Any) -> Iterator[Rank]:
 @pytest.mark.parametrize("units", [1, 3, 4])
 @pytest.mark.parametrize("group", [0, 1])
 @pytest.mark.parametrize("encrypted", [False, True])
-def test_a_chunk_comes_back(units: int, group: int, encrypted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was stored of one slot is in another after a fetch, byte for byte, and no other page of it is touched."""
+def test_fetched_chunk_equals_stored(units: int, group: int, encrypted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk that was stored from one slot is fetched into another byte for byte, and no other page changes."""
     monkeypatch.setenv("TEST_SECRET", base64.b64encode(bytes(32)).decode())
     tier = HeldTier()
     with rank_of(tier, **({"encryption_key_env": "TEST_SECRET"} if encrypted else {})) as rank:
@@ -125,7 +125,7 @@ def test_a_chunk_comes_back(units: int, group: int, encrypted: bool, monkeypatch
 
 
 def test_a_part_of_another_layout() -> None:
-    """Of heads that another number of ranks has stored a rank takes its own; one that does not know has a miss."""
+    """A missing or indivisible part of another split is a miss. A part of a wrong length is damaged."""
     tier = HeldTier()
     knows, does_not = (Share(4, (1, 1)), Share(4, (1,))), ()
     for split, shares in ((1, knows), (1, does_not), (3, knows)):
@@ -147,7 +147,7 @@ def test_a_part_of_another_layout() -> None:
 
 
 def test_a_marker_is_written_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first store marks which split is there, others only after a while; in each namespace; rank 0 alone."""
+    """Rank 0 writes its split's marker before the first store in a namespace, and again after `MARK_S` seconds."""
     tier, key = HeldTier(), mark_key(SPACE, (1, 1)).text
     shares = Share(4, (1, 1)), Share(4, (1,))
     with rank_of(tier, shares=shares) as rank:
@@ -163,7 +163,7 @@ def test_a_marker_is_written_now_and_then(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_what_is_not_there() -> None:
-    """A chunk that the tier does not have is a miss, which is no failure of the tier."""
+    """A chunk that the tier does not have is a miss, not a failure of the tier."""
     with rank_of() as rank:
         for _ in range(2 * FAULTS_MAX):
             rank.carry(stores=False, slot=0)
@@ -174,7 +174,7 @@ def test_what_is_not_there() -> None:
 
 @pytest.mark.parametrize("trouble", ["damages", "cuts"])
 def test_damaged_bytes(trouble: str) -> None:
-    """Bytes that are not what was stored are never published, and dropped from the tier."""
+    """Damaged bytes are never published, and the value is deleted from the tier."""
     tier = HeldTier()
     with rank_of(tier) as rank:
         rank.carry(stores=True, slot=0)
@@ -187,7 +187,7 @@ def test_damaged_bytes(trouble: str) -> None:
 
 
 def test_a_chunk_of_another_length() -> None:
-    """A value whose header has fewer units than asked for is damaged, also where its length is the same."""
+    """A value whose header has fewer units than requested is damaged, even if its length is the same."""
     with rank_of() as rank:
         rank.carry(stores=True, slot=0, units=1)
         assert rank.ended() == [True]
@@ -197,7 +197,7 @@ def test_a_chunk_of_another_length() -> None:
 
 
 def test_a_tier_that_fails_is_left_alone_and_comes_back() -> None:
-    """After some failures in a row a tier is not asked any more, for one purpose; a probe finds it well again."""
+    """After several failed reads (or writes) in a row, reads (or writes) stop until a probe succeeds."""
     tier = HeldTier()
     with rank_of(tier) as rank:
         tier.trouble = "full"
@@ -218,7 +218,7 @@ def test_a_tier_that_fails_is_left_alone_and_comes_back() -> None:
 
 
 def test_a_tier_that_hangs() -> None:
-    """Orders that a hanging tier holds, and those behind them, fail within their limits; its slots are free then."""
+    """Orders that a hanging tier holds, and orders behind them, fail within their limits. Then their slots are free."""
     tier = HeldTier()
     with rank_of(tier, lanes=1) as rank:
         rank.carry(stores=True, slot=0)
@@ -239,7 +239,7 @@ def test_a_tier_that_hangs() -> None:
 
 
 def test_a_queue_that_is_too_long() -> None:
-    """An order for which no lane becomes free in time fails, and is no failure of the tier, which may be well."""
+    """If no lane becomes free in time, an order fails. That is no failure of the tier."""
     tier = HeldTier()
     with rank_of(tier, lanes=1) as rank:
         patience_s, rank.tiers[0].timeout_s = rank.tiers[0].timeout_s, 0.03
@@ -257,7 +257,7 @@ def test_a_queue_that_is_too_long() -> None:
 
 
 def test_an_order_that_no_rank_can_carry() -> None:
-    """An order for a tier that this rank does not have fails; others are carried out."""
+    """An order for a tier that the rank does not have fails. The rank carries out its other orders."""
     with rank_of() as rank:
         rank.carry(stores=False, slot=0, tier=7)
         assert rank.ended() == [False]
@@ -265,8 +265,8 @@ def test_an_order_that_no_rank_can_carry() -> None:
         assert rank.ended() == [True]
 
 
-def test_engines_of_another_key_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values of another encryption key, or of none, are misses; nobody takes them for damaged and drops them."""
+def test_values_of_another_encryption_key_are_misses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of another encryption key, or without encryption, are misses. No engine deletes them as damaged."""
     tier = HeldTier()
     for i in range(2):
         monkeypatch.setenv(f"TEST_SECRET_{i}", base64.b64encode(bytes([i]) * 32).decode())
@@ -282,7 +282,7 @@ def test_engines_of_another_key_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_shutdown_stores_what_is_under_way() -> None:
-    """Chunks on their way to a tier arrive, though the engine stops."""
+    """Chunks that are being stored arrive in the tier, though the engine stops."""
     tier = HeldTier()
     with rank_of(tier) as rank:
         for _ in range(4):
@@ -292,7 +292,7 @@ def test_a_shutdown_stores_what_is_under_way() -> None:
 
 
 def test_a_carrier_whose_thread_is_gone() -> None:
-    """Orders of a carrier that cannot carry any more are reported as failed, each once."""
+    """If the carrier's thread has ended, the carrier reports each order as failed, once."""
     tier = HeldTier()
     with rank_of(tier) as rank:
         tier.hold()
@@ -305,7 +305,7 @@ def test_a_carrier_whose_thread_is_gone() -> None:
 
 
 def test_tiers_do_not_wait_for_each_other() -> None:
-    """A tier that hangs holds nothing up that goes to or comes from another."""
+    """A tier that hangs delays no transfer to or from another tier."""
     slow, quick = HeldTier("slow"), HeldTier("quick")
     with rank_of(slow, quick) as rank:
         slow.hold()
@@ -320,7 +320,7 @@ def test_tiers_do_not_wait_for_each_other() -> None:
 
 @pytest.mark.parametrize("after_s", [0.0, 0.00005, 0.01])
 def test_a_cancelled_thread_is_asked_to_stop(after_s: float) -> None:
-    """However soon a blocking call is cancelled, its thread is asked to end, and has ended when the call has."""
+    """However early a blocking call is cancelled, its thread is stopped, and has ended when the call returns."""
 
     async def play() -> None:
         for _ in range(50):
@@ -340,7 +340,7 @@ def test_a_cancelled_thread_is_asked_to_stop(after_s: float) -> None:
 
 
 class _Rude(HeldTier):
-    """Raises what ends tasks and threads: first as it is opened, then when it is read."""
+    """A tier that raises exceptions that end tasks and threads, first when it is opened, then when it is read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -358,7 +358,7 @@ class _Rude(HeldTier):
 
 
 def test_a_tier_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it raises is a failure like any other, also what would end the task or the process."""
+    """An exception of a tier is a failure like any other, even if it would end the task or the process."""
     monkeypatch.setattr(guard, "FAULTS_MAX", 10)
     tier = _Rude()
     with rank_of(tier, probe_s=0.001) as rank:
@@ -368,7 +368,7 @@ def test_a_tier_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
             assert rank.carrier.alive
             rank.carrier.probe_now()
             time.sleep(0.001)
-        while tier.reads:  # not at each turn: a tier that has just failed may be left alone
+        while tier.reads:  # not in every turn: a tier that has just failed may not be used
             assert time.monotonic() < limit
             rank.carry(stores=False, slot=0)
             assert rank.ended() == [False]
@@ -383,8 +383,8 @@ def test_a_tier_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         assert rank.ended() == [True]
 
 
-def test_what_a_lost_carrier_has_reported_ends_unheard() -> None:
-    """It reports all it has as failed, once: also what ends later."""
+def test_lost_carrier_reports_each_order_once() -> None:
+    """A lost carrier reports all its orders as failed. If one of them ends later, it is not reported again."""
     tier = HeldTier()
     with rank_of(tier) as rank:
         tier.hold()

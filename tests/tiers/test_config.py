@@ -1,4 +1,4 @@
-"""How tiers are configured, and what a user reads when one is wrong."""
+"""Tests of the configuration of tiers, and of the messages for a wrong tier."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvpipe import config_errors, plugins
-from kvpipe.config import load_settings
+from kvpipe.config.settings import load_settings
 from kvpipe.errors import ConfigError
+from kvpipe.inputs import config_errors, plugins
+from kvpipe.machine import mounts
 from kvpipe.testing.waiting import WAIT_S
 from kvpipe.tiers.registry import named, parse_tier, parse_tiers, spec_of
 
@@ -29,7 +30,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refusal(value: object) -> str:
-    """Return what a user reads, who has set `tiers` to this; it must be one line, and show no secret."""
+    """Return the message for a wrong value of `tiers`. It must be one line and show no secret."""
     with pytest.raises(ConfigError) as caught:
         load_settings({"tiers": value})
     message = str(caught.value)
@@ -41,14 +42,14 @@ def refusal(value: object) -> str:
 
 
 def test_every_kind_is_there() -> None:
-    """Every kind is registered with a specification, which knows its own kind, and so is at least one of its URLs."""
+    """Every kind is registered with a specification that has this kind. At least one of its URLs leads to it."""
     assert plugins.own(plugins.TIERS) == KINDS
     assert [spec.model_fields["kind"].default for spec in SPECS] == KINDS
     assert {spec_of(plugins.TIER_URLS, scheme) for scheme in plugins.own(plugins.TIER_URLS)} == set(SPECS)
 
 
 def test_every_key_is_described() -> None:
-    """Every key of every kind has a description of a sentence, and names its unit if it is a number of something."""
+    """Every key of every kind has a description. A number with a unit has the unit in its name."""
     for spec in SPECS:
         for key, field in spec.model_fields.items():
             assert key == "kind" or str(field.description).endswith("."), (spec, key)
@@ -56,7 +57,7 @@ def test_every_key_is_described() -> None:
 
 @pytest.mark.parametrize(("url", "kind"), zip(URLS, KINDS, strict=True))
 def test_a_url_is_enough(url: str, kind: str) -> None:
-    """The common case of each kind is one URL."""
+    """For the usual configuration of each kind of tier, one URL suffices."""
     assert parse_tier(url).kind == kind
 
 
@@ -79,7 +80,7 @@ def test_a_urls_query_holds_further_keys() -> None:
     ],
 )
 def test_a_path_is_a_disk(text: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An absolute path, or one below a home, is a disk tier there; only in a URL are characters written as %XX."""
+    """An absolute path, or a path below a home folder, is a disk tier. Only in a URL are characters written as %XX."""
     monkeypatch.setenv("HOME", "/home/me")
     assert parse_tier(text).model_dump()["path"] == Path(path)
     assert ("bytes_max" in text) == (parse_tier(text).model_dump()["bytes_max"] == 50 << 30)
@@ -102,7 +103,7 @@ def test_tiers_can_be_set_anywhere(where: str, value: Any, tmp_path: Path, monke
     elif where == "environment":
         monkeypatch.setenv("KVPIPE_TIERS", value if isinstance(value, str) else json.dumps(value))
     else:
-        (tmp_path / "file").write_text(json.dumps({"tiers": value}), encoding="utf-8")  # JSON is YAML
+        (tmp_path / "file").write_text(json.dumps({"tiers": value}), encoding="utf-8")  # every JSON text is YAML, too
         monkeypatch.setenv("KVPIPE_CONFIG_FILE", str(tmp_path / "file"))
         extra |= {"config_file": str(tmp_path / "file")} if where == "YAML" else {}
     got = load_settings(extra).tiers
@@ -111,19 +112,19 @@ def test_tiers_can_be_set_anywhere(where: str, value: Any, tmp_path: Path, monke
 
 @pytest.mark.parametrize("value", ["", "  ", [], "[]"])
 def test_no_tiers_are_no_error(value: Any) -> None:
-    """Nothing named, nothing used; that is the default too."""
+    """An empty list of tiers, which is also the default, is accepted."""
     assert load_settings({"tiers": value}).tiers == load_settings().tiers == ()
 
 
 def test_the_order_is_kept() -> None:
-    """Tiers are asked in the order in which they are named; of one kind, they are distinguished by a number."""
+    """Tiers are asked in their order. Several tiers of one kind get numbers."""
     specs = parse_tiers("redis://a s3://b/p redis://c redis://a/1")
     assert [name for name, _ in named(specs)] == ["redis", "s3", "redis-2", "redis-3"]
     assert tuple(spec for _, spec in named(specs)) == specs
 
 
 def test_settings_show_every_key_of_a_tier() -> None:
-    """`kvpipe check` prints a tier's own keys too, and they can be read back."""
+    """`kvpipe check` prints all keys of a tier, and its output can be parsed again."""
     dumped = load_settings({"tiers": "redis://h:7000"}).model_dump()["tiers"]
     assert dumped[0]["port"] == 7000
     assert parse_tiers(dumped) == parse_tiers("redis://h:7000")
@@ -134,24 +135,24 @@ def test_settings_show_every_key_of_a_tier() -> None:
     [
         (
             5,
-            "tiers is no list but of type int; give one entry per tier: a path such as /mnt/kv or a URL such as redis:",
+            "tiers is of type int, not a list; give one entry per tier: a path such as /mnt/kv or a URL such as redis:",
         ),
-        ({"kind": "redis"}, "tiers is no list but of type dict; give "),
-        ('{"kind": "redis"}', "tiers is no list but of type dict; give "),
+        ({"kind": "redis"}, "tiers is of type dict, not a list; give "),
+        ('{"kind": "redis"}', "tiers is of type dict, not a list; give "),
         (
             "[1",
-            "tiers begins as JSON but is none (Expecting ',' delimiter at line 1, column 3); mend it, or write",
+            "tiers begins as JSON but is not valid (Expecting ',' delimiter at line 1, column 3); correct it, or give",
         ),
         ([5], "tier 1 is of type int; give a path such as /mnt/kv"),
         (["redis://h", None], "tier 2 is of type NoneType; give "),
         ("redis", "tier 1: 'redis' is neither a URL nor an absolute path; write a path such as /mnt/kv or a URL"),
         ("redis://h mnt/kv", "tier 2: 'mnt/kv' is neither a URL nor an absolute path"),
-        ("reddis://h", "tier 1: no tier has URLs such as 'reddis://h'; did you mean 'redis://'?"),
-        ("ftp://h", "tier 1: no tier has URLs such as 'ftp://h'; URLs begin with file://, redis://, rediss://"),
+        ("reddis://h", "tier 1: 'reddis://h' has a scheme that no tier has; did you mean 'redis://'?"),
+        ("ftp://h", "tier 1: 'ftp://h' has a scheme that no tier has; URLs begin with file://, redis://, rediss://"),
         ([{}], "tier 1: kind is missing; it is one of disk, redis, s3, mooncake"),
-        ([{"kind": "reddis"}], "tier 1: no tier is of kind='reddis'; did you mean 'redis'?"),
-        ([{"kind": 7}], "tier 1: no tier is of kind=7; kinds are disk, redis, s3, mooncake"),
-        ([{"kind": ["redis"]}], "tier 1: no tier is of kind of type list; kinds are "),
+        ([{"kind": "reddis"}], "tier 1: kind='reddis' is not a kind of tier; did you mean 'redis'?"),
+        ([{"kind": 7}], "tier 1: kind=7 is not a kind of tier; kinds are disk, redis, s3, mooncake"),
+        ([{"kind": ["redis"]}], "tier 1: kind of type list is not a kind of tier; kinds are "),
         ("s3://b/p redis://h?lane=5", "tier 2 (redis): unknown key 'lane'; did you mean 'lanes'?"),
         ([{"kind": "redis", "host": "h", "lane": 5}], "tier 1 (redis): unknown key 'lane'; did you mean 'lanes'?"),
         (
@@ -161,7 +162,7 @@ def test_settings_show_every_key_of_a_tier() -> None:
         ([{"kind": "redis", "host": ""}], "tier 1 (redis): host='' is not valid ("),
         ([{"kind": "redis"}], "tier 1 (redis): host is missing; host means: Name or address of the server"),
         ("redis://h?lanes=many", "tier 1 (redis): lanes='many' is not valid (Input should be a valid integer"),
-        ("redis://h?lanes=65", "less than or equal to 64); lanes means: Reads, and as many writes"),
+        ("redis://h?lanes=65", "less than or equal to 64); lanes means: Number of reads"),
         (
             [{"kind": "redis", "host": "h", "lanes": True}],
             "lanes=True is not valid (expected a number, not true or false",
@@ -171,13 +172,13 @@ def test_settings_show_every_key_of_a_tier() -> None:
         ("redis://h?kind=s3", "tier 1 (redis): 'redis://h': 'kind' is given twice; leave it out of the query"),
         ("redis://h/1?db=2", "tier 1 (redis): 'redis://h/1': 'db' is given twice"),
         ("redis://h?lanes=1&lanes=2", "'lanes' is given twice"),
-        ("redis://h?lanes", "tier 1 (redis): 'redis://h' is no valid URL; write "),
-        ("redis://h:port", "is no valid URL; write "),
-        ("redis://[::1", "is no valid URL; write "),
-        ("/mnt/kv /mnt/kv/", "tier 2 (disk) is the same place as tier 1; leave one of them out"),
-        ("redis://h s3://b/p redis://h:6379/0?lanes=9", "tier 3 (redis) is the same place as tier 1"),
-        ("s3://b/p s3://b/p/", "tier 2 (s3) is the same place as tier 1"),
-        ("mooncake://h:1 mooncake://h:1", "tier 2 (mooncake) is the same place as tier 1"),
+        ("redis://h?lanes", "tier 1 (redis): 'redis://h' is not a valid URL; write "),
+        ("redis://h:port", "is not a valid URL; write "),
+        ("redis://[::1", "is not a valid URL; write "),
+        ("/mnt/kv /mnt/kv/", "tier 2 (disk) is the same store as tier 1; remove one of them"),
+        ("redis://h s3://b/p redis://h:6379/0?lanes=9", "tier 3 (redis) is the same store as tier 1"),
+        ("s3://b/p s3://b/p/", "tier 2 (s3) is the same store as tier 1"),
+        ("mooncake://h:1 mooncake://h:1", "tier 2 (mooncake) is the same store as tier 1"),
     ],
 )
 def test_what_is_wrong_is_named(value: object, wanted: str) -> None:
@@ -213,12 +214,12 @@ def test_what_is_wrong_is_named(value: object, wanted: str) -> None:
     ],
 )
 def test_no_message_shows_a_secret(value: object) -> None:
-    """Wherever a password is put that does not belong there, the refusal does not repeat it."""
+    """A password in a wrong place is not repeated in the message."""
     assert refusal(value)
 
 
 def test_an_error_of_another_key_shows_no_tier() -> None:
-    """A wrong value elsewhere is reported as before."""
+    """The message for a wrong value of another key shows no tier."""
     with pytest.raises(ConfigError, match="lookup_ms_max=0 is not valid") as caught:
         load_settings({"tiers": "redis://h", "lookup_ms_max": 0})
     assert "tiers" not in str(caught.value).split(";")[0]
@@ -226,14 +227,14 @@ def test_an_error_of_another_key_shows_no_tier() -> None:
 
 @pytest.mark.parametrize("text", ["a b", "user@", "redis://u@h/0?x#y", "://", "", "@", "x://?"])
 def test_a_public_text_has_no_user(text: str) -> None:
-    """What is shown of any text ends where a query begins and begins behind an '@'."""
-    shown = config_errors.public(text)
+    """The text of a URL in messages begins after the last '@' and ends before the query."""
+    shown = config_errors.public_url(text)
     assert "@" not in shown
     assert "://" not in text or "?" not in shown
 
 
 def test_places_are_keys() -> None:
-    """The keys by which two tiers are known to be the same place are keys of their kind."""
+    """The keys in `place` of each kind are keys of this kind."""
     for spec in SPECS:
         assert spec.place
         assert set(spec.place) <= set(spec.model_fields)
@@ -245,7 +246,7 @@ def test_tiers_need_no_client_to_be_configured() -> None:
     import sys
 
     code = (
-        "import sys; from kvpipe.config import load_settings; load_settings({'tiers': sys.argv[1]});"
+        "import sys; from kvpipe.config.settings import load_settings; load_settings({'tiers': sys.argv[1]});"
         "print([name for name in ('redis', 'obstore', 'mooncake', 'cryptography', 'torch') if name in sys.modules])"
     )
     done = subprocess.run(
@@ -255,7 +256,49 @@ def test_tiers_need_no_client_to_be_configured() -> None:
 
 
 def test_specifications_are_kept_as_they_are() -> None:
-    """What was read once is not read again."""
+    """Tiers that are already specifications are used without parsing."""
     specs = parse_tiers(URLS)
     assert parse_tiers(specs) == specs
     assert load_settings({"tiers": specs}).tiers == specs
+
+
+MOUNTS = """\
+22 27 0:21 / /proc rw - proc proc rw
+27 0 8:1 / / rw - ext4 /dev/sda1 rw
+30 27 0:50 / /mnt rw shared:1 - nfs4 server:/export rw
+31 30 8:2 / /mnt/nvme rw - xfs /dev/nvme0n1 rw
+32 27 0:51 / /data\\040set rw - fuse.juicefs store rw
+33 27 0:52 / /odd rw - fuse.unheard_of odd rw
+34 27 8:3 / /again rw - ext4 /dev/sdb1 rw
+35 27 0:53 / /again rw - ceph mons:/ rw
+cut off
+"""
+
+
+@pytest.mark.parametrize(
+    ("folder", "local"),
+    [("/var/kv", True), ("/mnt/kv", False), ("/mnt/nvme/kv", True), ("/mntx", True), ("/data set/kv", False),
+     ("/odd/kv", None), ("/again/kv", False)],
+)  # fmt: skip
+def test_a_folder_is_local_if_no_other_host_sees_its_file_system(
+    tmp_path: Path, folder: str, *, local: bool | None
+) -> None:
+    """The mount with the longest path counts, and of equal paths the last one."""
+    (tmp_path / "mountinfo").write_text(MOUNTS)
+    assert mounts.is_on_this_host(Path(folder), tmp_path / "mountinfo") is local
+
+
+def test_a_folder_is_of_unknown_locality_when_mounts_cannot_be_read(tmp_path: Path) -> None:
+    """Without `/proc` the locality of a folder is unknown."""
+    assert mounts.is_on_this_host(tmp_path, tmp_path / "none") is None
+
+
+def test_the_locality_of_a_tier_is_found_or_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers are remote. The locality of a folder is that of its file system, unless `announce` sets it."""
+    (tmp_path / "mountinfo").write_text("27 0 8:1 / / rw - ext4 /dev/sda1 rw")
+    monkeypatch.setattr(mounts.is_on_this_host, "__defaults__", (tmp_path / "mountinfo",))
+    urls = [str(tmp_path / "not" / "there"), *URLS[1:]]
+    assert [parse_tier(url).locality for url in urls] == ["local", "remote", "remote", "remote"]
+    assert {parse_tier({"kind": "disk", "path": urls[0], "announce": "remote"}).locality} == {"remote"}
+    assert parse_tier("redis://h:6379/0?announce=local").locality == "local"
+    assert "announce" in refusal(["redis://h:6379/0?announce=no"])

@@ -1,4 +1,4 @@
-"""Every kind of tier keeps the protocol, in every world."""
+"""Every kind of tier satisfies the protocol, in every world."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from kvpipe.testing.tier_conformance import TierConformance, TierWorld
-from kvpipe.testing.tier_worlds import WORLDS
+from tests.rigs.tier_worlds import WORLDS
 
 
 class TestOurTiers(TierConformance):
-    """Disk, Redis, S3, Mooncake, and the dictionary that they are compared with."""
+    """The suite for disk, Redis, S3, Mooncake, and the dictionary with which they are compared."""
 
     @pytest.fixture(params=WORLDS)
     def world(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TierWorld]:

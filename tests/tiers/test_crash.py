@@ -1,4 +1,4 @@
-"""Processes that are killed while they save to a disk tier leave nothing torn, lose nothing and leak nothing."""
+"""Processes that are killed while they save to a disk tier tear no value, lose no value, and leave no files."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Killer:
                 self.stored.discard(-int(line))
 
     def round(self, chance: random.Random) -> None:
-        """Start CHILDREN at once, and kill each at a random moment: some while they open the tier."""
+        """Start CHILDREN children, and kill each at a random moment, some of them while they open the tier."""
         early = self._start(CHILDREN // 4)
         self._kill(early, chance, LIFE_S_MAX / 4)
         while self._open.acquire(blocking=False):
@@ -84,7 +84,7 @@ class Killer:
             time.sleep(0.001)
 
     def stop(self) -> None:
-        """End the server and what is left of its children."""
+        """End the server and the remaining children."""
         self.server.kill()
         for pid in self._pids:
             if Path(f"/proc/{pid}").exists():
@@ -104,7 +104,7 @@ def killer(folder: Path, bytes_max: int) -> Iterator[Killer]:
 
 
 async def all_whole(tier: DiskTier, sizes: dict[Key, int]) -> None:
-    """Read values: each must be there, and be what was sealed under its key."""
+    """Read values. Each must exist, and must be the value that was sealed under its key."""
     keys = list(sizes)
     for first in range(0, len(keys), 64):
         part = keys[first : first + 64]
@@ -117,9 +117,11 @@ async def all_whole(tier: DiskTier, sizes: dict[Key, int]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("bytes_max", "lives"), [(1024 * MIB, False), (6 * MIB, True)], ids=["room", "evictions"])
 def test_kills_tear_and_lose_nothing(tmp_path: Path, bytes_max: int, *, lives: bool) -> None:
-    """After kill -9 at random moments every value is whole, none is lost that was stored, no draft is left, the account
-    is what the files come to; where there is no room for all, also beside a process that lives on.
-    """  # noqa: D205  (one sentence)
+    """After kill -9 at random moments every value is whole, no draft is left, and the account equals the files' sizes.
+
+    If there is room for all values, no stored value is lost. In the other case values are evicted, and another process
+    has the tier open all the time.
+    """
     seed = random.randrange(1 << 32)
     chance, unfinished = random.Random(seed), 0
     spec = spec_of(tmp_path / "kv", bytes_max)

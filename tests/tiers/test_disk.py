@@ -1,4 +1,4 @@
-"""The disk tier: what a user writes, and what its files are."""
+"""Tests of the disk tier: its configuration and its files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.tiers.disks import (
     walk,
 )
 
-# ---- what a user writes ---------------------------------------------------------------------------------------------
+# ---- configuration --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -48,14 +48,14 @@ from tests.tiers.disks import (
     ],
 )
 def test_a_wrong_key_is_refused(key: str, value: object, stated: str) -> None:
-    """A value that cannot be meant is refused, and the report names its key."""
+    """An impossible value is refused, and the message names its key."""
     with pytest.raises(ValidationError, match=stated) as raised:
         DiskSpec.model_validate({"path": "/var/kv", key: value})
     assert raised.value.errors()[0]["loc"][0] == key
 
 
 def test_a_url_stands_for_the_keys() -> None:
-    """A file URL gives the path, decoded, and its query the other keys; `~` is the home folder."""
+    """A file URL gives the decoded path, and its query gives the other keys. `~` is the home folder."""
     given = DiskSpec.parse_url(urlsplit("file:///var/a%20b%23c?bytes_max=50GiB&direct=off"))
     spec = DiskSpec.model_validate(given)
     assert (spec.path, spec.bytes_max, spec.direct) == (Path("/var/a b#c"), 50 << 30, "off")
@@ -66,12 +66,14 @@ def test_a_url_stands_for_the_keys() -> None:
 
 
 def test_an_unfit_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file, a disk that is too small, a folder that cannot be written to are refused with the key and the remedy."""
+    """A file, a too small disk, and a folder without write permission are refused with the key and the remedy."""
     tmp_path.joinpath("file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(ConfigError, match=r"path='.+': .+ is no folder; name another path"):
+        with pytest.raises(ConfigError, match=r"path='.+': .+ is not a folder; name another path"):
             spec_of(path).make("disk")
-    with pytest.raises(ConfigError, match=r"bytes_max=\d+ is more than the \d+ bytes .+; set a smaller bytes_max"):
+    with pytest.raises(
+        ConfigError, match=r"bytes_max=1EiB is more than the [\d.]+[KMGT]iB of the file .+; set a smaller"
+    ):
         spec_of(tmp_path, bytes_max=1 << 60).make("disk")
     spec_of(tmp_path, bytes_max=1 << 60, store="never").make("disk")
     path = tmp_path / "disk"
@@ -84,12 +86,24 @@ def test_an_unfit_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         spec_of(path, bytes_max=MIB, store="never").make("disk")
 
 
+def test_default_room_fits_a_small_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large file system gives 100 GiB. A size that a user has set is kept or refused."""
+    for blocks, room in ((1 << 40, 100 << 30), (1 << 20, 4096 * (1 << 20) * 4 // 5)):
+        sizes = os.statvfs_result((4096, 4096, blocks, blocks, blocks, 0, 0, 0, 0, 255))
+        monkeypatch.setattr(os, "statvfs", lambda _, sizes=sizes: sizes)
+        spec = DiskSpec.model_validate({"path": tmp_path / "not" / "there"})
+        assert spec.make("disk").spec.bytes_max == spec.fitted().bytes_max == room
+    assert DiskSpec.model_validate({"path": tmp_path, "bytes_max": "1GiB"}).make("disk").spec.bytes_max == 1 << 30
+    with pytest.raises(ConfigError, match="bytes_max=100GiB is more than the 4GiB of the file system"):
+        DiskSpec.model_validate({"path": tmp_path, "bytes_max": "100GiB"}).make("disk")
+
+
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mask", [0o000, 0o077, 0o277])
 def test_files_are_private(tmp_path: Path, mask: int) -> None:
-    """Files are 0600 and folders 0700, whatever the umask; a value is in a file that is called as its key."""
+    """Files have mode 0600 and folders 0700, whatever the umask is. A value's file has the name of its key."""
 
     async def play() -> None:
         before = os.umask(mask)
@@ -131,7 +145,10 @@ def test_foreign_files_are_not_touched(tmp_path: Path) -> None:
 
 
 def test_a_file_that_vanished_is_a_miss(tmp_path: Path) -> None:
-    """A file that is deleted between lookup and read is a MISS, is not found any more, and may be written again."""
+    """A file that is deleted between lookup and read is a MISS.
+
+    Then it is not found any more, and can be written again.
+    """
 
     async def play() -> None:
         async with opened(tmp_path) as tier:
@@ -149,7 +166,7 @@ def test_a_file_that_vanished_is_a_miss(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 64 * KIB - 1, 64 * KIB - 4096, 64 * KIB + 1, 128 * KIB])
 def test_a_file_of_another_length_is_damaged(tmp_path: Path, size: int) -> None:
-    """A file that was cut or lengthened is DAMAGED; deleted, it makes room for a new value."""
+    """A file that was cut or lengthened is DAMAGED. After it is deleted, its room is free."""
 
     async def play() -> None:
         async with opened(tmp_path) as tier:
@@ -165,7 +182,7 @@ def test_a_file_of_another_length_is_damaged(tmp_path: Path, size: int) -> None:
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "link"])
 def test_what_is_no_file_is_no_value(tmp_path: Path, kind: str) -> None:
-    """A folder, a pipe or a link that has a key's name is not found, not followed, and stops nothing."""
+    """A folder, a pipe or a link with a key's name is not found and not followed, and does no harm."""
     here, secret = file_of(tmp_path / "kv", 1), tmp_path / "secret"
     here.parent.mkdir(parents=True)
     secret.write_bytes(content(1, 64 * KIB))
@@ -182,7 +199,7 @@ def test_what_is_no_file_is_no_value(tmp_path: Path, kind: str) -> None:
             assert await tier.exists([some_key(1)]) == [False]
             assert await reads(tier, 1) is Read.DAMAGED
             assert await tier.delete([some_key(1)]) == 0
-            taken = kind == "folder"  # it has a file, which may be somebody's
+            taken = kind == "folder"  # the folder contains a file, which may belong to somebody else
             for _ in range(4):
                 assert await tier.write([put(1, 64 * KIB)]) == [Written.PRESENT if taken else Written.STORED]
                 assert await reads(tier, 1) is (Read.DAMAGED if taken else Read.HIT)
@@ -200,7 +217,7 @@ def test_what_is_no_file_is_no_value(tmp_path: Path, kind: str) -> None:
 
 
 def test_an_empty_folder_makes_room_for_a_value(tmp_path: Path) -> None:
-    """Nothing is lost with it."""
+    """An empty folder with the name of a value is deleted, and the value is written."""
     file_of(tmp_path, 1).mkdir(parents=True)
 
     async def play() -> None:
@@ -212,7 +229,7 @@ def test_an_empty_folder_makes_room_for_a_value(tmp_path: Path) -> None:
 
 
 def test_a_removed_folder_is_made_anew(tmp_path: Path) -> None:
-    """The next probe does it, of whichever process; the tier is used as before, and its account is right."""
+    """The next probe of any process creates a deleted folder again. Then the tier works, and its account is right."""
     root = tmp_path / "kv"
 
     async def play() -> None:
@@ -234,14 +251,14 @@ def test_a_removed_folder_is_made_anew(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_not_made_where_its_file_system_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a disk is not mounted any more, values would fill the disk below it."""
+    """If the folder's disk is not mounted any more, values would fill the disk below the mount point."""
     root = tmp_path / "kv"
 
     async def play() -> None:
         async with opened(root) as tier:
             shutil.rmtree(root)
             monkeypatch.setattr(tier._root, "_device", -1)
-            with pytest.raises(TierError, match="is it mounted"):
+            with pytest.raises(TierError, match="is not mounted; mount it"):
                 await tier.health()
             assert not root.exists()
 
@@ -249,7 +266,7 @@ def test_a_folder_is_not_made_where_its_file_system_is_gone(tmp_path: Path, monk
 
 
 def test_the_last_process_leaves_nothing_in_an_empty_folder(tmp_path: Path) -> None:
-    """Whatever it wrote is deleted; as long as there is a value, or another process, all stays."""
+    """The last process deletes all files that it wrote. While a value or another process is left, all files stay."""
 
     async def play() -> None:
         async with opened(tmp_path):
@@ -266,7 +283,7 @@ def test_the_last_process_leaves_nothing_in_an_empty_folder(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
 def test_links_lead_nowhere(tmp_path: Path, depth: int) -> None:
-    """A link in place of a folder or of the account is not followed: nothing beyond it is read, written or deleted."""
+    """A link in place of a folder or of the account is not followed: no file beyond it is read, written or deleted."""
     root, beyond = tmp_path / "kv", tmp_path / "beyond"
     link = (root / TMP, root / NAMESPACE, file_of(root, 1).parent, root / ACCOUNT)[depth]
     below = beyond / (file_of(root, 1).relative_to(link) if link in file_of(root, 1).parents else "")

@@ -1,4 +1,4 @@
-"""The clock of the file system that the disk tier is on is another than this machine's."""
+"""The clock of the disk tier's file system differs from this machine's clock."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import pytest
 from kvpipe.testing.buffers import put, some_key
 from kvpipe.testing.tier_conformance import run
 from kvpipe.tiers.disk import index as disk_index
-from kvpipe.tiers.disk.files import listed
+from kvpipe.tiers.disk.files import list_folder
 from kvpipe.tiers.disk.tier import DiskTier
 from tests.tiers.disks import file_of, opened
 
 
 @pytest.mark.parametrize("ahead_s", [-3600.0, -0.06, 0.0, 3600.0])
 def test_a_file_system_with_another_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float) -> None:
-    """Wherever its clock stands, two changes that leave one time are both found, and a quiet folder is soon not listed.
+    """Two changes with equal times are both found, and a quiet folder is soon not listed.
 
-    `ahead_s`: of the file system's clock before this machine's, in seconds.
+    `ahead_s` is the number of seconds by which the file system's clock is ahead of this machine's clock.
     """
     taken: list[int] = []
-    real = listed
+    real = list_folder
 
     def counted(at: int) -> Any:
         taken.append(at)
@@ -35,17 +35,17 @@ def test_a_file_system_with_another_clock(tmp_path: Path, monkeypatch: pytest.Mo
         async with opened(tmp_path, writes=False) as reader, opened(tmp_path) as other:
             tier, shelf = cast("DiskTier", reader), file_of(tmp_path, 1).parent
             await other.write([put(1, 4096)])
-            at_ns = time.time_ns() + int(ahead_s * 1e9) | 1  # no whole second
+            at_ns = time.time_ns() + int(ahead_s * 1e9) | 1  # not a whole second
             os.utime(shelf, ns=(at_ns, at_ns))
             tier._pass()
             keys = [some_key(1), some_key(2)._replace(chunk=some_key(1).chunk[:1] + some_key(2).chunk[1:])]
             (shelf / keys[1].text).write_bytes(bytes(4096))
-            os.utime(shelf, ns=(at_ns, at_ns))  # the same tick of its clock
+            os.utime(shelf, ns=(at_ns, at_ns))  # the same tick of the file system's clock
             tier._pass()
             assert tier._index.holds(keys) == [True, True]
             await anyio.sleep(2 * disk_index._GRAIN_S)
             tier._pass()
-            monkeypatch.setattr(disk_index, "listed", counted)
+            monkeypatch.setattr(disk_index, "list_folder", counted)
             tier._pass()
             assert taken == []
 

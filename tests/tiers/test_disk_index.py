@@ -1,4 +1,4 @@
-"""What the disk tier knows of its files, and of what others do to them."""
+"""The disk tier has an index of its files, which follows the changes that other processes make."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ import anyio
 import pytest
 
 from kvpipe.testing.buffers import NAMESPACE, put, some_key
-from kvpipe.testing.tier_conformance import run, tried
-from kvpipe.testing.tier_worlds.disk import grow_old
+from kvpipe.testing.tier_conformance.worlds import run, tried
 from kvpipe.testing.waiting import WAIT_S
-from kvpipe.tiers.base import Capacity, Key, Read, TierError, TierFullError, Written
+from kvpipe.tiers.base import Capacity, Key, Noticing, Read, TierError, TierFullError, Written
 from kvpipe.tiers.disk import files as disk_files
 from kvpipe.tiers.disk import index as disk_index
 from kvpipe.tiers.disk import tier as disk_tier
-from kvpipe.tiers.disk.files import TMP, place
+from kvpipe.tiers.disk.files import TMP, folders_of
 from kvpipe.tiers.disk.tier import DiskTier
+from tests.rigs.tier_worlds.disk import grow_old
 from tests.tiers.disks import (
     KIB,
     names,
@@ -34,8 +34,8 @@ from tests.tiers.disks import (
 )
 
 
-def test_others_values_are_found_soon(tmp_path: Path) -> None:
-    """What another client writes or deletes is known soon, also to one that only reads."""
+def test_values_of_another_client_are_found_soon(tmp_path: Path) -> None:
+    """A client soon notices values that another client writes or deletes, even if it only reads."""
     assert disk_tier._LOOK_S < disk_tier._OLD_S < 1
 
     async def known(tier: DiskTier, wanted: list[bool]) -> None:
@@ -56,7 +56,7 @@ def test_others_values_are_found_soon(tmp_path: Path) -> None:
 
 
 def test_a_folder_may_go_and_come_back(tmp_path: Path) -> None:
-    """What is in a folder that is moved away is not found, and is found again when the folder is back as it was."""
+    """Values in a folder that is moved away are misses, and are found again when the folder is moved back."""
 
     async def play() -> None:
         async with opened(tmp_path) as tier:
@@ -72,8 +72,8 @@ def test_a_folder_may_go_and_come_back(tmp_path: Path) -> None:
     run(play)
 
 
-def test_what_others_deleted_is_not_held(tmp_path: Path) -> None:
-    """One that only looks holds no key of what others wrote and deleted meanwhile, however long it looks."""
+def test_keys_of_deleted_files_are_forgotten(tmp_path: Path) -> None:
+    """A client that only looks up keys holds no key of deleted files, however long it runs."""
     many = 50
 
     def held() -> int:
@@ -96,7 +96,7 @@ def test_what_others_deleted_is_not_held(tmp_path: Path) -> None:
 
 
 def test_a_reader_leaves_no_trace(tmp_path: Path) -> None:
-    """With store=never nothing is made or written; a missing folder is reported, and found when it is there."""
+    """With store=never nothing is created or written. A missing folder is reported, and is used once it exists."""
 
     async def play() -> None:
         reader = spec_of(tmp_path / "kv", store="never").make("disk")
@@ -118,9 +118,9 @@ def test_a_reader_leaves_no_trace(tmp_path: Path) -> None:
 
 
 def test_what_happens_during_a_listing_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What this process writes and deletes while a folder is listed is newer than the listing."""
+    """Writes and deletes of this process during a listing take precedence over the listing."""
     same = [key for i in range(4000) if (key := some_key(i)).chunk[0] == some_key(0).chunk[0]][:3]
-    real = disk_files.listed
+    real = disk_files.list_folder
 
     async def play() -> None:
         async with opened(tmp_path) as tier:
@@ -128,14 +128,14 @@ def test_what_happens_during_a_listing_is_not_lost(tmp_path: Path, monkeypatch: 
 
             def meanwhile(at: int) -> Any:
                 found = real(at)
-                monkeypatch.setattr("kvpipe.tiers.disk.index.listed", real)
+                monkeypatch.setattr("kvpipe.tiers.disk.index.list_folder", real)
                 assert tier._room.delete(same[:1]) == 1
                 assert tier._write(put(0, 4096)._replace(key=same[2])) is Written.STORED
                 return found
 
             await anyio.sleep(0.06)
-            monkeypatch.setattr("kvpipe.tiers.disk.index.listed", meanwhile)
-            tier._index._shelves[place(same[0])].changed_ns = None
+            monkeypatch.setattr("kvpipe.tiers.disk.index.list_folder", meanwhile)
+            tier._index._shelves[folders_of(same[0])].changed_ns = None
             tier._pass()
             assert tier._index.holds(same) == [False, True, True]
             assert tier._index.total() == (2, 8192)
@@ -146,7 +146,7 @@ def test_what_happens_during_a_listing_is_not_lost(tmp_path: Path, monkeypatch: 
 
 
 def test_what_is_deleted_during_a_listing_stays_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file of another's that this process deletes after a listing has seen it is not found."""
+    """If this process deletes another process's file after a listing has seen it, the file is not found."""
 
     async def play() -> None:
         async with opened(tmp_path) as tier, opened(tmp_path) as other:
@@ -169,7 +169,7 @@ def test_what_is_deleted_during_a_listing_stays_deleted(tmp_path: Path, monkeypa
 
 
 def test_names_are_read_as_keys_are() -> None:
-    """The index knows a file by its name exactly if that is a key's text."""
+    """The index accepts a file name exactly if the name is a key's text."""
     index, base = disk_index.Index(), some_key(1).text
     names = [base, *(some_key(i).text for i in range(5)), base.upper(), base + "0", base[1:], base.replace("-", "_")]
     names += [re.sub("-[0-9a-f]{64}", f"-{chunk}", base) for chunk in ("", "ab" * 15, "ab" * 16, "ab" * 65, "ab " * 20)]
@@ -185,7 +185,7 @@ def test_names_are_read_as_keys_are() -> None:
 
 
 def test_lookups_that_wait_hold_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many wait for a listing that takes long, they wait for the same one, and no thread is one of theirs."""
+    """All lookups that wait for a slow listing wait for the same listing, and need no thread of their own."""
     go_on, real = threading.Event(), disk_index.Index.refresh
     passes = []
 
@@ -211,9 +211,9 @@ def test_lookups_that_wait_hold_no_thread(tmp_path: Path, monkeypatch: pytest.Mo
                 await anyio.sleep(0.2)
                 assert threading.active_count() <= before + 1
                 assert anyio.to_thread.current_default_thread_limiter().borrowed_tokens == 0
-                assert await reads(tier, 1, 4096) is Read.HIT, "others go on"
+                assert await reads(tier, 1, 4096) is Read.HIT, "other lookups continue"
                 assert not answers
-                for age in ("_OLD_S", "_LOOK_S"):  # however late those who wait go on
+                for age in ("_OLD_S", "_LOOK_S"):  # however late the waiting lookups continue
                     monkeypatch.setattr(disk_tier, age, WAIT_S)
                 go_on.set()
             assert answers == [[True, False]] * 200
@@ -225,7 +225,7 @@ def test_lookups_that_wait_hold_no_thread(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_listing_that_does_not_end_is_waited_for_no_longer_than_allowed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lookups end after timeout_ms_max in TierError; a tier that is opened again looks anew."""
+    """Lookups end after timeout_ms_max with TierError. A tier that is opened again begins a new listing."""
     go_on, real = threading.Event(), disk_index.Index.refresh
 
     async def play() -> None:
@@ -246,7 +246,7 @@ def test_a_listing_that_does_not_end_is_waited_for_no_longer_than_allowed(
 
 
 def test_a_lookup_looks_at_its_own_namespace_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What others' namespaces hold makes a lookup's pass no longer; what is new is found."""
+    """A lookup reads only the folders of its own namespace, and finds new values."""
     looked: list[int] = []
     real = disk_files.folder
 
@@ -274,9 +274,9 @@ def test_a_lookup_looks_at_its_own_namespace_only(tmp_path: Path, monkeypatch: p
 
 
 def test_what_is_stored_is_found_however_old_the_listing_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A listing that took long may be ten times as old: what this engine has stored since is found all the same.
+    """A slow listing is old when it ends.
 
-    Until a later listing, of that namespace: that one counts.
+    Values that this engine stored since its beginning are found, until a later listing of the namespace replaces it.
     """
     real = disk_index.Index.refresh
 
@@ -309,15 +309,65 @@ def test_what_is_stored_is_found_however_old_the_listing_is(tmp_path: Path, monk
     run(play)
 
 
+def test_a_reader_is_notified_of_values_that_are_gone(tmp_path: Path) -> None:
+    """The reader is notified of values deleted before a listing saw them, but not of values written again since."""
+
+    async def play() -> None:
+        async with opened(tmp_path, writes=False) as finder, opened(tmp_path) as carrier:
+            tier, gone = cast("DiskTier", finder), list[Key]()
+            assert isinstance(tier, Noticing)
+            tier.on_gone = gone.append
+            await carrier.write([put(number, 4096) for number in range(3)])
+            tier._pass()
+            await carrier.delete([some_key(0), some_key(1)])
+            tier.stored([some_key(1), some_key(3)])
+            assert gone == []
+            tier._pass()
+            assert sorted(gone) == sorted(some_key(number) for number in (0, 1, 3))
+            gone.clear()
+            tier._pass()
+            assert gone == []
+
+    run(play)
+
+
+def test_a_reader_is_not_notified_of_a_value_that_is_written_again_during_the_listing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader is not notified, because the value exists although the listing lacks it."""
+    real = disk_files.folders
+
+    async def play() -> None:
+        async with opened(tmp_path, writes=False) as finder, opened(tmp_path) as carrier:
+            tier, gone = cast("DiskTier", finder), list[Key]()
+            tier.on_gone = gone.append
+            await carrier.write([put(1, 4096)])
+            tier._pass()
+            await carrier.delete([some_key(1)])
+
+            def folders(*args: Any) -> Any:
+                tier.stored([some_key(1)])
+                return real(*args)
+
+            monkeypatch.setattr(disk_index, "folders", folders)
+            tier._pass()
+            assert gone == []
+
+    run(play)
+
+
 def folders_in(path: Path) -> list[str]:
-    """Return the folders of namespaces, and those in them."""
+    """Return the folders of namespaces, and the folders in them."""
     found = [one.relative_to(path) for one in path.rglob("*") if one.is_dir()]
     return sorted(str(one) for one in found if one.parts[0] != TMP)
 
 
 @pytest.mark.parametrize("how", ["delete", "evict", "by hand"])
 def test_folders_that_are_empty_are_removed(tmp_path: Path, how: str) -> None:
-    """With the last value of a folder goes the folder, and its namespace's; what was left before, at opening."""
+    """The folder of the last value is removed, and then its namespace's folder.
+
+    Old empty folders are removed at opening.
+    """
     spaces = [f"{i:032x}" for i in range(20)]
 
     async def play() -> None:
@@ -362,7 +412,10 @@ run(play)
 
 
 def test_a_folder_is_not_removed_under_a_writer(tmp_path: Path) -> None:
-    """While processes write and delete the only value of a namespace, folders come and go: no write fails for it."""
+    """Processes write and delete the only value of a namespace, so folders appear and disappear.
+
+    No write fails because of this.
+    """
     children = [
         subprocess.Popen([sys.executable, "-c", CHURN, str(tmp_path)], stderr=subprocess.PIPE) for _ in range(3)
     ]

@@ -1,4 +1,4 @@
-"""The disk tier's bound: on all files of all processes together."""
+"""The limit of the disk tier counts the files of all processes together."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from kvpipe.testing.buffers import content, put, some_key
 from kvpipe.testing.tier_conformance import run
 from kvpipe.testing.waiting import WAIT_S
 from kvpipe.tiers.base import Capacity, Read, TierFullError, Written
+from kvpipe.tiers.disk import room
 from kvpipe.tiers.disk.files import ACCOUNT, TMP
 from tests.tiers.disks import (
     KIB,
@@ -29,7 +30,10 @@ from tests.tiers.disks import (
 
 
 def test_the_oldest_make_room(tmp_path: Path) -> None:
-    """Writing beyond bytes_max deletes what was not used for longest; a read is a use; the account is what is there."""
+    """A write beyond bytes_max deletes the least recently used values. A read is a use.
+
+    The account equals the files.
+    """
 
     async def play() -> None:
         async with opened(tmp_path, bytes_max=ROOM) as tier:
@@ -44,8 +48,34 @@ def test_the_oldest_make_room(tmp_path: Path) -> None:
     run(play)
 
 
+def test_files_are_counted_once_for_a_write_that_evicts_several_batches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A count lists the whole folder while other processes wait for the lock, so it is not repeated for each batch."""
+    counts, count = list[int](), room.DiskRoom._count
+
+    def counting(self: room.DiskRoom, root: int) -> int:
+        counts.append(root)
+        return count(self, root)
+
+    async def play() -> None:
+        async with opened(tmp_path, bytes_max=ROOM) as tier:
+            for i in range(16):
+                await tier.write([put(i, 64 * KIB)])
+            monkeypatch.setattr(room, "_BATCH", 2)
+            monkeypatch.setattr(room.DiskRoom, "_count", counting)
+            await tier.write([put(16, 12 * 64 * KIB)])
+            assert len(walk(tmp_path)) == 4
+
+    run(play)
+    assert len(counts) == 1
+
+
 def test_age_outlives_a_restart(tmp_path: Path) -> None:
-    """A tier opened on a folder knows what is oldest there; what another process has used since is kept."""
+    """A tier that is opened on a folder knows the oldest values.
+
+    Values that another process has used since are kept.
+    """
 
     async def play() -> None:
         async with opened(tmp_path, bytes_max=ROOM) as tier:
@@ -65,7 +95,7 @@ def test_age_outlives_a_restart(tmp_path: Path) -> None:
 
 
 def test_what_is_too_large_is_refused(tmp_path: Path) -> None:
-    """A value larger than bytes_max raises TierFullError that names the key, and nothing is deleted for it."""
+    """A value larger than bytes_max raises a TierFullError that names the key, and nothing is deleted for it."""
 
     async def play() -> None:
         async with opened(tmp_path, bytes_max=ROOM) as tier:
@@ -80,7 +110,7 @@ def test_what_is_too_large_is_refused(tmp_path: Path) -> None:
 
 
 def test_files_that_others_add_are_counted(tmp_path: Path) -> None:
-    """Files that are copied in or deleted by hand are in the account when room is made next, and after a restart."""
+    """Files that are copied in or deleted by hand are counted when room is made next, and after a restart."""
 
     async def play() -> None:
         async with opened(tmp_path, bytes_max=ROOM) as tier:
@@ -105,7 +135,7 @@ def test_files_that_others_add_are_counted(tmp_path: Path) -> None:
 
 
 def test_an_account_that_is_void_is_counted(tmp_path: Path) -> None:
-    """An account whose keeper died in the middle, or that is nonsense, is made from the files."""
+    """If the account is invalid, or its last writer died while writing, the tier counts the bytes of its files."""
 
     async def play() -> None:
         async with opened(tmp_path, bytes_max=ROOM) as tier:
@@ -132,7 +162,7 @@ run(play)
 
 
 def test_the_bound_holds_for_all_processes_together(tmp_path: Path) -> None:
-    """While three processes write into one folder, its files, unfinished ones too, are never more than bytes_max."""
+    """Three processes write into one folder. Its files, including unfinished files, never exceed bytes_max."""
     command = [sys.executable, "-c", WRITER, str(tmp_path)]
     children = [subprocess.Popen([*command, str(10_000 * n)]) for n in range(3)]
     most, seen = 0, set[str]()
@@ -140,7 +170,7 @@ def test_the_bound_holds_for_all_processes_together(tmp_path: Path) -> None:
         until = time.monotonic() + WAIT_S
         while len(seen) < 200 and time.monotonic() < until:
             with contextlib.suppress(FileNotFoundError), (tmp_path / ACCOUNT).open("r+") as account:
-                fcntl.flock(account, fcntl.LOCK_EX)  # else files are moved while they are counted
+                fcntl.flock(account, fcntl.LOCK_EX)  # otherwise files would be moved while they are counted
                 found = walk(tmp_path)
                 most = max(most, sum(found.values()))
                 seen.update(name for name in found if not name.startswith(TMP))
@@ -155,11 +185,11 @@ def test_the_bound_holds_for_all_processes_together(tmp_path: Path) -> None:
 
 
 def test_drafts_of_the_living_are_left_alone(tmp_path: Path) -> None:
-    """Opening a tier deletes drafts of dead processes, and none of living ones. Closing it leaves nothing."""
+    """Opening a tier deletes drafts of dead processes, but not of living processes. Closing it leaves no draft."""
 
     async def play() -> None:
         async with opened(tmp_path) as tier:
-            draft = tier._room.begin(64 * KIB)
+            draft = tier._room.begin_draft(64 * KIB)
             dead = tmp_path / TMP / ("d" * 16)
             dead.mkdir()
             dead.joinpath("lock").touch()

@@ -1,4 +1,4 @@
-"""What a value in a tier is made of, and what is reported when it is something else."""
+"""A value in a tier is an envelope. A value of another form is reported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvpipe.testing.buffers import aligned, content, filled, some_key
 from kvpipe.testing.held_tier import DictSpec
 from kvpipe.testing.waiting import WAIT_S
 from kvpipe.tiers.base import ALIGN_BYTES, Key
-from kvpipe.tiers.envelope import HEADER_BYTES, Cipher, DamagedError, Sealer, describe
+from kvpipe.tiers.envelope import HEADER_BYTES, VERSION, Cipher, DamagedError, Sealer, describe, version_of
 from kvpipe.tiers.keyring import KEYS_MAX, secrets_of
 from kvpipe.tiers.spec import TierSpec
 
@@ -30,7 +30,7 @@ LONGEST = Key("f" * 32, bytes(range(64)), 9999, 999_998, 999_999)
 
 
 def sealer_of(secret: bytes | None) -> Sealer:
-    """Return what encrypts with `secret`, or not at all."""
+    """Return a sealer that encrypts with `secret`, or one that does not encrypt."""
     return Sealer(() if secret is None else (secret,))
 
 
@@ -48,14 +48,14 @@ def why(secret: bytes | None, key: Key, header: memoryview, body: memoryview, un
 
 
 def address(of: memoryview) -> int:
-    """Return where a buffer begins."""
+    """Return the address at which a buffer begins."""
     import numpy as np
 
     return int(np.frombuffer(of, np.uint8).ctypes.data)
 
 
 def signed(header: memoryview) -> memoryview:
-    """Make a changed header's checksum right again, as an attacker could."""
+    """Correct the checksum of a changed header, as an attacker could."""
     header[-8:] = xxhash.xxh3_64_digest(header[:-8])
     return header
 
@@ -63,7 +63,7 @@ def signed(header: memoryview) -> memoryview:
 @SECRETS
 @pytest.mark.parametrize("key", [some_key(1), LONGEST], ids=["usual", "longest"])
 def test_what_is_sealed_comes_back(secret: bytes | None, key: Key) -> None:
-    """Another sealer with the same secret finds the body as it was, and the header shows what it is."""
+    """Another sealer with the same secret restores the body, and the header describes the body."""
     _, header, body = sealed(secret, key)
     found = describe(header)
     cipher = Cipher.PLAIN if secret is None else Cipher.AES_256_GCM
@@ -74,20 +74,20 @@ def test_what_is_sealed_comes_back(secret: bytes | None, key: Key) -> None:
 
 @SECRETS
 def test_parts_are_aligned(secret: bytes | None) -> None:
-    """Header and body begin at pages and are as long as the tiers expect, so that direct I/O takes them."""
+    """Header and body begin at pages and have the lengths that tiers expect, so that direct I/O accepts them."""
     _, header, body = sealed(secret)
     assert (header.nbytes, body.nbytes) == (HEADER_BYTES, BODY)
     assert address(header) % ALIGN_BYTES == address(body) % ALIGN_BYTES == 0
 
 
 def test_a_plain_body_is_not_copied() -> None:
-    """Without a secret the slot's own memory is what is written."""
+    """Without a secret, the slot's own memory is written."""
     body = aligned(BODY)
     assert Sealer().seal(some_key(1), 16, body)[1] is body
 
 
 def test_an_encrypted_body_shows_nothing() -> None:
-    """With a secret the slot stays as it is, and what is written has none of its pages, and differs each time."""
+    """With a secret, the slot stays unchanged. The written bytes contain none of its pages, and differ each time."""
     body = filled(content(1, BODY), (BODY,))[0]
     sealer = Sealer([SECRET])
     first, second = (bytes(sealer.seal(some_key(1), 16, body)[1]) for _ in range(2))
@@ -103,7 +103,7 @@ def pieces(data: bytes) -> list[bytes]:
 
 
 def test_the_format_is_fixed() -> None:
-    """A header's bytes are those of version 2: what is stored today can be read by later releases."""
+    """A header's bytes are those of version 2, so that later releases can read values that are stored today."""
     key, header, body = sealed(None)
     text = key.text.encode()
     fields = struct.pack("<8sHBBIQ48s", b"kvpipe\r\n", 2, 0, len(text), 16, BODY, b"") + text
@@ -111,8 +111,20 @@ def test_the_format_is_fixed() -> None:
     assert bytes(header) == wanted + xxhash.xxh3_64_digest(wanted)
 
 
+def test_version_is_read_from_a_whole_header_only() -> None:
+    """The version distinguishes values of older releases from damaged values, and from files of other programs."""
+    _, header, _ = sealed(None)
+    assert version_of(header) == VERSION
+    for at in (0, 8, HEADER_BYTES - 1):  # the magic, the version, the checksum
+        changed = bytearray(header)
+        changed[at] ^= 1
+        assert version_of(bytes(changed)) == 0
+    header[8] = VERSION - 1
+    assert version_of(signed(header)) == VERSION - 1
+
+
 def test_the_ciphers_key_is_fixed() -> None:
-    """An encrypted value is AES-256-GCM under HKDF-SHA256 of secret and salt: any later release reads it."""
+    """An encrypted value is AES-256-GCM under HKDF-SHA256 of secret and salt, so that later releases can read it."""
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -134,7 +146,7 @@ def test_the_ciphers_key_is_fixed() -> None:
 
 @SECRETS
 def test_every_changed_byte_of_a_header_is_noticed(secret: bytes | None) -> None:
-    """Whichever byte of a header changes, parsing shows it."""
+    """Parsing detects a change of any byte of a header."""
     _, header, _ = sealed(secret)
     for at in range(HEADER_BYTES):
         header[at] ^= 0x40
@@ -172,7 +184,7 @@ def test_changed_bytes_of_a_body_are_noticed(secret: bytes | None) -> None:
     ],
 )
 def test_a_field_that_is_wrong_is_named(secret: bytes | None, at: int, wrong: bytes, stated: str) -> None:
-    """A header whose checksum is right but which is not the expected one is reported with the field."""
+    """If a header's checksum is right but a field is not the expected one, the message names the field."""
     key, header, body = sealed(secret)
     header[at : at + len(wrong)] = wrong
     assert why(secret, key, signed(header), body) == stated
@@ -180,14 +192,14 @@ def test_a_field_that_is_wrong_is_named(secret: bytes | None, at: int, wrong: by
 
 @pytest.mark.parametrize("at", [40, HEADER_BYTES - 24, 2000], ids=["salt", "tag", "behind the fields"])
 def test_all_of_an_encrypted_header_is_authenticated(at: int) -> None:
-    """Who can write to the tier but has no secret cannot change any byte of a header."""
+    """A header with a changed byte is rejected, because its authentication needs the secret."""
     key, header, body = sealed(SECRET)
     header[at] ^= 1
     assert why(SECRET, key, signed(header), body) == "decryption"
 
 
 def test_what_was_asked_for_must_be_what_is_there() -> None:
-    """Another key, other units and another length are damaged: a tier that mixes up its values is found out."""
+    """Another key, other units or another length are damaged, so a tier that mixes up its values is detected."""
     key, header, body = sealed(None)
     for other in (some_key(2), key._replace(group=1), key._replace(rank=1, ranks=2)):
         assert why(None, other, header, body) == "key"
@@ -203,13 +215,13 @@ def test_what_was_asked_for_must_be_what_is_there() -> None:
     ids=["plain, wanted encrypted", "encrypted, wanted plain", "another secret"],
 )
 def test_another_secret_is_a_miss(stored: bytes | None, read: bytes | None, stated: str) -> None:
-    """A value that was stored with another secret, or with or without one, is damaged and no error of another kind."""
+    """A value raises DamagedError if another secret, or an unexpected one, or none has sealed it."""
     assert why(read, *sealed(stored)) == stated
     assert issubclass(DamagedError, TransferError)
 
 
 def test_a_name_is_part_of_what_is_authenticated() -> None:
-    """A value moved to another namespace, with a header made to fit, does not decrypt."""
+    """A value that is moved to another namespace, with an adapted header, cannot be decrypted."""
     key, header, body = sealed(SECRET)
     moved = key._replace(namespace="0" * 32)
     header[72:104] = moved.namespace.encode()
@@ -222,7 +234,7 @@ def spec(**given: Any) -> TierSpec:
 
 
 def test_secrets_come_from_a_variable_or_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """32 bytes in base64, from where the configuration names; none if it names nothing."""
+    """A key is 32 bytes in base64, from the configured variable or file. Without both there is no key."""
     text = base64.b64encode(SECRET).decode()
     monkeypatch.setenv("MY_KEY", text)
     (tmp_path / "key").write_text(text + "\n", encoding="ascii")
@@ -234,7 +246,10 @@ def test_secrets_come_from_a_variable_or_a_file(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("wrong", ["hunter2", "aHVudGVyMg==", "hünter2", "A" * 43, "A" * 44, ""])
 def test_a_wrong_secret_is_refused_and_not_shown(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is no key of 32 bytes in base64 is refused with the variable's name and the remedy, not with its value."""
+    """A value that is not a base64 key of 32 bytes is refused.
+
+    The message has the variable and the remedy, not the value.
+    """
     monkeypatch.setenv("MY_KEY", wrong)
     with pytest.raises(ConfigError, match="MY_KEY") as caught:
         secrets_of(spec(encryption_key_env="MY_KEY"))
@@ -243,7 +258,7 @@ def test_a_wrong_secret_is_refused_and_not_shown(wrong: str, monkeypatch: pytest
 
 
 def test_several_keys_are_read_and_the_first_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blanks and lines are between them; what was written with an older one is found by its name and read."""
+    """Keys are separated by blanks or line breaks. A value of an older key is found under that key's name and read."""
     texts = [base64.b64encode(one).decode() for one in (OTHER, SECRET)]
     monkeypatch.setenv("MY_KEY", f" {texts[0]}\n{texts[1]}\n")
     secrets = secrets_of(spec(encryption_key_env="MY_KEY"))
@@ -264,14 +279,14 @@ def test_several_keys_are_read_and_the_first_writes(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("texts", "stated"),
     [
-        ([SECRET, SECRET], "encryption_key_env='MY_KEY': key 2 is there twice"),
+        ([SECRET, SECRET], "encryption_key_env='MY_KEY': key 2 equals an earlier key"),
         ([SECRET, b"short"], "encryption_key_env='MY_KEY': key 2 does not hold 32 bytes"),
         ([bytes([i]) * 32 for i in range(KEYS_MAX + 1)], "holds 9 keys; 8 are allowed"),
     ],
     ids=["twice", "short", "many"],
 )
 def test_a_wrong_ring_is_refused(texts: list[bytes], stated: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One sentence names which key is wrong, and shows none."""
+    """The message names the position of the wrong key, and shows no key."""
     monkeypatch.setenv("MY_KEY", "\n".join(base64.b64encode(one).decode() for one in texts))
     with pytest.raises(ConfigError, match=stated) as caught:
         secrets_of(spec(encryption_key_env="MY_KEY"))
@@ -281,20 +296,20 @@ def test_a_wrong_ring_is_refused(texts: list[bytes], stated: str, monkeypatch: p
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])
 @pytest.mark.parametrize("link", [False, True])
 def test_a_key_that_others_can_read_is_refused(mode: int, link: bool, tmp_path: Path) -> None:
-    """Also behind a link; the sentence names what to do. As its owner's alone it is read, behind a link too."""
+    """A file that others can read is refused with the remedy, also behind a link. A private file is read."""
     file, there = tmp_path / "key", tmp_path / "link"
     there.symlink_to(file)
     file.write_text(base64.b64encode(SECRET).decode(), encoding="ascii")
     file.chmod(mode)
     named = spec(encryption_key_file=there if link else file)
-    with pytest.raises(ConfigError, match=f"mode 0{mode:o}.; chmod 0600 it"):
+    with pytest.raises(ConfigError, match=f"mode 0{mode:o}.; run chmod 0600 on it"):
         secrets_of(named)
     file.chmod(0o400)
     assert secrets_of(named) == (SECRET,)
 
 
 def test_a_key_encrypts_one_value() -> None:
-    """Two values under one name, of one body, share nothing but their mark: no key comes near a limit of the cipher."""
+    """Two values with one name and one body share only their mark, so no key comes near a limit of the cipher."""
     sealer, body = Sealer([SECRET]), filled(content(1, BODY), (BODY,))[0]
     values = [sealer.seal(some_key(1), 16, body) for _ in range(20)]
     headers = [describe(header) for header, _ in values]
@@ -306,7 +321,7 @@ def test_a_key_encrypts_one_value() -> None:
 
 
 def test_a_secret_is_in_no_repr() -> None:
-    """A sealer that is printed, or any object it holds, shows no secret."""
+    """Printing a sealer, or any object that it holds, shows no secret."""
     sealer = Sealer([SECRET])
     shown = repr(sealer) + repr(vars(sealer)) + repr(sealer._first)
     assert repr(SECRET) not in shown
@@ -327,14 +342,14 @@ except ConfigError as error:
 
 
 def test_encryption_needs_its_extra_only_where_it_is_used() -> None:
-    """Without the package, plain values work; a secret is refused with what to install."""
+    """Without the package, plain values work. A secret is refused with the package to install."""
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=WAIT_S, check=True)
     assert done.stdout == "kvpipe: encryption needs the package cryptography; pip install 'kvpipe[encryption]'\n"
 
 
 @SECRETS
 def test_threads_seal_beside_each_other(secret: bytes | None) -> None:
-    """One sealer serves many threads: what each has sealed, it reads back."""
+    """Many threads share one sealer. Each thread reads back the values that it has sealed."""
     sealer = sealer_of(secret)
 
     def one(i: int) -> bool:

@@ -1,4 +1,4 @@
-"""Every cell of the two machines that only clocks and threads move: orders of a carrier, and breakers."""
+"""Tests take every cell of the two state machines that clocks and threads drive: a carrier's orders, and breakers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.tiers.test_carrier import Rank
 
 
 class TracedRank(Rank):
-    """A rank whose cursors are watched."""
+    """A rank whose cursors are recorded."""
 
     def __init__(self, tier: HeldTier, **spec: Any) -> None:
         """See `Rank`."""
@@ -24,7 +24,7 @@ class TracedRank(Rank):
         super().__init__([tier], trace=self._recorder, **spec)
 
     def taken(self, machine: Machine) -> set[tuple[str, str]]:
-        """Return which cells of `machine` were taken so far."""
+        """Return the cells of `machine` that were taken so far."""
         for event in self._recorder.take():
             self._replay.feed(event)
         assert self._replay.ok, self._replay.problems
@@ -43,7 +43,7 @@ def _until(true: Callable[[], bool]) -> None:
 
 
 def test_every_cell_of_an_order_is_taken() -> None:
-    """By a tier that has it, has it not, fails, is left alone, is not there, and by a shutdown."""
+    """Orders take every cell: the tier has or lacks the chunk, fails, has an open breaker, or does not exist."""
     tier = HeldTier()
     rank, late = TracedRank(tier), TracedRank(tier, lanes=1)
     rank.carry(stores=False, slot=0)
@@ -59,7 +59,7 @@ def test_every_cell_of_an_order_is_taken() -> None:
     tier.hold()
     late.carry(stores=False, slot=0)
     _until(lambda: tier.waiting == 1)
-    late.carry(stores=False, slot=1)  # for which there is no lane
+    late.carry(stores=False, slot=1)  # there is no lane for this order
     late.carrier.loop.settle(WAIT_S)
     late.carrier.shutdown()
     assert late.ended(2) == [False] * 2
@@ -68,7 +68,7 @@ def test_every_cell_of_an_order_is_taken() -> None:
 
 
 def test_every_cell_of_a_breaker_is_taken() -> None:
-    """By calls and probes that end well or not, also those that began before the tier was left alone."""
+    """Calls and probes succeed and fail, some of them after the breaker has opened."""
     tier = HeldTier()
     rank = TracedRank(tier, lanes=FAULTS_MAX)
     guard = rank.tiers[0]
@@ -105,7 +105,7 @@ def test_every_cell_of_a_breaker_is_taken() -> None:
     fetch()
     fetch(2, "down", left_meanwhile=True)
     come_back()
-    fetch(1, "down")  # so many in a row have failed
+    fetch(1, "down")  # this is the last of the failures that open the breaker
     come_back()
     fetch()
     leave()

@@ -1,4 +1,4 @@
-"""Lookups in tiers: what counts as found, in which order tiers are asked, and what a tier that fails costs."""
+"""Tests of lookups in tiers: which chunks are found, the order of tiers, and the cost of a tier that fails."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from kvpipe.testing.held_tier import DictSpec, HeldTier
 from kvpipe.testing.waiting import PATIENT, WAIT_S, eventually
 from kvpipe.tiers import finder as finders
 from kvpipe.tiers.base import Key
-from kvpipe.tiers.finder import Finder, Place, TierLookup, chunk_name
+from kvpipe.tiers.finder import Finder, Place, TierLookup
 from kvpipe.tiers.first_hash import leave_first_hash
 from kvpipe.tiers.guard import FAULTS_MAX, FIND, WRITE, guarded
 from kvpipe.tiers.parts import mark_key
+from kvpipe.tiers.prefix_keys import PrefixKeys, chunk_name
 
 SPACE, PER_CHUNK = "1" * 32, 4
 KEYS = [bytes([unit]) * 32 for unit in range(14)]
@@ -30,7 +31,7 @@ def _finder(*tiers: HeldTier, ranks: int = 1, faults: list[str] | None = None, *
     received = [] if faults is None else faults
     kept = guarded([(tier.name, reported, tier) for tier in tiers], (FIND,))
     for one in kept:
-        one.probe_s = WAIT_S  # what is left alone is not tried again meanwhile
+        one.probe_s = WAIT_S  # failed tiers are not probed meanwhile
     made = Finder(
         kept,
         ranks=ranks,
@@ -49,17 +50,22 @@ def _hold(tier: HeldTier, *ends: int, group: int = 0, rank: int = 0, ranks: int 
         tier.values[Key(SPACE, chunk_name(KEYS[units - 1]), group, rank, ranks).text] = b""
 
 
-def _ask(finder: Finder, wanted: Sequence[Place] = WHOLE, seconds_max: float = 60.0, **more: Any) -> TierLookup:
+def _lookup(wanted: Sequence[Place] = WHOLE, seconds_max: float = 60.0, **more: Any) -> TierLookup:
     groups = range(1 + max((group for group, _ in wanted), default=0))
     reported: dict[str, Any] = {"keys": KEYS, "space": SPACE, "groups": groups} | more
-    lookup = TierLookup(wanted=tuple(wanted), seconds_max=seconds_max, **reported)
-    finder.ask(lookup)
+    prefix = PrefixKeys(**{key: reported.pop(key) for key in PrefixKeys._fields if key in reported})
+    return TierLookup(prefix, tuple(wanted), seconds_max=seconds_max, **reported)
+
+
+def _ask(finder: Finder, wanted: Sequence[Place] = WHOLE, seconds_max: float = 60.0, **more: Any) -> TierLookup:
+    lookup = _lookup(wanted, seconds_max, **more)
+    finder.look_up(lookup)
     assert eventually(lambda: lookup.done)
     return lookup
 
 
 def test_whole_chunks_and_the_one_behind_them() -> None:
-    """All whole chunks are asked for; within the chunk that follows the last of them, every length."""
+    """All whole chunks are looked up, and every possible length of the chunk after the last whole chunk."""
     tier = HeldTier()
     _hold(tier, 4, 8, 10, 11, 13)
     with _finder(tier) as finder:
@@ -71,7 +77,7 @@ def test_whole_chunks_and_the_one_behind_them() -> None:
 
 
 def test_every_rank_must_have_its_part() -> None:
-    """A chunk counts only if all ranks' parts are there."""
+    """A chunk is found only if the parts of all ranks exist."""
     tier = HeldTier()
     for rank in range(3):
         _hold(tier, 4, rank=rank, ranks=3)
@@ -80,12 +86,25 @@ def test_every_rank_must_have_its_part() -> None:
         assert _ask(finder).found == {(0, 4): 0}
 
 
+def test_lookup_records_misses_of_announced_chunks_only() -> None:
+    """Only misses of chunks that routers know are recorded, so the scheduler's thread does no work for other chunks."""
+    tier, other = HeldTier("a"), HeldTier("b")
+    _hold(tier, 4)
+    with _finder(tier, other) as finder:
+        known = [(0, chunk_name(KEYS[units - 1])) for units in (4, 8)]
+        lookup = _lookup()
+        lookup.misses, lookup.announced = [], [dict.fromkeys(known), {}]
+        finder.look_up(lookup)
+        assert eventually(lambda: lookup.done)
+        assert lookup.misses == [(0, known[1])]
+
+
 def _mark(tier: HeldTier, space: str, *split: int) -> None:
     tier.values[mark_key(space, split).text] = b""
 
 
 class Counting(HeldTier):
-    """Remembers what it was asked."""
+    """A tier that records the keys that it was asked for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +117,10 @@ class Counting(HeldTier):
 
 
 def test_what_other_numbers_of_ranks_have_stored() -> None:
-    """It is found, with how many parts it has, where a marker shows that there is such, and in another namespace."""
+    """Chunks of other numbers of ranks are found, with their number of parts, if a marker shows that such chunks exist.
+
+    They are in another namespace.
+    """
     tier, other = HeldTier(), "2" * 32
     for rank in range(2):
         _hold(tier, 4, rank=rank, ranks=2)
@@ -114,12 +136,15 @@ def test_what_other_numbers_of_ranks_have_stored() -> None:
         lookup = _ask(finder, also=other)
         assert lookup.found == dict.fromkeys(WHOLE, 0)
         assert lookup.elsewhere == {(0, 4): (SPACE, 2), (0, 12): (other, 1)}
-    with _finder(tier) as finder:  # bound to its layout: others' names are not its own
+    with _finder(tier) as finder:  # a finder that is bound to its layout uses no other names
         assert _ask(finder, also=other).found == {(0, 8): 0}
 
 
 def test_other_splits_are_searched_where_they_help() -> None:
-    """Behind a first chunk that is not there nothing is asked for, but in groups whose chunks never grow."""
+    """If the first chunk is missing in another split, later chunks are not searched there.
+
+    Groups whose chunks never grow are searched completely.
+    """
     tier = Counting()
     _mark(tier, SPACE, 2, 2)
     _hold(tier, 4)
@@ -145,7 +170,7 @@ def test_other_splits_are_searched_where_they_help() -> None:
 
 
 class _Slow(HeldTier):
-    """Never answers about chunks of two parts."""
+    """A tier that never answers for chunks in two parts."""
 
     async def exists(self, keys: Sequence[Key]) -> list[bool]:
         """See `Tier.exists`."""
@@ -155,11 +180,11 @@ class _Slow(HeldTier):
 
 
 def test_own_chunks_are_found_in_time() -> None:
-    """However long the search under other splits takes, it ends before the request's patience does."""
+    """However long the search for other splits takes, the lookup ends within the request's limit."""
     tier, right = _Slow(), {(0, 4): 0, (0, 5): 0}
     _mark(tier, SPACE, 2)
     _hold(tier, 4, 5)
-    for seconds_max in (2.0, 8.0, 32.0):  # a slow machine needs more for its own
+    for seconds_max in (2.0, 8.0, 32.0):  # a slow machine needs more time for its own chunks
         faults = list[str]()
         with _finder(tier, faults=faults) as finder:
             finder.heads = (4,)
@@ -171,8 +196,8 @@ def test_own_chunks_are_found_in_time() -> None:
     assert not faults, "it took until the end, and was taken for a failure"
 
 
-def test_who_knows_one_layout_pays_for_one() -> None:
-    """Nobody asks for other splits who finds all, nor twice in a while; nor for any, where no other number would do."""
+def test_lookup_asks_for_no_other_split_when_it_finds_everything() -> None:
+    """If chunks are missing and other splits may have them, the lookup asks for those splits from time to time."""
     tier = Counting()
     _hold(tier, *range(4, 15))
     with _finder(tier) as finder:
@@ -192,8 +217,11 @@ def test_who_knows_one_layout_pays_for_one() -> None:
         assert len(tier.asked) == 2
 
 
-def test_groups_do_not_meet() -> None:
-    """A chunk of one cache group shows nothing of another's."""
+def test_chunk_of_one_group_is_not_found_in_another_group() -> None:
+    """Two cache groups may hold chunks of the same prefix.
+
+    A chunk of one group does not make the other group's chunk a hit.
+    """
     tier = HeldTier()
     _hold(tier, 4, group=1)
     with _finder(tier) as finder:
@@ -201,7 +229,7 @@ def test_groups_do_not_meet() -> None:
 
 
 def test_the_first_tier_that_has_it() -> None:
-    """Tiers are asked in order, and each only for what those before it do not have."""
+    """Tiers are asked in order, each only for the chunks that the tiers before it lack."""
     near, far = HeldTier("near"), HeldTier("far")
     _hold(near, 4)
     _hold(far, 4, 8)
@@ -210,7 +238,7 @@ def test_the_first_tier_that_has_it() -> None:
 
 
 def test_a_tier_that_fails() -> None:
-    """A tier that fails is passed over, and left alone after some failures; the others are asked all the same."""
+    """A tier that fails is skipped, and is not used after several failures. The other tiers are asked."""
     near, far = HeldTier("near"), HeldTier("far")
     _hold(far, 4)
     near.trouble = "down"
@@ -230,18 +258,18 @@ def test_a_tier_that_fails() -> None:
 
 
 def test_a_tier_that_hangs() -> None:
-    """A lookup ends within its own limit, and a tier's limit, whatever tiers do; and reports that one was not asked."""
+    """A lookup ends within its own limit and the tier's limit, and reports that a tier did not answer."""
     tier = HeldTier()
     tier.hold()
     faults = list[str]()
     with _finder(tier, faults=faults) as finder:
 
         def failed(times: int) -> bool:
-            lookup = _ask(finder, seconds_max=0.05)  # on a slow machine they may be over before the tier is asked
+            lookup = _ask(finder, seconds_max=0.05)  # on a slow machine the limit may pass before the tier is asked
             assert (lookup.found, lookup.down) == ({}, True)
             return len(faults) == times
 
-        for left in reversed(range(FAULTS_MAX)):  # by the lookup's own limit, which is the shorter by default
+        for left in reversed(range(FAULTS_MAX)):  # by the lookup's own limit, which is shorter by default
             assert eventually(partial(failed, FAULTS_MAX - left))
             assert finder.tiers[0].breakers[FIND].allows == (left > 0)
     with _finder(tier, timeout_ms_max=30) as finder:
@@ -252,7 +280,7 @@ def test_a_tier_that_hangs() -> None:
 
 
 def test_a_finder_that_has_stopped() -> None:
-    """Whoever asks a finder that is gone is answered, with nothing."""
+    """A lookup by a stopped finder ends without a result."""
     with _finder(HeldTier()) as finder:
         pass
     assert not _ask(finder).found
@@ -267,7 +295,7 @@ class _Broken(HeldTier):
 
 
 def test_a_tier_with_a_bug_costs_only_itself() -> None:
-    """What a tier raises that it should not is its failure: the others are asked as before."""
+    """An exception from a buggy tier is a failure of that tier only: the other tiers are asked as before."""
     good = HeldTier("good")
     _hold(good, 4)
     faults: list[str] = []
@@ -277,7 +305,7 @@ def test_a_tier_with_a_bug_costs_only_itself() -> None:
 
 
 def test_a_tier_that_a_rank_cannot_read() -> None:
-    """A tier that some rank leaves alone is not asked: what it holds could not be brought."""
+    """A tier that some rank does not use is not asked, because its chunks could not be read."""
     tier = HeldTier()
     _hold(tier, 4)
     with _finder(tier) as finder:
@@ -288,7 +316,7 @@ def test_a_tier_that_a_rank_cannot_read() -> None:
 
 
 def test_states_are_known_by_keys_of_their_own() -> None:
-    """Those of groups whose chunks never grow."""
+    """States, whose chunks never grow, are looked up under the keys in `states`."""
     tier, states = HeldTier(), [b"state" + key for key in KEYS]
     tier.values[Key(SPACE, chunk_name(states[2]), 1, 0, 1).text] = b""
     with _finder(tier) as finder:
@@ -296,7 +324,10 @@ def test_states_are_known_by_keys_of_their_own() -> None:
 
 
 def test_states_are_asked_for_where_the_first_group_has_one() -> None:
-    """And below what is missing of attention: two calls, and as few keys as that takes."""
+    """A first call asks for the states of one group.
+
+    A second call asks for the others where this group has states and attention is held. So both calls ask for few keys.
+    """
     tier = Counting()
     _hold(tier, 4, 8, 9)
     for group, ends in ((1, (3, 7, 9, 12)), (2, (3, 5, 9, 12)), (3, (3, 7, 9, 12))):
@@ -317,7 +348,7 @@ def test_states_are_asked_for_where_the_first_group_has_one() -> None:
 def test_another_first_hash_is_reported_once(
     theirs: str, differs: float, said: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The chunks of such an engine are never found, and look like chunks that nobody has stored."""
+    """An engine finds no chunk of an engine with another first hash. Without the report, nobody would see why."""
     tier, notes = HeldTier(), list[tuple[str, str]]()
     monkeypatch.setattr(finders, "warn", lambda name, **fields: notes.append((name, fields["tier"])))
     if theirs:
@@ -332,7 +363,7 @@ def test_another_first_hash_is_reported_once(
 
 
 def test_a_first_hash_is_compared_again_when_the_tier_was_down() -> None:
-    """A failure to read it is no answer."""
+    """If the first hash could not be read, the next lookup reads it again."""
     tier = HeldTier()
     with _finder(tier) as finder:
         finder.first_hash = "sha256 a"

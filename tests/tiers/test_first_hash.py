@@ -1,17 +1,23 @@
-"""An engine leaves its first hash in a tier, for engines whose hashes begin otherwise."""
+"""An engine stores its first hash in a tier, so that engines with another first hash can report the difference."""
 
 from __future__ import annotations
 
+import hashlib
+
 import anyio
 
+from kvpipe.protocol.messages import TierOrder
 from kvpipe.testing.held_tier import HeldTier
 from kvpipe.tiers.envelope import Sealer
 from kvpipe.tiers.first_hash import ANY, read_first_hash
-from tests.tiers.test_carrier import SPACE, rank_of
+from tests.tiers.test_carrier import CHUNK, SPACE, rank_of
 
 
 def test_the_first_hash_is_left_before_the_first_store() -> None:
-    """Once, by rank 0, for the namespace and for the whole tier. Another engine's hash is replaced."""
+    """Rank 0 stores its first hash for the namespace and for the whole tier, once.
+
+    It overwrites another engine's hash.
+    """
     tier = HeldTier()
 
     def left() -> list[str]:
@@ -30,3 +36,13 @@ def test_the_first_hash_is_left_before_the_first_store() -> None:
                 rank.carry(stores=True, slot=0)
                 assert rank.ended() == [True]
                 assert left() == ["", ""]
+
+
+def test_key_of_the_first_hash_is_fixed() -> None:
+    """An engine of another release finds the first hash under this key, for a namespace and for the whole tier."""
+    tier, space, name = HeldTier(), "1" * 32, hashlib.sha256(b"kvpipe first hash").hexdigest()
+    with rank_of(tier) as rank:
+        rank.carrier.first_hash.text = "a"
+        rank.carrier.carry_out([TierOrder(1, True, 0, 0, 0, 4, CHUNK, 0)], space, 1)
+        assert rank.ended() == [True]
+    assert [key for key in tier.values if name in key] == [f"{one}-{name}-g0-r0of1" for one in (space, "0" * 32)]

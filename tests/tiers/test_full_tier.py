@@ -1,4 +1,4 @@
-"""A tier without room: it takes no stores, but what it holds is read."""
+"""A tier without room accepts no stores, but is still read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ class FullTier(HeldTier):
 
 
 def test_full_tier_is_read_again_when_it_was_down_before() -> None:
-    """Both breakers were open when the tier came back without room. Reads begin again, and stores wait for room."""
+    """The tier was down, so neither reads nor writes used it.
+
+    It returns without free room. Reads begin again, and writes wait until there is room.
+    """
     tier = FullTier()
     with rank_of(tier) as rank:
         reads, writes = (rank.tiers[0].breakers[use] for use in (READ, WRITE))
@@ -36,7 +39,7 @@ def test_full_tier_is_read_again_when_it_was_down_before() -> None:
                 assert rank.ended() == [False]
         assert (reads.state.row, writes.state.row) == (m.OPEN, m.OPEN)
         tier.trouble, probed = "full", tier.probes
-        rank.probe_until(lambda: tier.probes >= probed + 3)  # at least one probe has begun and ended since
+        rank.probe_until(lambda: tier.probes >= probed + 3)  # at least one more probe has begun and ended
         assert (reads.state.row, writes.state.row) == (m.HALF_OPEN, m.OPEN)
         rank.carry(stores=False, slot=1)
         assert rank.ended() == [True]

@@ -1,7 +1,7 @@
-"""Who reads a tier, and knows the model and guesses the prompt, confirms nothing where there is an encryption key.
+"""A reader of an encrypted tier who knows the model and guesses the prompt cannot confirm the guess.
 
-The guesses are all names and marks that can be made without the secret. Against a plain tier the same guesses are
-confirmed, one by one: the attack works.
+The guesses are all names and marks that can be computed without the secret. In a plain tier the same guesses are
+confirmed one by one, so the attack works there.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import pytest
 
 from kvpipe.testing.held_tier import DictSpec
 from kvpipe.testing.tier_conformance import TierWorld, client
-from kvpipe.testing.tier_worlds import WORLDS
 from kvpipe.tiers.base import Get, Key, Read, Tier
 from kvpipe.tiers.envelope import HEADER_BYTES, Sealer, pages
 from kvpipe.tiers.finder import Finder
 from kvpipe.tiers.guard import FIND, guarded
 from kvpipe.tiers.keyring import encryption_key
+from tests.rigs.tier_worlds import WORLDS
 from tests.tiers.test_carrier import CHUNK, SPACE, Rank
 from tests.tiers.test_finder import _ask
 
@@ -34,7 +34,7 @@ KEY = Key(SPACE, CHUNK, 0, 0, 1)
 
 @pytest.fixture(params=["disk", "redis", "s3"])
 def world(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TierWorld]:
-    """An empty store, and two encryption keys in the environment, alone and in both orders."""
+    """Return an empty store, and two encryption keys in the environment, alone and in both orders."""
     old, new = (base64.b64encode(os.urandom(32)).decode() for _ in range(2))
     for name, text in {OLD: old, NEW: new, f"{NEW}_FIRST": f"{new} {old}", f"{OLD}_FIRST": f"{old}\n{new}"}.items():
         monkeypatch.setenv(name, text)
@@ -44,7 +44,7 @@ def world(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 @contextmanager
 def rank(world: TierWorld, variable: str) -> Iterator[Rank]:
-    """A rank that encrypts with what `variable` holds, or not at all."""
+    """Return a rank that encrypts with the key in `variable`, or a rank without encryption."""
     spec: dict[str, Any] = {"encryption_key_env": variable} if variable else {}
     made = Rank([world.make()], **spec)
     try:
@@ -54,7 +54,7 @@ def rank(world: TierWorld, variable: str) -> Iterator[Rank]:
 
 
 def store(world: TierWorld, variable: str) -> bytes:
-    """Store a chunk, of all cache groups; return what is in its slot."""
+    """Store a chunk of every cache group, and return the content of its slot."""
     with rank(world, variable) as one:
         body = one.fill(0, 1).numpy().tobytes()
         one.carry(stores=True, slot=0)
@@ -64,7 +64,7 @@ def store(world: TierWorld, variable: str) -> bytes:
 
 
 def fetch(world: TierWorld, variable: str) -> bytes:
-    """Return what comes of the chunk's first group, nothing if it is a miss, which is never a fault."""
+    """Return the result of fetching the chunk's first group, or nothing for a miss. A miss is never a fault."""
     with rank(world, variable) as one:
         one.fill(3, 2)
         one.carry(stores=False, slot=3)
@@ -74,7 +74,7 @@ def fetch(world: TierWorld, variable: str) -> bytes:
 
 
 def found(world: TierWorld, variable: str) -> bool:
-    """Whether a lookup of the scheduler's side finds the chunk."""
+    """Whether a lookup of the scheduler side finds the chunk."""
     spec = DictSpec.model_validate({"encryption_key_env": variable})
     finder = Finder(guarded([("tier", spec, world.make())], (FIND,)), ranks=1, units_per_chunk=4, fault=print)
     try:
@@ -84,7 +84,7 @@ def found(world: TierWorld, variable: str) -> bool:
 
 
 def read_all(world: TierWorld) -> dict[str, bytes]:
-    """Return every name and value of the store, as who may read it sees them."""
+    """Return every name and value in the store, as a reader of the store sees them."""
     out: dict[str, bytes] = {}
 
     async def play() -> None:
@@ -124,14 +124,14 @@ def confirmed(world: TierWorld, body: bytes) -> list[bytes]:
 
 
 def test_guesses_of_a_plain_tier_are_confirmed(world: TierWorld) -> None:
-    """The attack: prompt, model and bytes of a tier without an encryption key are all recognised."""
+    """Without an encryption key, the attack recognizes prompt, model and bytes."""
     body = store(world, "")
     plain = confirmed(world, body)
     assert {SPACE.encode(), CHUNK.hex().encode(), KEY.text.encode(), body[:64]} <= set(plain)
 
 
 def test_guesses_of_an_encrypted_tier_are_not(world: TierWorld) -> None:
-    """Nothing is recognised, and nothing of two parts of one chunk is alike but the mark of their key."""
+    """The attack recognizes nothing. Two parts of one chunk have only the mark of their key in common."""
     body = store(world, OLD)
     assert confirmed(world, body) == []
     (one, first), (other, second) = read_all(world).items()
@@ -143,7 +143,7 @@ def test_guesses_of_an_encrypted_tier_are_not(world: TierWorld) -> None:
 
 
 def test_another_secret_has_other_names(world: TierWorld) -> None:
-    """Two tenants with keys of their own store one chunk: neither finds the other's, and neither is in the way."""
+    """Two tenants with different keys store one chunk. Neither finds the chunk of the other, and both are kept."""
     body = store(world, OLD)
     assert not found(world, NEW)
     assert fetch(world, NEW) == b""
@@ -153,7 +153,10 @@ def test_another_secret_has_other_names(world: TierWorld) -> None:
 
 
 def test_a_key_is_changed_while_values_are_kept(world: TierWorld) -> None:
-    """With the new key before the old one, old values are found and read; what is written needs the new one only."""
+    """With the new key first and the old key second, old values are found.
+
+    Engines with only the new key read new values.
+    """
     body = store(world, OLD)
     for ring in (f"{NEW}_FIRST", f"{OLD}_FIRST"):
         assert found(world, ring)
@@ -163,11 +166,11 @@ def test_a_key_is_changed_while_values_are_kept(world: TierWorld) -> None:
     store(world, f"{NEW}_FIRST")
     assert found(world, NEW)
     assert fetch(world, NEW)[:1024] == body[:1024]
-    assert found(world, OLD), "who has the old key only goes on with old values"
+    assert found(world, OLD), "an engine with only the old key still finds old values"
 
 
 def test_names_do_not_depend_on_the_values_around_them() -> None:
-    """The same key has the same name in every process with the secret: that is what sharing needs."""
+    """Processes with the same secret derive the same name from a key, so that they can share values."""
     secret = os.urandom(32)
     assert Sealer([secret]).names(KEY) == Sealer([secret]).names(KEY)
     others: list[Any] = [KEY._replace(**{field: value}) for field, value in _CHANGES.items()]

@@ -1,4 +1,4 @@
-"""Servers that answer more than they were asked, name hosts of somebody else's, or move keys: as clients meet them."""
+"""Servers that send more than they were asked for, name foreign hosts, or move keys, and the client's reaction."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import pytest
 
 from kvpipe.errors import ConfigError
 from kvpipe.testing.buffers import content, data, get, put, some_key
-from kvpipe.testing.servers.redis import RedisServer, certificates, polite, pretending, serving
-from kvpipe.testing.servers.sockets import LOCAL, free_port, listening
 from kvpipe.testing.tier_conformance import run
-from kvpipe.testing.tier_worlds.redis import OTHER, PASSWORD, PASSWORD_ENV, client, name, spec, three
 from kvpipe.tiers import hosts
 from kvpipe.tiers.base import Read, TierError, Written
 from kvpipe.tiers.registry import parse_tier
+from tests.rigs.servers.redis import RedisServer, certificates, polite, pretending, serving
+from tests.rigs.servers.sockets import LOCAL, free_port, listening
+from tests.rigs.tier_worlds.redis import OTHER, PASSWORD, PASSWORD_ENV, client, name, spec, three
 from tests.tiers.memory_growth import GROWTH_BYTES_MAX, peak_growth
 
 SLOTS = 16384
@@ -28,7 +28,7 @@ SLOTS = 16384
 
 @contextmanager
 def flooding(head: bytes, flood: bytes) -> Iterator[int]:
-    """Answer politely while a client connects; then send `head` once and `flood` for ever. Yields the port."""
+    """Answer normally while a client connects. Then send `head` once and `flood` for ever. Yields the port."""
 
     def serve(received: BufferedIOBase, sent: BufferedIOBase) -> None:
         while line := received.readline():
@@ -59,7 +59,7 @@ FLOODS: dict[str, tuple[bytes, bytes]] = {
 @pytest.mark.parametrize("cluster", [False, True])
 @pytest.mark.parametrize("flood", FLOODS.values(), ids=FLOODS)
 def test_memory_is_bounded_by_what_was_asked(flood: tuple[bytes, bytes], cluster: bool) -> None:
-    """Whatever a server sends for ever, a client that calls every method grows by less than a fixed bound."""
+    """A client that calls every method grows by less than a fixed bound, though the server never stops sending."""
     with flooding(*flood) as port:
         reported = {"kind": "redis", "host": LOCAL, "port": port, "cluster": cluster, "timeout_ms_max": 1000}
         assert peak_growth(reported).here < GROWTH_BYTES_MAX
@@ -82,7 +82,10 @@ def test_memory_is_bounded_by_what_was_asked(flood: tuple[bytes, bytes], cluster
     ids=["twice", "beyond", "below", "backwards", "port", "host", "no port", "too many"],
 )  # fmt: skip
 def test_a_layout_that_makes_no_sense_is_refused(layout: bytes) -> None:
-    """Slots that are given twice or do not exist, hosts and ports that are none, thousands of servers: a TierError."""
+    """Each wrong layout raises a TierError.
+
+    Slots are assigned twice or do not exist, hosts and ports are invalid, or there are thousands of servers.
+    """
 
     async def play() -> None:
         with pytest.raises(TierError, match="the answer to CLUSTER SLOTS cannot be read"):
@@ -114,9 +117,10 @@ def layout_of(host: str, port: int) -> bytes:
 def test_the_password_goes_to_no_host_that_was_not_named(
     given: dict[str, Any], noted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cluster that names another host, in its layout or by ASK, has it connected to only if it was configured.
+    """The client connects to a host that the cluster names, in its layout or by ASK, only if the host is configured.
 
-    Or if there is no password. Otherwise the refusal names the host and the key, and the host receives nothing at all.
+    Without a password it connects to any host. Otherwise the refusal names the host and the key, and the host receives
+    nothing.
     """
     monkeypatch.setenv(PASSWORD_ENV, PASSWORD)
     received: list[list[bytes]] = []
@@ -163,14 +167,20 @@ def test_the_password_goes_to_no_host_that_was_not_named(
     ],
 )  # fmt: skip
 def test_hosts_are_those_that_are_listed(host: str, text: str, wanted: bool) -> None:
-    """A name, an address, all names below a domain, all addresses of a network: those, and no others."""
-    assert hosts.among(host, hosts.check(text)) == wanted
+    """An entry of the list is a name, an address, a domain with all names below it, or a network.
+
+    Other hosts do not match.
+    """
+    assert hosts.among(host, hosts.check_hosts(text)) == wanted
 
 
 @pytest.mark.parametrize("text", ["*", "a b", "10.0.0.0/99", "*.*", "http://x", "a,,b/"])
 def test_hosts_that_are_none_are_refused(text: str) -> None:
-    """What is no host is refused with the key, before anything starts; so is the key without a cluster."""
-    with pytest.raises(ConfigError, match=r"cluster_hosts=.+ is not valid \(.+ is no name, address"):
+    """A text that is not a host is refused with the key before anything starts.
+
+    The key without a cluster is refused, too.
+    """
+    with pytest.raises(ConfigError, match=r"cluster_hosts=.+ is not valid \(.+ is not a host name, an IP address"):
         parse_tier({"kind": "redis", "host": "h", "cluster": True, "cluster_hosts": text})
     with pytest.raises(ConfigError, match="cluster_hosts is of no use without a cluster"):
         parse_tier({"kind": "redis", "host": "h", "cluster_hosts": "x"})
@@ -179,8 +189,11 @@ def test_hosts_that_are_none_are_refused(text: str) -> None:
 # ---- keys that move ---------------------------------------------------------------------------------------------
 
 
-def test_ask_is_for_once() -> None:
-    """A refusal with ASK has this one command sent there, after ASKING; the layout stays as it is."""
+def test_redirect_by_ask_is_followed_for_one_command() -> None:
+    """After a refusal with ASK, this one command is sent to the named server, after ASKING.
+
+    The layout stays unchanged.
+    """
     near: list[bytes] = []
     far: list[bytes] = []
 
@@ -227,7 +240,7 @@ def test_an_odd_ask_is_an_error(stated: bytes) -> None:
 
 
 def test_a_slot_that_is_being_moved_is_used_on() -> None:
-    """While a real cluster moves a slot, what has gone ahead is found where it is, and what is new is written there."""
+    """While a real cluster moves a slot, the client finds the moved values, and writes new values to the new server."""
     nodes: list[RedisServer] = three("valkey")
     for server in nodes:
         server.ask("FLUSHALL")
@@ -258,7 +271,7 @@ def test_a_slot_that_is_being_moved_is_used_on() -> None:
 
 
 def test_a_port_that_is_shut_is_still_one_error() -> None:
-    """A layout that names a port nobody listens on is a TierError, as before."""
+    """A layout that names a port without a listener raises a TierError."""
     with socket.socket() as shut:
         shut.bind((LOCAL, 0))
         layout = layout_of(LOCAL, shut.getsockname()[1])
@@ -276,9 +289,9 @@ def test_a_port_that_is_shut_is_still_one_error() -> None:
 
 
 def test_certificates_may_be_replaced_while_a_client_runs(tmp_path: Path) -> None:
-    """A server with a new authority's certificate is refused until the client's files are new too; then it is used.
+    """A server certificate of a new authority is refused until the client's files are new, too.
 
-    The same client goes on, without being opened anew. A file that is half written costs errors that name its key.
+    The client then continues without being opened again. A half-written file costs errors that name its key.
     """
     mine, folders = tmp_path / "mine", [tmp_path / "old", tmp_path / "new"]
     for folder in folders:
@@ -293,7 +306,7 @@ def test_certificates_may_be_replaced_while_a_client_runs(tmp_path: Path) -> Non
             assert await tier.write([put(1, 65536)]) == [Written.STORED]
             words = [word.removeprefix("--") for word in new.options]
             server.ask("CONFIG", "SET", *words)
-            assert await tier.exists([some_key(1)]) == [True], "connections that are there go on"
+            assert await tier.exists([some_key(1)]) == [True], "existing connections continue"
             server.ask("CLIENT", "KILL", "TYPE", "normal")
             with pytest.raises(TierError, match=r"certificate verify failed|no connection"):
                 await tier.exists([some_key(1)])
@@ -312,7 +325,10 @@ def test_certificates_may_be_replaced_while_a_client_runs(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("keys", [{}, {"ttl_s": 60}])
 def test_a_value_that_is_too_long_is_not_received(keys: dict[str, Any]) -> None:
-    """Its server never sends the rest. The value is damaged at once, and the next one is read over a new connection."""
+    """The server never sends the rest of the value.
+
+    The value is damaged at once, and the next read uses a new connection.
+    """
     value = content(2, 4096)
 
     def answer(words: list[bytes]) -> bytes:
@@ -321,7 +337,7 @@ def test_a_value_that_is_too_long_is_not_received(keys: dict[str, Any]) -> None:
         return b"$4097\r\nbegun" if words[1].endswith(some_key(1).text.encode()) else b"$4096\r\n%b\r\n" % value
 
     async def play() -> None:
-        async with client(port, timeout_ms_max=500, **keys) as tier:
+        async with client(port, **keys) as tier:
             gets = [get(1, 4096), get(2, 4096)]
             assert await tier.read(gets) == [Read.DAMAGED, Read.HIT]
             assert data(gets[1].into) == value
@@ -331,7 +347,7 @@ def test_a_value_that_is_too_long_is_not_received(keys: dict[str, Any]) -> None:
 
 
 def test_a_refusal_shows_no_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server names the user in it."""
+    """If the server's refusal contains the user's name, the client's error does not show it."""
     monkeypatch.setenv(PASSWORD_ENV, PASSWORD)
 
     async def play() -> None:

@@ -1,8 +1,9 @@
-"""Stores that send more than they were asked for, or lie about how long it is: as the S3 tier meets them."""
+"""Stores that send more than requested, or announce a wrong length, and the client's reaction."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 from collections.abc import Callable, Coroutine, Iterator
@@ -10,22 +11,25 @@ from contextlib import contextmanager
 from io import BufferedIOBase
 from typing import Any
 from unittest import mock
+from urllib.parse import unquote
 
 import msgspec
 import pytest
 
 from kvpipe.testing.buffers import aligned, content, data, get, put, some_key
-from kvpipe.testing.servers.sockets import LOCAL, listening
-from kvpipe.testing.tier_conformance import TierWorld, run, with_open
-from kvpipe.testing.tier_worlds.s3 import KEYS
+from kvpipe.testing.tier_conformance.worlds import TierWorld, run, with_open
 from kvpipe.tiers.base import Read, Tier, TierError
-from kvpipe.tiers.s3.child import _reply
+from kvpipe.tiers.s3.child import Client, _reply
 from kvpipe.tiers.s3.spec import S3Spec
+from tests.rigs.servers.sockets import LOCAL, listening
+from tests.rigs.tier_worlds.s3 import KEYS
 from tests.tiers.memory_growth import CLIENT_BYTES_MAX, GROWTH_BYTES_MAX, peak_growth
 
 SIZE = 65536
 OTHER_HOST = "127.0.0.2"
 FLOOD = bytes(1 << 20)
+UNHURRIED_MS = 10_000
+"""The `timeout_ms_max` of calls that must be answered. Pauses between retries are a share of it."""
 HEAD = 'HTTP/1.1 {status}\r\nETag: "1"\r\nLast-Modified: Sat, 21 Nov 2020 21:21:21 GMT\r\n{length}{range}\r\n'
 
 Send = Callable[[bytes], object]
@@ -33,7 +37,7 @@ Send = Callable[[bytes], object]
 
 @contextmanager
 def storing(reply: Callable[[str, dict[str, str], Send], None]) -> Iterator[dict[str, Any]]:
-    """Run a store that sends to a method and headers what `reply` has; yield the specification of a client."""
+    """Run a store that answers with `reply`, by method and headers. Yield the specification of a client."""
 
     def serve(received: BufferedIOBase, sent: BufferedIOBase) -> None:
         while line := received.readline().decode():
@@ -42,7 +46,7 @@ def storing(reply: Callable[[str, dict[str, str], Send], None]) -> Iterator[dict
                 name, _, value = field.partition(":")
                 headers[name.lower()] = value.strip()
             received.read(int(headers.get("content-length", 0)))
-            if "kvpipe-health" in line:
+            if "kvpipe-health" in unquote(line):
                 sent.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
             else:
                 reply(line.split()[0], headers, sent.write)
@@ -58,9 +62,9 @@ def storing(reply: Callable[[str, dict[str, str], Send], None]) -> Iterator[dict
 def use(
     reply: Callable[[str, dict[str, str], Send], None], play: Callable[[Tier], Coroutine[Any, Any, None]], **keys: Any
 ) -> None:
-    """Run `play` with an open client of a store that answers as `reply` has."""
+    """Run `play` with an open client of a store that answers with `reply`."""
     with storing(reply) as given, mock.patch.dict(os.environ, KEYS):
-        spec = S3Spec.model_validate(given | keys)
+        spec = S3Spec.model_validate(given | {"timeout_ms_max": UNHURRIED_MS} | keys)
         run(with_open, TierWorld(lambda: spec.make("s3"), spec), play)
 
 
@@ -72,12 +76,12 @@ def head_of(headers: dict[str, str], length: str, *, total: int | None = None) -
 
 
 def chunked(body: bytes) -> bytes:
-    """Return a piece of a body without a length."""
+    """Return a part of a body without an announced length."""
     return b"%x\r\n%b\r\n" % (len(body), body)
 
 
 def endless(way: str) -> Callable[[str, dict[str, str], Send], None]:
-    """Return a store whose bodies have no end."""
+    """Return a store whose bodies never end."""
 
     def reply(method: str, headers: dict[str, str], send: Send) -> None:
         lengths = {"chunked": "Transfer-Encoding: chunked\r\n", "long": f"Content-Length: {1 << 40}\r\n", "none": ""}
@@ -93,7 +97,7 @@ def endless(way: str) -> Callable[[str, dict[str, str], Send], None]:
 
 @pytest.mark.parametrize("way", ["chunked", "long", "none"])
 def test_memory_is_bounded_by_what_was_asked(way: str) -> None:
-    """Whatever length a store announces for a body, no more of it is taken than was asked for."""
+    """The client reads no more bytes of a body than it asked for, whatever length the store announces."""
     with storing(endless(way)) as noted:
         grown = peak_growth(noted)
     assert grown.here < GROWTH_BYTES_MAX
@@ -112,8 +116,16 @@ def flood(send: Send, head: str, way: str) -> None:
         send(chunked(FLOOD) if way == "chunked" else FLOOD)
 
 
-@pytest.mark.parametrize("status", ["400 Bad Request", "403 Forbidden", "500 Internal Server Error"])
-@pytest.mark.parametrize("way", ["chunked", "long", "2 GB"])
+@pytest.mark.parametrize(
+    ("way", "status"),
+    [
+        ("chunked", "400 Bad Request"),
+        ("chunked", "500 Internal Server Error"),
+        ("long", "403 Forbidden"),
+        ("2 GB", "400 Bad Request"),
+        ("2 GB", "500 Internal Server Error"),
+    ],
+)
 def test_memory_is_bounded_whatever_error_is_sent(way: str, status: str) -> None:
     """An error with an endless body costs bounded memory, here and in the client's process."""
     with storing(lambda _, __, send: flood(send, f"HTTP/1.1 {status}", way)) as noted:
@@ -124,7 +136,7 @@ def test_memory_is_bounded_whatever_error_is_sent(way: str, status: str) -> None
 
 @pytest.mark.parametrize("way", ["chunked", "long"])
 def test_memory_is_bounded_whatever_is_listed(way: str) -> None:
-    """So does a listing without an end."""
+    """A listing without an end costs bounded memory, too."""
 
     def reply(method: str, headers: dict[str, str], send: Send) -> None:
         if method == "GET" and "range" not in headers:
@@ -138,7 +150,7 @@ def test_memory_is_bounded_whatever_is_listed(way: str) -> None:
 
 
 def test_a_listing_of_endless_pages() -> None:
-    """A listing that always has one more page ends with whoever asked for it, and takes no memory meanwhile."""
+    """A listing that always has one more page ends with its caller, and takes no memory meanwhile."""
     entries = "".join(
         f"<Contents><Key>prefix/{some_key(i).text}</Key><LastModified>2020-11-21T21:21:21.000Z</LastModified>"
         f"<Size>4096</Size><ETag>1</ETag></Contents>"
@@ -164,7 +176,7 @@ def test_a_listing_of_endless_pages() -> None:
 
 
 def test_a_listing_of_long_names() -> None:
-    """Names that are too long to be keys are left out, however many: the listing goes on behind them."""
+    """Names that are too long to be keys are left out, however many there are. The listing continues after them."""
     names = [f"prefix/{i}{'x' * 600}" for i in range(600)] + [f"prefix/{some_key(1).text}"]
     entries = "".join(
         f"<Contents><Key>{name}</Key><LastModified>2020-11-21T21:21:21.000Z</LastModified>"
@@ -184,7 +196,7 @@ def test_a_listing_of_long_names() -> None:
 
 
 def test_an_answer_that_is_too_long_is_a_failure() -> None:
-    """Where an answer does not fit into a message, one that reports it is sent: nobody waits for it for ever."""
+    """If an answer does not fit into a message, another message reports this, so that no caller waits for ever."""
 
     async def play() -> None:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -201,7 +213,7 @@ def test_an_answer_that_is_too_long_is_a_failure() -> None:
 @pytest.mark.parametrize("extra", [-4096, -1, 0, 1, 4096, 1 << 20])
 @pytest.mark.parametrize("size", [SIZE, 3 << 20])
 def test_a_body_of_another_length_is_damaged(extra: int, size: int) -> None:
-    """A body that is shorter or longer than the store has announced is no hit; one of the right length is."""
+    """A body that is shorter or longer than announced is no hit. A body of the right length is a hit."""
     body = (content(1, size) + bytes(1 << 20))[: size + extra]
 
     def reply(_: str, headers: dict[str, str], send: Send) -> None:
@@ -225,7 +237,7 @@ def test_a_body_of_another_length_is_damaged(extra: int, size: int) -> None:
 
 
 def test_nothing_beyond_the_buffer_is_touched() -> None:
-    """A longer body does not run over into what lies behind the buffer that was given."""
+    """A longer body does not overwrite the memory behind the given buffer."""
     room = aligned(SIZE + 4096)
     room[SIZE:] = b"\xa5" * 4096
 
@@ -236,9 +248,36 @@ def test_nothing_beyond_the_buffer_is_touched() -> None:
     assert room[SIZE:] == b"\xa5" * 4096
 
 
-@pytest.mark.parametrize("status", ["301 Moved Permanently", "302 Found", "307 Temporary Redirect", "308 Permanent"])
-def test_no_redirect_leads_to_another_host(status: str) -> None:
-    """Neither a value is sent there, nor is a value believed that comes from there."""
+def other_cloud(scheme: str, given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the settings of another cloud's client for the same store, and the variables that name the store."""
+    where = given["endpoint"]
+    settings = {key: given[key] for key in ("kind", "allow_http", "timeout_ms_max")}
+    if scheme == "gs":
+        account = {"gcs_base_url": where, "disable_oauth": True, "client_email": "", "private_key": ""}
+        return settings | {"url": "gs://bucket/prefix"}, {
+            "GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(account | {"private_key_id": ""})
+        }
+    return settings | {"url": "az://account/bucket/prefix"}, {
+        "AZURE_STORAGE_ENDPOINT": where,
+        "AZURE_SKIP_SIGNATURE": "true",
+    }
+
+
+@pytest.mark.parametrize(
+    ("status", "scheme", "variables"),
+    [
+        ("301 Moved Permanently", "s3", {}),
+        ("302 Found", "s3", {}),
+        ("307 Temporary Redirect", "s3", {}),
+        ("308 Permanent", "s3", {}),
+        ("302 Found", "gs", {}),
+        ("307 Temporary Redirect", "az", {}),
+        ("302 Found", "s3", {"https_proxy": "http://127.0.0.3:1", "no_proxy": f"{LOCAL},{OTHER_HOST}"}),
+    ],
+    ids=["301", "302", "307", "308", "gs", "az", "a proxy for other hosts"],
+)
+def test_no_redirect_leads_to_another_host(status: str, scheme: str, variables: dict[str, str]) -> None:
+    """No value is sent to the other host, and no value from there is accepted."""
     asked: list[bytes] = []
 
     def other(received: BufferedIOBase, sent: BufferedIOBase) -> None:
@@ -259,6 +298,47 @@ def test_no_redirect_leads_to_another_host(status: str) -> None:
         with pytest.raises(TierError):
             [one async for one in tier.scan()]
 
-    with listening(other, OTHER_HOST) as port:
-        use(reply, play)
+    with listening(other, OTHER_HOST) as port, storing(reply) as noted:
+        given = noted | {"timeout_ms_max": 3000}  # each call is repeated, with pauses
+        settings, named = (given, KEYS) if scheme == "s3" else other_cloud(scheme, given)
+        with mock.patch.dict(os.environ, named | variables):
+            spec = S3Spec.model_validate(settings)
+            run(with_open, TierWorld(lambda: spec.make("s3"), spec), play)
     assert asked == []
+
+
+def test_a_store_of_ones_own_redirects_to_no_host_of_the_cloud() -> None:
+    """Keys may come from the cloud, so the client connects to the hosts that give keys, but to no other host."""
+    made = Client(
+        {
+            "name": "s3", "timeout_s": 1, "read_bytes": 1 << 20, "lanes": 1, "allow_http": True, "keys": {},
+            "endpoint": f"http://{LOCAL}:1", "region": "eu-west-1", "url": "s3://bucket/prefix",
+        }
+    )  # fmt: skip
+    hosts = str(made._elsewhere("s3")["proxy_excludes"]).split(",")
+    assert {LOCAL, "sts.eu-west-1.amazonaws.com", "169.254.169.254"} < {*hosts}
+    assert not {"amazonaws.com", "amazonaws.com.cn", "api.aws"} & {*hosts}
+
+
+def test_an_azure_container_is_that_of_the_url() -> None:
+    """The URL begins with the account, which the client library does not expect."""
+    asked: list[str] = []
+
+    def serve(received: BufferedIOBase, sent: BufferedIOBase) -> None:
+        while line := received.readline().decode():
+            asked.append(line.split()[1])
+            while received.readline().strip():
+                pass
+            sent.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+
+    async def play(tier: Tier) -> None:
+        assert await tier.exists([some_key(1)]) == [False]
+
+    with listening(serve) as port:
+        given = {"kind": "s3", "endpoint": f"http://{LOCAL}:{port}", "allow_http": True, "timeout_ms_max": UNHURRIED_MS}
+        settings, variables = other_cloud("az", given)
+        with mock.patch.dict(os.environ, variables):
+            spec = S3Spec.model_validate(settings)
+            run(with_open, TierWorld(lambda: spec.make("s3"), spec), play)
+    assert asked
+    assert all(path.startswith("/bucket/prefix") for path in asked)

@@ -1,6 +1,7 @@
-"""A tier with a bug of its own: it answers less, more or other things than it was asked, or raises what it may not.
+"""A tier with a bug: it returns less, more or other things than requested, or raises exceptions that it must not raise.
 
-Every such answer is a failure of that tier: a miss, never a wrong one, and after some in a row it is left alone.
+Every such answer is a failure of that tier and a miss, never a wrong hit. After several failures in a row the tier is
+not used.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from kvpipe.testing.waiting import PATIENT, eventually
 from kvpipe.tiers.base import Capacity, Read, TierError, Written
 from kvpipe.tiers.finder import Finder, TierLookup
 from kvpipe.tiers.guard import FAULTS_MAX, FIND, READ, WRITE, capacity_of, guarded
+from kvpipe.tiers.prefix_keys import PrefixKeys
 from tests.tiers.test_carrier import Rank
 
 SPACE = "1" * 32
@@ -52,7 +54,7 @@ LIES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("lie", LIES)
 def test_a_lookup_finds_nothing(lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `exists` has not answered as it should is not found, and the tier is left alone."""
+    """If `exists` returns a wrong answer, the chunk is not found, and the tier is not used any more."""
     tier, received = HeldTier(), list[str]()
     monkeypatch.setattr(tier, "exists", LIES[lie])
     spec = DictSpec.model_validate(PATIENT)
@@ -64,8 +66,8 @@ def test_a_lookup_finds_nothing(lie: str, monkeypatch: pytest.MonkeyPatch) -> No
     )
     try:
         for _ in range(FAULTS_MAX):
-            lookup = TierLookup(KEYS, ((0, 4), (0, 8)), groups=(0,), space=SPACE, seconds_max=60)
-            finder.ask(lookup)
+            lookup = TierLookup(PrefixKeys(KEYS, (0,)), ((0, 4), (0, 8)), space=SPACE, seconds_max=60)
+            finder.look_up(lookup)
             assert eventually(lambda asked=lookup: asked.done)  # type: ignore[misc]
             assert (lookup.found, lookup.down) == ({}, True)
         assert all(one.startswith("lying find lying: ") for one in received)
@@ -78,7 +80,7 @@ def test_a_lookup_finds_nothing(lie: str, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("use", [READ, WRITE])
 def test_an_order_fails(lie: str, use: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `read` or `write` has not answered as it should has failed, and the tier is left alone for that."""
+    """If `read` or `write` returns a wrong answer, the order fails, and the tier is not used for that any more."""
     tier = HeldTier("lying")
     rank = Rank([tier])
     try:
@@ -94,8 +96,8 @@ def test_an_order_fails(lie: str, use: str, monkeypatch: pytest.MonkeyPatch) -> 
         rank.carrier.shutdown()
 
 
-def test_a_hit_that_brought_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tier that answers HIT, and has not touched the buffers, or STORED, and kept nothing, is not believed."""
+def test_hit_without_bytes_and_store_without_a_value_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier returns HIT but has not filled the buffers, or returns STORED but has kept nothing."""
     tier = HeldTier()
     rank = Rank([tier])
     try:
@@ -114,7 +116,7 @@ def test_a_hit_that_brought_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("held", [None, (1, 2, 3), Capacity(-1, 0, None), Capacity(1, 2, -3), Capacity(1, 2.5, None)])  # type: ignore[arg-type]
 def test_a_capacity_that_cannot_be(held: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not shown: the tier cannot be used, and is named. No engine goes by it."""
+    """An impossible capacity is not shown. The tier cannot be used, and the message names it."""
     tier = HeldTier("lying")
 
     async def capacity() -> Any:
@@ -126,7 +128,7 @@ def test_a_capacity_that_cannot_be(held: Any, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_capacity_from_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A limit as the configuration has it, an `int` with more to it, is a number like any other."""
+    """A limit from the configuration may be a subclass of `int`. It is accepted like any number."""
     tier, held = HeldTier(), Capacity(1, 2, ByteSize(3))
 
     async def capacity() -> Capacity:
@@ -136,8 +138,8 @@ def test_a_capacity_from_the_configuration(monkeypatch: pytest.MonkeyPatch) -> N
     assert anyio.run(capacity_of, tier) == held
 
 
-def test_a_tier_that_cannot_bear_the_news(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `stored` raises does not reach the scheduler's thread."""
+def test_exception_of_stored_does_not_reach_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier's `stored` is called on the scheduler's thread. An exception from it is contained."""
     tier, received = HeldTier(), list[str]()
     monkeypatch.setattr(tier, "stored", _raises, raising=False)
     finder = Finder(

@@ -1,4 +1,4 @@
-"""The Mooncake tier with a real master: what a user writes, and what clients share."""
+"""Tests of the Mooncake tier with a real master: its configuration, and values that clients share."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ from pydantic import ValidationError
 
 from kvpipe.errors import ConfigError
 from kvpipe.testing.buffers import content, data, get, put, some_key
-from kvpipe.testing.servers.mooncake import Master, master, node
 from kvpipe.testing.tier_conformance import run
 from kvpipe.tiers.base import Read, Written
 from kvpipe.tiers.mooncake import tier as mooncake
 from kvpipe.tiers.mooncake.spec import MooncakeSpec
+from tests.rigs.servers.mooncake import Master, master, node
 from tests.tiers.mooncake_clients import KIB, LENDS, MIB, QUICK, client, fails, soon, stored
 
-# ---- what a user writes -------------------------------------------------------------------------------------------
+# ---- configuration ------------------------------------------------------------------------------------------------
 
 
 def test_a_url_shows_where_the_master_is() -> None:
-    """A URL gives the master, its query the other keys; without them members find each other by themselves."""
+    """A URL gives the master, and its query gives the other keys.
+
+    By default members find each other without a server.
+    """
     given = MooncakeSpec.parse_url(urlsplit("mooncake://kv-master:50051?segment_bytes=8GiB&replicas=2"))
     spec = MooncakeSpec.model_validate(given)
     assert (spec.master, spec.segment_bytes, spec.replicas) == ("kv-master:50051", 8 << 30, 2)
@@ -58,7 +61,7 @@ def test_a_wrong_url_is_refused(url: str) -> None:
     ],
 )
 def test_a_wrong_key_is_refused(key: str, wrong: object, why: str) -> None:
-    """A value that cannot be meant is refused before the engine starts, and the report names which and why."""
+    """An impossible value is refused before the engine starts, and the message names the key and the reason."""
     with pytest.raises(ValidationError) as refused:
         MooncakeSpec.model_validate({"master": "host:1", key: wrong})
     (problem,) = refused.value.errors()
@@ -67,7 +70,7 @@ def test_a_wrong_key_is_refused(key: str, wrong: object, why: str) -> None:
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the client, or the system library that it needs, making the tier names what to install."""
+    """If the client or a system library is missing, the message names what to install."""
     spec = MooncakeSpec.model_validate({"master": "host:1"})
 
     def missing(name: str) -> None:
@@ -83,7 +86,10 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_client_is_bounded_and_quiet_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client's own waits follow timeout_ms_max and its log goes nowhere; what the user has set wins."""
+    """The client's own timeouts follow timeout_ms_max, and its log is discarded.
+
+    Values that the user has set are kept.
+    """
     monkeypatch.delenv("MC_LOG_LEVEL", raising=False)
     made = mooncake._environment(1500)
     assert (made["MC_RPC_TIMEOUT_MS"], made["MC_TCP_PROGRESS_TIMEOUT_SEC"]) == ("1500", "2")
@@ -98,7 +104,7 @@ def test_the_client_is_bounded_and_quiet_unless_asked(monkeypatch: pytest.Monkey
 
 
 def test_lent_memory_is_shared_and_goes_with_its_owner() -> None:
-    """What is written to memory that one client lends, others find that lend none; when it closes, that is a miss."""
+    """Values in memory that one client lends are hits for other clients. After the lender closes, they are misses."""
 
     async def play(of: Master) -> None:
         async with client(of) as other, client(of, writes=False) as reader:
@@ -110,7 +116,7 @@ def test_lent_memory_is_shared_and_goes_with_its_owner() -> None:
                     gets = [get(1, MIB), get(2, MIB)]
                     assert await tier.read(gets) == [Read.HIT] * 2
                     assert [data(one.into) for one in gets] == [content(1, MIB), content(2, MIB)]
-                await fails(partial(reader.write, [put(3, MIB)]), "ask and read only")
+                await fails(partial(reader.write, [put(3, MIB)]), "only look up and read values")
                 assert (await reader.capacity()).bytes_max == 64 * MIB
             assert await reader.exists([some_key(1), some_key(2)]) == [False] * 2
             assert await other.read([get(1, MIB)]) == [Read.MISS]
@@ -120,7 +126,7 @@ def test_lent_memory_is_shared_and_goes_with_its_owner() -> None:
 
 
 def test_a_replica_outlives_the_owner_of_the_other() -> None:
-    """With replicas=2 a value whose one owner is killed is read from the other."""
+    """With replicas=2, a value is still read after one of its two owners was killed."""
 
     async def play(of: Master, first: subprocess.Popen[str]) -> None:
         async with client(of, replicas=2, **QUICK) as tier:
@@ -136,7 +142,7 @@ def test_a_replica_outlives_the_owner_of_the_other() -> None:
 
 
 def test_values_of_others_are_not_listed() -> None:
-    """A listing leaves out values that other programs keep in the cluster, however many and long their names are."""
+    """A listing leaves out values of other programs in the cluster, whatever their number and names."""
     script = (
         "import sys; from mooncake.store import MooncakeDistributedStore as S; s = S();"
         "s.setup('127.0.0.1', 'P2PHANDSHAKE', 0, 1 << 20, 'tcp', '', sys.argv[1]);"

@@ -1,4 +1,4 @@
-"""What a rank's carrier does with values of other splits, and with chunks that another rank stores."""
+"""A rank's carrier reads values of other splits, and handles chunks that another rank stores."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ import anyio
 import pytest
 import torch
 
+from kvpipe.protocol.geometry import Geometry, Group, Layer
+from kvpipe.protocol.messages import TierOrder
 from kvpipe.testing.held_tier import HeldTier
 from kvpipe.testing.waiting import WAIT_S, eventually
 from kvpipe.tiers import carrier
 from kvpipe.tiers.base import Get, Put, Read, TierError, Written
+from kvpipe.tiers.bodies import Bodies
 from kvpipe.tiers.carrier import OTHER_FAULTS_MAX
 from kvpipe.tiers.envelope import HEADER_BYTES
 from kvpipe.tiers.guard import FAULTS_MAX, READ, WRITE
-from kvpipe.tiers.parts import Share
-from tests.tiers.test_carrier import GEOMETRY, PAGE, Rank
+from kvpipe.tiers.parts import Share, mark_key, slices
+from kvpipe.transfer.pool import HostPool
+from tests.tiers.test_carrier import CHUNK, GEOMETRY, PAGE, SPACE, Rank, rank_of
 
 HEADS, ALIKE = (Share(4, (1, 1)), Share(4, (1,))), (Share(1, (1, 1)), Share(1, (1,)))
 
@@ -33,7 +37,7 @@ def _rank(tier: HeldTier, shares: tuple[Share, ...], ranks: int, most: int = 1) 
 
 
 class _Odd(HeldTier):
-    """Cannot bring values that are a whole chunk."""
+    """A tier that cannot read values that are a whole chunk."""
 
     def __init__(self, trouble: str) -> None:
         super().__init__()
@@ -51,7 +55,10 @@ class _Odd(HeldTier):
 
 @pytest.mark.parametrize("trouble", ["fails", "hangs"])
 def test_another_splits_values_cannot_be_read(trouble: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reported, and a miss: the engine's own are read as before. After some in a row it is not tried for a while."""
+    """The failure is reported and is a miss.
+
+    After several failures the other split is not read for some time. The engine's own values are still read.
+    """
     tier = _Odd(trouble)
     with _rank(tier, HEADS, ranks=2) as rank:
         rank.carry(stores=True, slot=0, split=2)
@@ -74,11 +81,12 @@ def test_another_splits_values_cannot_be_read(trouble: str, monkeypatch: pytest.
             rank.carry(stores=False, slot=1, split=1)
             assert rank.ended() == [False]
             assert tier.asked == OTHER_FAULTS_MAX + count
-            monkeypatch.setattr(carrier, "OTHER_PAUSE_S", 60.0)  # an answer, of whatever kind: it is read again
+            # any answer ends the pause, so the values are read again
+            monkeypatch.setattr(carrier, "OTHER_PAUSE_S", 60.0)
 
 
-def test_misses_of_other_splits_show_nothing_of_its_own() -> None:
-    """A chunk that cannot be put together, or is not there, hides no failures."""
+def test_misses_of_other_splits_do_not_reset_the_count_of_failures() -> None:
+    """A chunk of another split that is missing or incomplete does not show that the tier works."""
     with _rank(HeldTier(), HEADS, ranks=2) as rank:
         breaker = rank.tiers[0].breakers[READ]
         rank.carrier.loop.put(lambda: breaker.fault("it is odd"))
@@ -88,8 +96,8 @@ def test_misses_of_other_splits_show_nothing_of_its_own() -> None:
         assert breaker.faults == 1
 
 
-def test_who_stores_nothing_shows_nothing_of_the_tier(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another rank stores the chunk: that is no success of this rank's, and what this rank cannot do is no failure."""
+def test_tier_is_not_judged_by_stores_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If another rank stores the chunk, this rank counts neither a success nor a failure of its tier."""
     tier = HeldTier()
     with _rank(tier, ALIKE, ranks=2) as rank:
         rank.carry(stores=True, slot=0, split=1)
@@ -108,8 +116,21 @@ def test_who_stores_nothing_shows_nothing_of_the_tier(monkeypatch: pytest.Monkey
         assert not rank.counters.faults
 
 
+def test_marker_is_written_again_in_a_namespace_that_comes_back() -> None:
+    """Only the last namespace of each tier is remembered, because each change of the weights makes a new namespace."""
+    near, far, other = HeldTier("near"), HeldTier("far"), "1" * 32
+    with rank_of(near, far, shares=HEADS) as rank:
+        stores = [(1, SPACE), (0, SPACE), (0, other), (0, SPACE), (1, SPACE)]
+        for number, (tier, space) in enumerate(stores):
+            rank.carrier.carry_out([TierOrder(number, True, tier, number, 0, 4, CHUNK, 1)], space, 1)
+            assert rank.ended() == [True]
+            marker = (near, far)[tier].values.pop(mark_key(space, (1, 1)).text, None)
+            assert (marker is not None) == (number < 4)
+        assert rank.carrier._marked.keys() == {(0, SPACE), (1, SPACE)}
+
+
 def test_memory_for_other_splits_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is kept from one order to the next, and given back when no more of them have come for a while."""
+    """The memory is kept between orders, and released when no chunks of other splits have come for a while."""
     tier = HeldTier()
     with _rank(tier, HEADS, ranks=1) as rank:
         rank.carry(stores=True, slot=0, units=1, group=1, split=1)
@@ -130,7 +151,7 @@ def test_memory_for_other_splits_is_given_back(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("trouble", ["lost", "spoilt"])
 def test_one_of_several_parts(trouble: str) -> None:
-    """A chunk of which one part is not there, or not what was stored, is a miss; what is spoilt is dropped."""
+    """A chunk with a missing or damaged part is a miss. Damaged parts are deleted."""
     tier = HeldTier()
     with _rank(tier, HEADS, ranks=2) as rank:
         rank.fill(0, 1)
@@ -143,7 +164,7 @@ def test_one_of_several_parts(trouble: str) -> None:
             assert rank.pool.slot(0)[:used].equal(rank.pool.slot(1)[:used])
             for key in (f"-g{group}-r0of4", f"-g{group}-r1of4"):
                 (value,) = [value for name, value in tier.values.items() if name.endswith(key)]
-                assert not any(value[HEADER_BYTES + used // 2 :]), "what another chunk has left in the padding"
+                assert not any(value[HEADER_BYTES + used // 2 :]), "the padding has bytes of another chunk"
         second = next(key for key in tier.values if key.endswith("-g0-r1of4"))
         value = tier.values.pop(second)
         if trouble == "spoilt":
@@ -155,8 +176,8 @@ def test_one_of_several_parts(trouble: str) -> None:
         assert rank.tiers[0].breakers[READ].faults == 0
 
 
-def test_its_own_smaller_parts_are_its_own() -> None:
-    """Failures to read what an engine stores in more parts than it has ranks are the tier's, and open its breaker."""
+def test_failures_to_read_own_parts_open_the_breaker() -> None:
+    """An engine that stores more parts than it has ranks reads several parts per rank. These are its own values."""
     tier = HeldTier()
     made = Rank([tier], HEADS, ranks=2, most=4)
     try:
@@ -175,7 +196,7 @@ def test_its_own_smaller_parts_are_its_own() -> None:
 
 
 class _Counting(HeldTier):
-    """Counts the values of each call that writes."""
+    """A tier that counts the values in each call of write."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +208,7 @@ class _Counting(HeldTier):
 
 
 def test_parts_for_more_ranks_are_written_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stored for four ranks by one: all four parts at once, behind the marker; memory for them is used again."""
+    """One rank stores for four ranks: it writes all four parts at once, after the marker, and reuses their memory."""
     monkeypatch.setattr(carrier, "SPARE_S", WAIT_S * 10)
     tier = _Counting()
     with _rank(tier, HEADS, ranks=1, most=4) as rank:
@@ -198,3 +219,19 @@ def test_parts_for_more_ranks_are_written_in_one_call(monkeypatch: pytest.Monkey
         assert torch.equal(rank.pool.slot(5)[: 4 * PAGE], was[: 4 * PAGE])
         assert len(rank.carrier._spare) == 4
     assert tier.written == [1, 4]
+
+
+def test_heads_of_whole_blocks_are_found_in_every_layer() -> None:
+    """A part of whole blocks is ``[page][layer]``, so a rank of two takes half the heads of each layer of each page."""
+    pages, layers, rows, heads, size = 3, 2, 2, 4, 8
+    chunk = torch.arange(pages * layers * rows * heads * size).to(torch.uint8).view(pages, layers, rows, heads, size)
+    share = Share(heads, (rows,) * layers).whole
+    for rank in range(2):
+        mine = chunk[..., 2 * rank : 2 * rank + 2, :]
+        block = Group((Layer("block", mine[0].numel()),), 16)
+        geometry = Geometry((block,), 16 * pages, 1 << 13)
+        pool = HostPool(geometry)
+        order = TierOrder(1, False, 0, 0, 0, pages, CHUNK, 1)
+        (wanted,) = slices(heads, 2, 1, rank)
+        Bodies(geometry, pool).move_heads(chunk.flatten().numpy().data, order, share, 2, wanted)
+        assert torch.equal(pool.tensor[0, : mine.numel()], mine.flatten())

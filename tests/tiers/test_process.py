@@ -1,23 +1,26 @@
-"""The engine's side of a client's process: who has its lanes, and when their memory is gone."""
+"""Tests of the engine's side of a client's process: the use of lanes, and the release of their memory."""
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import socket
 
 import anyio
+import msgspec
 import pytest
 
-from kvpipe.testing.servers.s3 import shared
 from kvpipe.testing.tier_conformance import run
-from kvpipe.testing.tier_worlds.s3 import spec_of
 from kvpipe.testing.waiting import WAIT_S
 from kvpipe.tiers.process import ClientChannel, Pool
+from kvpipe.tiers.s3 import child
+from tests.rigs.servers.s3 import shared
+from tests.rigs.tier_worlds.s3 import spec_of
 
 
 def test_a_lane_whose_process_is_gone_has_no_memory() -> None:
-    """A lane that is still lent when its process is ended maps no memory: the descriptor is somebody else's by now."""
+    """A lane that is in use when its process ends maps no memory, because its descriptor may already be reused."""
 
     async def play() -> None:
         tier = spec_of(shared()).make("s3")
@@ -32,8 +35,27 @@ def test_a_lane_whose_process_is_gone_has_no_memory() -> None:
     run(play)
 
 
+def test_answer_that_cannot_be_sent_fails_its_question() -> None:
+    """If an answer is longer than a message, the client reports this and continues."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    async def answers() -> str:
+        return "x" * (64 << 20)
+
+    async def play() -> None:
+        task = asyncio.create_task(answers())
+        await task
+        child._reply(theirs, task)
+
+    with ours, theirs:
+        ours.settimeout(WAIT_S)
+        asyncio.run(play())
+        received = msgspec.msgpack.decode(ours.recv(child.MESSAGE_BYTES_MAX))
+        assert received == ["the client's answer cannot be sent", None]
+
+
 def test_waiting_for_idle_lanes_can_be_cancelled() -> None:
-    """Who gives up waiting until nobody has a lane keeps none: later all are there."""
+    """A caller that is cancelled while it waits for all lanes to be idle keeps no lane."""
 
     async def play() -> None:
         memory = io.FileIO(os.memfd_create("tests"), "r+")

@@ -1,4 +1,4 @@
-"""How fast a tier is read."""
+"""Tests of the measured read rate of a tier."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _read(rate: ReadRate, now_s: float, took_s: float, size: int) -> None:
 
 
 def test_only_time_in_which_something_is_read_counts() -> None:
-    """Two reads at once take as long as both together."""
+    """The time of two reads that overlap counts once."""
     rate = ReadRate()
     assert rate.bytes_per_s == 0.0
     rate.begin(10.0)
@@ -29,8 +29,8 @@ def test_only_time_in_which_something_is_read_counts() -> None:
     assert rate.bytes_per_s == pytest.approx(200 / 0.4), "nothing was read in between"
 
 
-def test_what_was_not_there_says_nothing() -> None:
-    """A miss takes no time to speak of, and a read that failed is the breaker's business."""
+def test_misses_and_failures_do_not_count_in_the_rate() -> None:
+    """Misses and failed reads do not count in the rate."""
     rate = ReadRate()
     _read(rate, 0.0, 5.0, 0)
     assert rate.bytes_per_s == 0.0
@@ -38,8 +38,8 @@ def test_what_was_not_there_says_nothing() -> None:
     assert rate.bytes_per_s == pytest.approx(1000.0)
 
 
-def test_one_that_takes_long_is_none_of_many() -> None:
-    """The first read of a connection: the next ones, of more bytes, count."""
+def test_slow_first_read_does_not_decide_the_rate() -> None:
+    """The first read of a connection is slow. Later reads have more bytes, so they decide the rate."""
     rate = ReadRate()
     _read(rate, 0.0, 5.0, 100)
     assert rate.bytes_per_s == pytest.approx(20.0)
@@ -48,7 +48,7 @@ def test_one_that_takes_long_is_none_of_many() -> None:
 
 
 def test_reads_without_end_are_measured() -> None:
-    """One begins before the last has ended, for ever."""
+    """The rate is also measured if there is always a read in progress."""
     rate = ReadRate()
     rate.begin(0.0)
     for at in range(1, 50):
@@ -58,8 +58,8 @@ def test_reads_without_end_are_measured() -> None:
 
 
 @pytest.mark.parametrize("faster", [4.0, 0.25])
-def test_it_follows_the_tier(faster: float) -> None:
-    """What was measured long ago is forgotten."""
+def test_rate_follows_the_tier(faster: float) -> None:
+    """The rate follows the tier, because old reads are forgotten."""
     rate, now_s = ReadRate(), 0.0
     for bytes_per_s in (1000.0, 1000.0 * faster):
         for _ in range(PERIODS):
@@ -69,14 +69,21 @@ def test_it_follows_the_tier(faster: float) -> None:
 
 
 def test_a_rank_reports_how_fast_it_reads() -> None:
-    """Each tier that it has read, in bytes per second. Writes say nothing, nor what is not there."""
+    """A rank reports the bytes per second of each tier that it has read. Writes and misses do not count."""
     with rank_of(HeldTier("first"), HeldTier("second")) as rank:
         for stores, slot in ((True, 0), (False, 5)):
             rank.carry(stores=stores, slot=slot, tier=1)
             assert rank.ended() == [True]
             assert bool(rank.carrier.rates) is not stores
+        took = rank.carrier.counters.durations.take()
+        assert {name: {tier: len(some) for tier, some in by.items()} for name, by in took.items()} == {
+            "store_seconds": {"second": 1},
+            "load_seconds": {"second": 1},
+        }
+        assert took["load_seconds"]["second"] == [rank.carrier.seconds["second", READ]]
         rank.carry(stores=False, slot=6, tier=0)
         assert rank.ended() == [False]
+        assert rank.carrier.counters.durations.take() == {}, "a chunk that is not there is not loaded"
         ((place, rate),) = rank.carrier.rates.items()
         assert place == 1
         assert rate >= rank.carrier.bytes["second", READ] / rank.carrier.seconds["second", READ]

@@ -1,4 +1,4 @@
-"""The Redis tier with real servers: what they hold, what they refuse, what they are given."""
+"""Tests of the Redis tier with real servers: its configuration, its keys and values, and its errors."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import pytest
 
 from kvpipe.errors import ConfigError
 from kvpipe.testing.buffers import aligned, content, data, get, put, some_key
-from kvpipe.testing.servers.proxy import Proxy
-from kvpipe.testing.servers.redis import RedisServer, certificates, polite, pretending, serving
-from kvpipe.testing.servers.sockets import LOCAL, free_port
 from kvpipe.testing.tier_conformance import run
-from kvpipe.testing.tier_worlds.redis import client, name, refused, single, spec
 from kvpipe.tiers.base import Entry, Put, Read, TierError, TierFullError, Written
 from kvpipe.tiers.redis.resp import VALUE_BYTES_MAX
 from kvpipe.tiers.redis.spec import RedisSpec
 from kvpipe.tiers.registry import parse_tier
+from tests.rigs.servers.proxy import Proxy
+from tests.rigs.servers.redis import RedisServer, certificates, polite, pretending, serving
+from tests.rigs.servers.sockets import LOCAL, free_port
+from tests.rigs.tier_worlds.redis import client, name, refused, single, spec
 
 MIB = 1 << 20
 PASSWORD = "hunter2-hunter2"  # noqa: S105
@@ -51,7 +51,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
     ],
 )
 def test_urls_can_have_every_key(url: str, keys: dict[str, object]) -> None:
-    """A URL sets host, port, database, user and TLS, its query every other key, and the rest is default."""
+    """A URL sets host, port, database, user and TLS. Its query sets every other key. The other keys have defaults."""
     reported = parse_tier(url)
     assert isinstance(reported, RedisSpec)
     assert {key: getattr(reported, key) for key in keys} == keys
@@ -66,7 +66,7 @@ def test_urls_can_have_every_key(url: str, keys: dict[str, object]) -> None:
             {"kind": "redis", "host": "h", "password": PASSWORD},
             "name a variable in password_env or a file in password_file",
         ),
-        ("redis://h/zero", "its path is no number of a database"),
+        ("redis://h/zero", "the path is not the number of a database"),
         ("redis:///0", "the host is missing"),
         ({"kind": "redis"}, "host is missing"),
         ({"kind": "redis", "host": "a b"}, "host='a b' is not valid"),
@@ -79,14 +79,17 @@ def test_urls_can_have_every_key(url: str, keys: dict[str, object]) -> None:
     ],
 )
 def test_bad_keys_are_explained(given: str | dict[str, Any], why: str) -> None:
-    """What is wrong in the configuration is refused with the key and the remedy; a password is never shown."""
+    """A wrong configuration is refused with the key and the remedy, and without the password."""
     with pytest.raises(ConfigError, match=why) as caught:
         parse_tier(given)
     assert PASSWORD not in str(caught.value)
 
 
 def test_files_are_read_before_the_engine_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A certificate, a key or a password that cannot be read is a ConfigError naming it; so is a missing client."""
+    """A certificate, key or password that cannot be read raises a ConfigError that names it.
+
+    So does a missing client.
+    """
     files, junk = certificates(tmp_path), tmp_path / "junk"
     junk.write_text("junk")
     for keys, why in (
@@ -110,7 +113,7 @@ def test_files_are_read_before_the_engine_starts(tmp_path: Path, monkeypatch: py
 
 
 def test_a_value_is_a_string_under_the_prefix(server: RedisServer) -> None:
-    """A value is the bytes of its parts under prefix, ':' and the key's text, in the database that was named."""
+    """A value is the bytes of its parts. Its key is the prefix, ':' and the key's text, in the configured database."""
 
     async def play() -> None:
         async with client(server.port, prefix="a:b", db=3) as tier, client(server.port, prefix="a", db=3) as other:
@@ -128,7 +131,7 @@ def test_a_value_is_a_string_under_the_prefix(server: RedisServer) -> None:
 
 
 def test_time_to_live_is_set_and_renewed(server: RedisServer) -> None:
-    """A write sets it, a read hit and a write of what is there renew it, a lookup does not."""
+    """A write sets the time to live. A read hit and a write of an existing value renew it, but a lookup does not."""
 
     async def play() -> None:
         async with client(server.port, ttl_s=1000) as tier:
@@ -160,7 +163,7 @@ def test_time_to_live_is_set_and_renewed(server: RedisServer) -> None:
 
 
 def test_damage_is_reported_and_the_connection_goes_on(server: RedisServer) -> None:
-    """Values of another type or length are DAMAGED, what else was asked for is read right, over the same connection."""
+    """Values of another type or length are DAMAGED. The other values are read over the same connection."""
 
     async def play() -> None:
         with Proxy(server.port) as proxy:
@@ -184,7 +187,7 @@ def test_damage_is_reported_and_the_connection_goes_on(server: RedisServer) -> N
 
 
 def test_what_is_there_is_not_sent_again(server: RedisServer) -> None:
-    """A write of a value that is there sends its key and not its bytes."""
+    """A write of a value that exists sends only its key."""
 
     async def play() -> None:
         async with client(server.port) as tier:
@@ -201,7 +204,7 @@ def test_what_is_there_is_not_sent_again(server: RedisServer) -> None:
 
 
 def test_a_value_longer_than_the_protocol_is_refused(server: RedisServer) -> None:
-    """A value of more than 512 MiB is a TierFullError with that reason, before a byte is sent."""
+    """A value of more than 512 MiB raises a TierFullError with the reason, before a byte is sent."""
 
     async def play() -> None:
         async with client(server.port) as tier:
@@ -214,7 +217,7 @@ def test_a_value_longer_than_the_protocol_is_refused(server: RedisServer) -> Non
 
 
 def test_a_scan_lists_only_what_is_kvpipes(server: RedisServer) -> None:
-    """Keys that are no keys of kvpipe's, or no strings, are not listed; ages are as far as the server knows them."""
+    """Keys that are not kvpipe's, or not strings, are left out. Ages are listed as far as the server knows them."""
 
     async def play() -> None:
         async with client(server.port) as tier:
@@ -235,7 +238,7 @@ def test_a_scan_lists_only_what_is_kvpipes(server: RedisServer) -> None:
 
 
 def test_a_thousand_keys_are_one_round_trip() -> None:
-    """A lookup of 1,000 keys sends all its questions before it wants an answer, and each answer finds its key."""
+    """A lookup of 1,000 keys sends all its commands before it reads an answer, and each answer belongs to its key."""
     asked: list[bytes] = []
 
     def answer(words: list[bytes]) -> bytes:
@@ -252,7 +255,7 @@ def test_a_thousand_keys_are_one_round_trip() -> None:
 
 
 def test_connections_are_bounded_and_kept(server: RedisServer) -> None:
-    """However many calls are under way, no more connections are made than lanes for reads, for writes, and two."""
+    """However many calls are in flight, there are at most lanes for reads, lanes for writes, and two connections."""
 
     async def play() -> None:
         with Proxy(server.port) as proxy:
@@ -275,7 +278,7 @@ def test_connections_are_bounded_and_kept(server: RedisServer) -> None:
 
 
 def test_a_full_server_still_reads(server: RedisServer) -> None:
-    """At maxmemory without eviction a write is a TierFullError, and what is there is read; capacity has the limit."""
+    """At maxmemory without eviction a write raises TierFullError, and values are read. The capacity has the limit."""
 
     async def play() -> None:
         async with client(server.port, ttl_s=1000) as tier:
@@ -293,7 +296,7 @@ def test_a_full_server_still_reads(server: RedisServer) -> None:
 
 
 def test_a_replica_reads_and_is_full(server: RedisServer) -> None:
-    """A read-only replica gives what it holds, with a time to live too, and refuses writes as a full tier does."""
+    """A read-only replica serves its values, also if they have a time to live. A write raises TierFullError."""
 
     async def play() -> None:
         async with client(server.port, ttl_s=1000) as tier:
@@ -323,7 +326,10 @@ def test_a_replica_reads_and_is_full(server: RedisServer) -> None:
     ],
 )
 def test_refusals_become_errors(stated: str, kind: type[TierError]) -> None:
-    """A refusal is a TierError with the server's words, shortened; TierFullError where it may not be written."""
+    """A refusal raises TierError with the server's shortened text.
+
+    If the tier must not be written, it is TierFullError.
+    """
 
     async def play() -> None:
         async with client(port) as tier:
@@ -339,7 +345,7 @@ def test_refusals_become_errors(stated: str, kind: type[TierError]) -> None:
 
 
 def test_passwords_are_used_and_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The right password opens; a wrong or missing one is a TierError naming the key to set, without the password."""
+    """The right password works. A wrong or missing password raises a TierError that names the key, not the password."""
     with serving("redis") as server:
         server.ask("CONFIG", "SET", "requirepass", PASSWORD)
         file = tmp_path / "password"
@@ -355,14 +361,14 @@ def test_passwords_are_used_and_not_shown(tmp_path: Path, monkeypatch: pytest.Mo
         missing = refused(spec(server.port))
         wrong = refused(spec(server.port, password_env="KVPIPE_TEST_WRONG"))  # noqa: S106
         user = refused(spec(server.port, password_file=str(file), username="nobody"))
-    assert "it wants a password; set password_env or password_file" in missing
-    assert "correct what password_env or password_file names" in wrong
+    assert "the server requires a password; set password_env or password_file" in missing
+    assert "correct username, or the password that password_env" in wrong
     assert "WRONGPASS" in user
     assert not any(secret in text for text in (missing, wrong, user) for secret in (PASSWORD, "wr0ng"))
 
 
 def test_an_echo_of_the_password_is_hidden(tmp_path: Path) -> None:
-    """What answers with what it was sent, right or wrong in form, does not bring the password into an error."""
+    """A server that echoes its input, well-formed or not, does not get the password into an error."""
     file = tmp_path / "password"
     file.write_text(PASSWORD)
     for form in (b"-ERR %b\r\n", b"you said %b\r\n", b"%b" * 400):
@@ -373,5 +379,5 @@ def test_an_echo_of_the_password_is_hidden(tmp_path: Path) -> None:
 
 
 def test_a_wrong_database_is_reported(server: RedisServer) -> None:
-    """A database that the server does not have is a TierError in the server's words."""
+    """A database that the server does not have raises a TierError with the server's text."""
     assert "DB index is out of range" in refused(spec(server.port, db=99))

@@ -1,4 +1,4 @@
-"""The Redis tier with servers that go away, come back, move, or are none; with TLS; with a cluster."""
+"""Tests of the Redis tier with servers that stop, restart, move or do not exist, with TLS, and with a cluster."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpipe.testing.buffers import aligned, content, data, get, put, some_key
-from kvpipe.testing.servers.proxy import Proxy
-from kvpipe.testing.servers.redis import RedisServer, certificates, polite, pretending, serving
-from kvpipe.testing.servers.sockets import LOCAL, free_port
-from kvpipe.testing.tier_conformance import run, tried
-from kvpipe.testing.tier_worlds.redis import OTHER, client, guarded, guarded_spec, name, refused, single, spec, three
+from kvpipe.testing.tier_conformance.worlds import run, tried
 from kvpipe.testing.waiting import WAIT_S
 from kvpipe.tiers.base import Entry, Get, Read, Tier, TierError, Written
 from kvpipe.tiers.redis.resp import ReplyBounds, ServerConnection
+from tests.rigs.servers.proxy import Proxy
+from tests.rigs.servers.redis import RedisServer, certificates, polite, pretending, serving
+from tests.rigs.servers.sockets import LOCAL, free_port
+from tests.rigs.tier_worlds.redis import OTHER, client, guarded, guarded_spec, name, refused, single, spec, three
 
 MIB = 1 << 20
 
@@ -38,7 +38,7 @@ async def begun(buffer: memoryview) -> None:
 
 
 def test_tls_verifies(tmp_path: Path) -> None:
-    """The right authority opens; another one, a name the certificate lacks, or no TLS on one side are TierErrors."""
+    """The right authority is accepted. Another authority, a missing name, or TLS on one side only raise TierErrors."""
     server, port, _ = guarded()
 
     async def play() -> None:
@@ -60,7 +60,7 @@ def test_tls_verifies(tmp_path: Path) -> None:
 
 
 def test_a_killed_server_is_used_again_when_it_is_back() -> None:
-    """After a kill -9 calls are TierErrors; after a restart the very next one works, called in between or not."""
+    """After a kill -9 calls raise TierErrors. After a restart the next call works."""
     with serving("valkey") as server:
 
         async def play() -> None:
@@ -81,7 +81,10 @@ def test_a_killed_server_is_used_again_when_it_is_back() -> None:
 
 
 def test_a_stopped_server_costs_no_more_than_the_limit() -> None:
-    """A stopped server is a TierError naming timeout_ms_max, where a connection is new too; then it works on."""
+    """A stopped server raises a TierError that names timeout_ms_max, also for a new connection.
+
+    Then the tier works again.
+    """
     with serving("redis") as server:
 
         async def play() -> None:
@@ -104,7 +107,7 @@ def test_a_stopped_server_costs_no_more_than_the_limit() -> None:
 
 
 def test_a_connection_cut_in_a_value_is_an_error() -> None:
-    """A connection that is cut, or stalls, in the middle of a value is a TierError; the next read is whole."""
+    """A connection that is cut or stalls within a value raises a TierError. The next read is complete."""
     server = single("redis")
 
     async def play() -> None:
@@ -132,7 +135,10 @@ def test_a_connection_cut_in_a_value_is_an_error() -> None:
 
 
 def test_a_read_cancelled_in_a_value_stops() -> None:
-    """A read cancelled in the middle of its value does not touch the buffer again, and a new connection is made."""
+    """A read that is cancelled within its value does not write to the buffer any more.
+
+    Then a new connection is made.
+    """
     server = single("redis")
 
     async def play() -> None:
@@ -160,15 +166,15 @@ def test_a_read_cancelled_in_a_value_stops() -> None:
 
 
 def test_what_is_no_server_is_reported() -> None:
-    """A name that does not exist, a port that is shut, is silent, or speaks HTTP are TierErrors with the reason."""
+    """An unknown name, and a port that is closed, silent, or speaks HTTP, raise TierErrors with the reason."""
     assert "no connection" in refused(spec(6379, host="no.such.host.invalid"))
     assert "Connection refused" in refused(spec(free_port()))
     with pretending(lambda _: b"") as port:
         assert "no answer within timeout_ms_max" in refused(spec(port, timeout_ms_max=100))
     with pretending(lambda _: b"HTTP/1.1 400 Bad Request\r\n\r\n") as port:
-        assert "does not speak the protocol of Redis: 'HTTP/1.1 400 Bad Request'" in refused(spec(port))
+        assert "does not speak the Redis protocol: 'HTTP/1.1 400 Bad Request'" in refused(spec(port))
     with pretending(lambda _: b"x" * 100_000) as port:
-        assert "does not speak the protocol of Redis: 'xxxx" in refused(spec(port))
+        assert "does not speak the Redis protocol: 'xxxx" in refused(spec(port))
     with pretending(lambda _: None) as port:
         assert "the server has closed the connection" in refused(spec(port))
 
@@ -190,7 +196,7 @@ def test_what_is_no_server_is_reported() -> None:
     ],
 )
 def test_answers_of_another_shape_are_errors(reply: bytes) -> None:
-    """An answer that makes no sense to what was asked is a TierError or no hit, of every method, and nothing else."""
+    """An answer that does not fit its request raises a TierError or is no hit, for every method."""
 
     async def play() -> None:
         async with client(port, timeout_ms_max=1000) as tier:
@@ -219,12 +225,12 @@ def test_answers_of_another_shape_are_errors(reply: bytes) -> None:
 
 @given(st.lists(st.integers(0, 60), max_size=12), st.sampled_from([0, 1, 5000, 20_000]), st.integers(1, 3))
 def test_replies_may_come_in_any_pieces(cuts: list[int], size: int, parts: int) -> None:
-    """However the bytes of replies are cut on their way, and however many buffers there are, they are read the same."""
+    """Replies are read correctly however their bytes are divided, and however many buffers there are."""
     value = content(size, size)
     message = b"$%d\r\n%b\r\n:1\r\n" % (size, value) + b":0\r\n:1\r\n-ERR no\r\n*2\r\n$-1\r\n$2\r\nab\r\n:1\r\n"
     near, far = socket.socketpair()
     lane = ServerConnection(lambda _: Mock())
-    lane.on_connect(Mock(_sock=near))  # as redis-py calls it
+    lane.on_connect(Mock(_sock=near))  # redis-py calls it in this way
 
     def trickle() -> None:
         at = 0
@@ -257,7 +263,7 @@ def nodes() -> list[RedisServer]:
 
 
 def test_a_cluster_shares_the_values(nodes: list[RedisServer]) -> None:
-    """Values are spread over all primaries, found by any client, counted and listed together."""
+    """Values are distributed over all primaries, found by any client, and counted and listed together."""
 
     async def play() -> None:
         async with client(nodes[0].port, cluster=True) as tier, client(nodes[2].port, cluster=True) as other:
@@ -280,7 +286,7 @@ def test_a_cluster_shares_the_values(nodes: list[RedisServer]) -> None:
 
 
 def test_a_slot_that_has_moved_is_found(nodes: list[RedisServer]) -> None:
-    """When slots move to another primary, reads, lookups and writes follow, with the layout that was known before."""
+    """When slots move to another primary, reads, lookups and writes follow, even with the old layout."""
     ids = [server.ask("CLUSTER", "MYID") for server in nodes]
 
     def give(slots: range, to: int) -> None:
@@ -308,7 +314,10 @@ def test_a_slot_that_has_moved_is_found(nodes: list[RedisServer]) -> None:
 
 
 def test_a_cluster_without_one_server_serves_the_rest(nodes: list[RedisServer]) -> None:
-    """When a primary is killed its keys are errors and those of the others are served; when it is back, all are."""
+    """When a primary is killed, its keys raise errors and the other keys are served.
+
+    After its restart all are served.
+    """
 
     async def play() -> None:
         async with client(nodes[0].port, cluster=True) as tier:
@@ -337,7 +346,7 @@ def test_a_cluster_without_one_server_serves_the_rest(nodes: list[RedisServer]) 
             await found(tier, lost[0])
 
     async def found(tier: Tier, i: int) -> None:
-        while True:  # the others take a moment to see it again
+        while True:  # the other servers need a moment to notice the restart
             try:
                 assert await tier.write([put(i, 4096)]) == [Written.STORED]
             except TierError:
@@ -349,11 +358,11 @@ def test_a_cluster_without_one_server_serves_the_rest(nodes: list[RedisServer]) 
 
 
 def test_cluster_and_single_are_distinguished(nodes: list[RedisServer]) -> None:
-    """A cluster that is used as one server, and the other way round, is a TierError with what to set."""
+    """A cluster that is configured as one server, or the reverse, raises a TierError that names the remedy."""
 
     async def play() -> None:
         async with client(nodes[0].port) as tier:
-            with pytest.raises(TierError, match="it belongs to a cluster; set cluster to true"):
+            with pytest.raises(TierError, match="the server belongs to a cluster; set cluster to true"):
                 await tier.exists([some_key(i) for i in range(30)])
 
     run(play)

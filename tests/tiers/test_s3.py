@@ -1,4 +1,4 @@
-"""What is particular to the S3 tier: what it refuses, what it reports when the store fails, how it reads and ends."""
+"""Tests of the S3 tier alone: its refusals, its reports when the store fails, its reads, and its shutdown."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from pydantic import ValidationError
 
 from kvpipe.errors import ConfigError
 from kvpipe.testing.buffers import aligned, content, data, filled, get, put, some_key, value
-from kvpipe.testing.servers import signals
-from kvpipe.testing.servers.proxy import Proxy
-from kvpipe.testing.servers.s3 import BUCKET, S3Server, answering, fresh_prefix, shared
-from kvpipe.testing.tier_conformance import run, tried
-from kvpipe.testing.tier_worlds.s3 import KEYS, spec_of
+from kvpipe.testing.tier_conformance.worlds import run, tried
 from kvpipe.testing.waiting import WAIT_S
 from kvpipe.tiers.base import Get, Put, Read, TierError, TierFullError, Written
 from kvpipe.tiers.s3.child import Client
 from kvpipe.tiers.s3.spec import S3Spec
 from kvpipe.tiers.s3.tier import S3Tier
+from tests.rigs.servers import signals
+from tests.rigs.servers.proxy import Proxy
+from tests.rigs.servers.s3 import BUCKET, S3Server, answering, fresh_prefix, shared
+from tests.rigs.tier_worlds.s3 import KEYS, spec_of
 
 KIB, MIB = 1 << 10, 1 << 20
 SHORT_MS = 1000
@@ -38,7 +38,7 @@ SILENT = "no answer within timeout_ms_max"
 
 @asynccontextmanager
 async def opened(spec: S3Spec) -> AsyncIterator[S3Tier]:
-    """Open a client and close it. With a short limit, open it until that is enough."""
+    """Open a client and close it. With a short time limit, repeat the opening until it succeeds."""
     tier = spec.make("s3")
     await (tried(tier.open) if spec.timeout_ms_max <= SHORT_MS else tier.open())
     try:
@@ -48,7 +48,7 @@ async def opened(spec: S3Spec) -> AsyncIterator[S3Tier]:
 
 
 async def swallow(why: str, call: Callable[..., Awaitable[object]], *args: object) -> None:
-    """Make `call`, which has to end with a TierError with `why`."""
+    """Check that `call` ends with a TierError that contains `why`."""
     with pytest.raises(TierError, match=why):
         await call(*args)
 
@@ -71,18 +71,18 @@ def everything(tier: S3Tier) -> dict[str, Callable[[], Awaitable[Any]]]:
     }
 
 
-# ---- what is configured ---------------------------------------------------------------------------------------------
+# ---- configuration --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
         ({"endpoint": "http://store:9000"}, "has no TLS.*write https, or set allow_http=true"),
-        ({"endpoint": "store:9000"}, "is no URL of a server; write https://HOST:PORT"),
-        ({"endpoint": "https://me:pass-word@store"}, "a key is not written into a URL"),
+        ({"endpoint": "store:9000"}, "is not the URL of a server; write https://HOST:PORT"),
+        ({"endpoint": "https://me:pass-word@store"}, "a URL must not contain a key"),
         ({"url": "s3://"}, "names no bucket; write s3://BUCKET/PREFIX"),
         ({"url": "/mnt/kv"}, "names no bucket; write s3://BUCKET/PREFIX"),
-        ({"url": "s3://me:pass-word@bucket/x"}, "a key is not written into a URL"),
+        ({"url": "s3://me:pass-word@bucket/x"}, "a URL must not contain a key"),
         ({"url": "s3://bucket/a/../b"}, "has an empty part"),
         ({"url": "s3://bucket/a//b"}, "has an empty part"),
         ({"url": "az://account"}, "names no container; write az://ACCOUNT/CONTAINER/PREFIX"),
@@ -94,14 +94,14 @@ def everything(tier: S3Tier) -> dict[str, Callable[[], Awaitable[Any]]]:
     ],
 )
 def test_a_wrong_specification_is_refused(keys: dict[str, Any], reason: str) -> None:
-    """A key that is wrong or contradicts another is refused with the remedy before anything starts, without secrets."""
+    """A wrong key, or a key that contradicts another key, is refused with the remedy before anything starts."""
     with pytest.raises(ValidationError, match=reason) as caught:
         S3Spec.model_validate({"url": "s3://bucket/prefix"} | keys)
     assert "pass-word" not in caught.value.errors()[0]["msg"]
 
 
 def test_a_url_can_have_every_key() -> None:
-    """A URL gives bucket and prefix, its query the other keys."""
+    """A URL gives the bucket and the prefix, and its query gives the other keys."""
     url = "s3://bucket/a/b?endpoint=https://store:9000&region=eu-west-1&lanes=8&read_bytes=16MiB"
     spec = S3Spec.model_validate(S3Spec.parse_url(urlsplit(url)))
     assert (spec.url, spec.endpoint, spec.region) == ("s3://bucket/a/b", "https://store:9000", "eu-west-1")
@@ -109,7 +109,7 @@ def test_a_url_can_have_every_key() -> None:
 
 
 def test_secrets_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A variable that is not set is an error that names its key, when the tier is made."""
+    """An unset variable raises an error that names its key when the tier is made."""
     spec = spec_of(shared())
     monkeypatch.delenv("TESTS_S3_SECRET")
     with pytest.raises(ConfigError, match="s3: secret key: the environment variable that secret_key_env names is"):
@@ -117,7 +117,7 @@ def test_secrets_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_client_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the client the error names the extra to install."""
+    """Without the client library the error names the extra to install."""
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(ConfigError, match=r"pip install 'kvpipe\[s3\]'"):
         spec_of(shared()).make("s3")
@@ -127,7 +127,7 @@ def test_the_client_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refused(spec: S3Spec) -> str:
-    """Return what opening raises."""
+    """Return the error that opening raises."""
     message = []
 
     async def play() -> None:
@@ -142,24 +142,24 @@ def refused(spec: S3Spec) -> str:
 
 
 def test_a_bucket_that_is_not_there() -> None:
-    """A missing bucket is no miss: opening reports that there is no such bucket."""
-    assert "there is no such bucket" in refused(spec_of(shared(), url="s3://no-such-bucket/x"))
+    """A missing bucket is no miss: opening raises an error that names the cause."""
+    assert "the bucket does not exist" in refused(spec_of(shared(), url="s3://no-such-bucket/x"))
 
 
 def test_a_host_that_is_not_there() -> None:
-    """A name that does not resolve is reported as such."""
+    """The error for a name that does not resolve names the cause."""
     message = refused(spec_of(shared(), endpoint="https://store.invalid", timeout_ms_max=2000))
     assert "no such host" in message
 
 
 def test_wrong_keys() -> None:
-    """Keys that the store does not know are reported as such, and are not shown."""
+    """Wrong keys are reported as such, and are not shown."""
     with S3Server(INITIAL_NO_AUTH_ACTION_COUNT="1") as server:
-        assert "InvalidAccessKeyId (403): see that the keys are right" in refused(spec_of(server))
+        assert "InvalidAccessKeyId (403): check that the keys are correct" in refused(spec_of(server))
 
 
 def test_a_store_without_room() -> None:
-    """A store that is full, or over its quota, raises TierFullError from writes; the rest goes on."""
+    """If a store is full or over its quota, writes raise TierFullError, and other calls work."""
     for status, code in ((507, "XMinioStorageFull"), (403, "QuotaExceeded"), (507, "")):
 
         def answer(method: str, _: bool, stated: tuple[int, str] = (status, code)) -> tuple[int, str]:
@@ -176,7 +176,7 @@ def test_a_store_without_room() -> None:
 
 
 def test_a_store_that_knows_no_conditions() -> None:
-    """Where a store cannot be asked not to replace an object, values are written without the condition."""
+    """If a store does not support conditional writes, values are written without a condition."""
     puts = []
 
     def answer(method: str, condition: bool) -> tuple[int, str]:
@@ -198,7 +198,7 @@ def test_a_store_that_knows_no_conditions() -> None:
 
 
 def test_a_store_that_dies_and_comes_back() -> None:
-    """While the server is dead every call raises TierError; the same client works again when it is back."""
+    """While the server is dead every call raises TierError. When it is back, the same client works again."""
 
     async def play() -> None:
         async with opened(spec_of(server, timeout_ms_max=SHORT_MS)) as tier:
@@ -218,8 +218,8 @@ def test_a_store_that_dies_and_comes_back() -> None:
         run(play)
 
 
-def test_a_store_that_stands_still() -> None:
-    """A stopped server costs its timeout and a TierError, whatever is asked; when it goes on, so does the tier."""
+def test_calls_time_out_while_the_store_is_stopped() -> None:
+    """Each call raises TierError after its timeout. When the server continues, the tier works again."""
 
     async def play() -> None:
         async with opened(spec_of(server, timeout_ms_max=SHORT_MS)) as tier:
@@ -241,7 +241,7 @@ def test_a_store_that_stands_still() -> None:
 
 
 def test_a_client_that_has_ended_is_started_anew() -> None:
-    """When the client's process dies under load the calls raise TierError; a probe of the tier starts another."""
+    """When the client's process dies under load, calls raise TierError. A probe of the tier starts another process."""
 
     async def play() -> None:
         async with opened(spec_of(shared())) as tier:
@@ -262,7 +262,7 @@ def test_a_client_that_has_ended_is_started_anew() -> None:
 
 
 def test_a_client_that_does_not_answer_is_started_anew() -> None:
-    """A client's process that stands still is replaced by a probe of the tier."""
+    """A client's process that hangs is replaced by a probe of the tier."""
 
     async def play() -> None:
         async with opened(spec_of(shared(), timeout_ms_max=500)) as tier:
@@ -279,14 +279,14 @@ def test_a_client_that_does_not_answer_is_started_anew() -> None:
 
 
 def test_a_client_that_has_lost_a_lane_ends() -> None:
-    """Where a lane's questions cannot be taken any more the client's process ends, and a probe starts another."""
+    """If a lane cannot accept requests any more, the client's process ends, and a probe starts another process."""
 
     async def play() -> None:
         async with opened(spec_of(shared())) as tier:
             client = tier._child
             assert client is not None
             async with client.pools["scan"].lane(WAIT_S) as lane:
-                lane.wire.send(b"\xc1")  # no message
+                lane.wire.send(b"\xc1")  # this byte is no message
             with anyio.fail_after(WAIT_S):
                 await anyio.to_thread.run_sync(client._process.wait, abandon_on_cancel=True)
             await tier.health()
@@ -296,7 +296,7 @@ def test_a_client_that_has_lost_a_lane_ends() -> None:
 
 
 def test_a_client_that_does_not_write_has_no_lanes_for_it() -> None:
-    """A tier that is made to ask and read refuses to write, and does what it is made for."""
+    """A tier that was made only to look up and read refuses to write."""
 
     async def play() -> None:
         spec = spec_of(shared())
@@ -307,7 +307,7 @@ def test_a_client_that_does_not_write_has_no_lanes_for_it() -> None:
         try:
             assert tier._child is not None
             assert tier._child.pools["write"]._size == 0
-            with pytest.raises(TierFullError, match="made to ask and read only"):
+            with pytest.raises(TierFullError, match="only look up and read values"):
                 await tier.write([put(2, 64 * KIB)])
             assert await tier.exists([some_key(1), some_key(2)]) == [True, False]
             assert await tier.read([get(1, 64 * KIB)]) == [Read.HIT]
@@ -318,7 +318,7 @@ def test_a_client_that_does_not_write_has_no_lanes_for_it() -> None:
 
 
 def test_a_client_that_has_ended_while_the_store_is_away() -> None:
-    """A client's process that cannot be replaced at once is, as soon as the store is back."""
+    """A client's process that cannot be replaced at once is replaced as soon as the store is back."""
 
     async def play(proxy: Proxy) -> None:
         async with opened(proxied(proxy)) as tier:
@@ -337,7 +337,7 @@ def test_a_client_that_has_ended_while_the_store_is_away() -> None:
 
 
 async def closed(memory: mmap.mmap) -> None:
-    """Close it when nobody has it any more: soon, as a thread that has ended its work may still have to report it."""
+    """Wait until the object is closed. A thread that has finished its work may still have to report it."""
     with anyio.fail_after(WAIT_S):
         while True:
             with suppress(BufferError):
@@ -347,7 +347,7 @@ async def closed(memory: mmap.mmap) -> None:
 
 
 def test_a_store_that_takes_no_body() -> None:
-    """When a write is cancelled, or ends by its timeout, while its body is sent, nobody has its buffers any more."""
+    """When a write is cancelled or times out while its body is sent, no thread uses its buffers afterwards."""
     go_on, begun = threading.Event(), threading.Event()
 
     def answer(method: str, _: bool) -> tuple[int, str]:
@@ -381,12 +381,12 @@ def test_a_store_that_takes_no_body() -> None:
 
 
 def proxied(proxy: Proxy, **keys: Any) -> S3Spec:
-    """Return the specification of a place on the shared server, by way of the proxy."""
+    """Return the specification of a place on the shared server, reached through the proxy."""
     return spec_of(shared(), endpoint=f"http://127.0.0.1:{proxy.port}", **keys)
 
 
 def test_ranges_are_put_together_in_order() -> None:
-    """A large value is read in ranges, side by side, into buffers with other borders: every byte is in its place."""
+    """A large value is read in parallel ranges into buffers with other boundaries, and every byte is in its place."""
     sizes = (4096, 3 * MIB, 512 * KIB, 5 * MIB + 4096)
 
     async def play(proxy: Proxy) -> None:
@@ -404,7 +404,7 @@ def test_ranges_are_put_together_in_order() -> None:
 
 
 def test_a_value_that_is_replaced_while_it_is_read() -> None:
-    """Ranges of two values under one key are never put together: the read is DAMAGED, or of one value."""
+    """Ranges of two values under one key are never combined: the read is DAMAGED, or has one of the values."""
     size, url = 8 * MIB, f"s3://{BUCKET}/{fresh_prefix()}"
 
     async def play(proxy: Proxy) -> None:
@@ -428,14 +428,14 @@ def test_a_value_that_is_replaced_while_it_is_read() -> None:
 
 
 async def stall_soon(proxy: Proxy) -> None:
-    """Let nothing pass from soon on."""
+    """Stop passing data after a short time."""
     await anyio.sleep(0.1)
     proxy.stalled = True
 
 
 def test_an_answer_that_is_cut_or_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An answer that ends early, or stops half way, is a TierError or, tried again, the value; never anything else."""
-    monkeypatch.setattr("kvpipe.tiers.s3.tier.SLOW_BYTES", 1)  # so that it is not the whole that takes too long
+    """An answer that ends early or stops half way raises TierError, or is retried successfully."""
+    monkeypatch.setattr("kvpipe.tiers.s3.tier.SLOW_BYTES", 1)  # so that not the whole transfer takes too long
 
     async def play(proxy: Proxy) -> None:
         async with opened(proxied(proxy, timeout_ms_max=SHORT_MS)) as tier:
@@ -461,7 +461,7 @@ def test_an_answer_that_is_cut_or_stands_still(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_is_not_ours_is_left_alone() -> None:
-    """Foreign objects under the prefix are not listed; an empty object under a key of ours is DAMAGED."""
+    """Foreign objects under the prefix are not listed. An empty object under a key of kvpipe is DAMAGED."""
     path = f"{BUCKET}/{fresh_prefix()}"
 
     async def play() -> None:
@@ -482,7 +482,7 @@ def test_what_is_not_ours_is_left_alone() -> None:
 
 
 def test_close_ends_what_is_under_way() -> None:
-    """Closing while a read and a write stand still ends both with TierError; then nothing is under way."""
+    """Closing during a hanging read and a hanging write ends both with TierError. Afterwards no call is in flight."""
 
     async def play(proxy: Proxy) -> None:
         tier = proxied(proxy, timeout_ms_max=SHORT_MS).make("s3")
@@ -508,7 +508,7 @@ import anyio
 import kvpipe.tiers.s3.tier
 assert "obstore" not in sys.modules
 from kvpipe.testing.buffers import get, put
-from kvpipe.testing.tier_worlds.s3 import S3Spec, KEYS
+from tests.rigs.tier_worlds.s3 import S3Spec, KEYS
 import os
 os.environ |= KEYS
 tasks = []
@@ -539,7 +539,7 @@ asyncio.new_event_loop().run_until_complete(play())
 
 
 def test_the_interpreter_ends_while_transfers_are_under_way() -> None:
-    """A process that closes the tier under load, or cancels it all, and ends at once, ends well and prints nothing."""
+    """A process that closes the tier under load, or cancels all calls, exits normally and prints nothing."""
     ways = [(0.0, "close"), (0.02, "cancel"), (0.05, "close"), (0.1, "cancel"), (0.2, "close")]
     children = [
         subprocess.Popen(

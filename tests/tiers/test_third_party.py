@@ -1,51 +1,107 @@
-"""A tier in a package of its own, as `docs/extending.md` has it: built, installed, configured and held to the suite."""
+"""The package of a tier that `kvpipe new-tier` makes is tested in place, built, installed and configured."""
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from kvpipe.testing.environments import PIP, environment, run
+from kvpipe.cli.main import main
+from kvpipe.testing.waiting import WAIT_S
+from tests.rigs.environments import PIP, environment, run
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "tests" / "third_party_tier"
+
+
+def made(name: str, folder: Path) -> Path:
+    """Make a package in `folder`, and return the package's folder."""
+    assert main(["new-tier", name, "--into", str(folder)]) == 0
+    return folder / f"kvpipe-{name}-tier"
 
 
 @pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment with two wheels, kvpipe's and the package's."""
+def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a package."""
+    return made("sqlite", tmp_path_factory.mktemp("made"))
+
+
+@pytest.fixture(scope="module")
+def python(package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the interpreter of an environment with two wheels, kvpipe's and the package's."""
     folder = tmp_path_factory.mktemp("clean")
-    run(*PIP, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, PACKAGE, ROOT, cwd=folder)
+    run(*PIP, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, package, ROOT, cwd=folder)
     wheels = sorted(folder.glob("*.whl"))
     assert len(wheels) == 2
     return environment(folder / "venv", *wheels).parents[2] / "bin" / "python"
 
 
-def test_it_keeps_the_protocol(python: Path, tmp_path: Path) -> None:
-    """All claims of `kvpipe.testing.tier_conformance`, and its own tests, where nothing but the wheel is there."""
-    test = tmp_path / "test_sqlite_tier.py"
-    test.write_bytes((PACKAGE / test.name).read_bytes())
-    message = run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", test, cwd=tmp_path)
-    assert "28 passed" in message
+def test_new_package_keeps_the_protocol_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package's tests pass without changes and without an installation, whatever its name is."""
+    folder = made("shed", tmp_path)
+    words = [path.read_text(encoding="utf-8") for path in folder.rglob("*") if path.is_file()]
+    assert not any(re.search(r"kvpipe.sqlite|Sqlite|\bsqlite\b", text) for text in words)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False, timeout=5 * WAIT_S)
+    assert "36 passed" in done.stdout, done.stdout + done.stderr
+
+
+def test_installed_suite_runs(python: Path, package: Path) -> None:
+    """The wheels contain every module that the package's tests import."""
+    test = package / "tests" / "test_sqlite_tier.py"
+    words = ("-q", "-p", "no:cacheprovider", "-k", "health", "-c", "/dev/null", "--rootdir", package, test)
+    assert "1 passed" in run(python, "-m", "pytest", *words, cwd=package)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("S3", "is not a name for a tier; use 1 to 31 lower-case letters"),
+        ("7zip", "is not a name for a tier; use 1 to 31 lower-case letters and digits, a letter first"),
+        (
+            "class",
+            "is not a name for a tier; use 1 to 31 lower-case letters and digits, a letter first, and no keyword",
+        ),
+        ("disk", "is taken by an installed"),
+    ],
+)
+def test_new_tier_refuses_a_bad_name(name: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The message is one sentence with the name and the remedy, and no file is written."""
+    assert main(["new-tier", name, "--into", str(tmp_path)]) == 2
+    assert f"NAME={name!r} {why}" in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())
+
+
+def test_new_tier_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An existing folder stays as it is."""
+    folder = made("shed", tmp_path)
+    (folder / "README.md").write_text("mine", encoding="utf-8")
+    assert main(["new-tier", "shed", "--into", str(tmp_path)]) == 2
+    assert "File exists; choose another folder with --into" in capsys.readouterr().err
+    assert (folder / "README.md").read_text(encoding="utf-8") == "mine"
 
 
 def test_it_is_configured_like_ours(python: Path, tmp_path: Path) -> None:
-    """The command finds it by its URL, shows its keys, and refuses a misspelt one with its suggestion."""
+    """`kvpipe check` finds the tier by its URL, shows its keys, and refuses a misspelt key with a suggestion."""
     check = (python, "-m", "kvpipe", "check")
     url = f"sqlite://{tmp_path}/kv.db"
-    assert "'kind': 'sqlite', " in run(*check, f'{{"tiers": "{url}?lanes=2"}}', cwd=tmp_path)
+    assert "{kind: sqlite, " in run(*check, f'{{"tiers": "{url}?lanes=2"}}', cwd=tmp_path)
     message = run(*check, f'{{"tiers": "{url}?byte_max=1GiB"}}', cwd=tmp_path, ok=False)
     assert "tier 1 (sqlite): unknown key 'byte_max'; did you mean 'bytes_max'?" in message
+    run(python, "-m", "kvpipe", "cache", "stats", url, cwd=tmp_path, ok=False)
+    assert not (tmp_path / "kv.db").exists()
+    (tmp_path / "kv.db").touch()
     assert "items" in run(python, "-m", "kvpipe", "cache", "stats", url, "--json", cwd=tmp_path)
 
 
-def test_its_types_are_those_of_the_wheel(python: Path, tmp_path: Path) -> None:
-    """A type checker takes kvpipe's annotations: the package is right by the strictest rules, and a mistake is seen."""
+def test_its_types_are_those_of_the_wheel(python: Path, package: Path, tmp_path: Path) -> None:
+    """A type checker uses kvpipe's annotations: the package passes the strictest rules, and a mistake is reported."""
     mypy = (sys.executable, "-m", "mypy", "--strict", "--config-file", "", "--python-executable", python, "--cache-dir")
     right = tmp_path / "kvpipe_sqlite_tier.py"
-    right.write_bytes((PACKAGE / right.name).read_bytes())
+    right.write_bytes((package / "src" / right.stem / "__init__.py").read_bytes())
     run(*mypy, tmp_path / "cache", right, cwd=tmp_path)
     wrong = tmp_path / "wrong.py"
     wrong.write_text("from kvpipe.tiers.base import Capacity, Key\nKey.parse(7)\nCapacity.nothing\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What the loop of a tier's thread shares with the thread whose it is, is named in one place."""
+"""`SHARED` lists each attribute that the loop of a tier's thread shares with the thread's owner."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import kvpipe
-from kvpipe.testing.written_attributes import written
 from kvpipe.tiers import SHARED
+from tests.rigs.written_attributes import written
 
 HOUSE = Path(kvpipe.__file__).parent
 OWNERS = (
     *sorted((HOUSE / "scheduler").glob("*.py")),
+    *sorted((HOUSE / "features").glob("*.py")),
     HOUSE / "worker" / "side.py",
     *sorted((HOUSE / "manage").glob("*.py")),
 )
-"""Who has a finder or a carrier, and its lookups: threads other than its loop's."""
+"""Files whose code uses a finder, a carrier or a lookup on a thread other than the loop's."""
 HANDED = frozenset({"_take", "_begin_survey"})
-"""Methods that are no coroutines and run on the loop, as callbacks."""
+"""Methods that are not coroutines and run on the loop as callbacks."""
 
 Method = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -28,7 +29,7 @@ def _tree(file: Path) -> ast.Module:
 
 
 def _classes() -> dict[str, dict[str, Method]]:
-    """Return the methods of a tier's thread, of its two kinds, of lookups and of guards."""
+    """Return the methods of `TierThread`, of its two subclasses, of lookups and of guards."""
     trees = [_tree(HOUSE / "tiers" / f"{file}.py") for file in ("thread", "finder", "carrier", "guard")]
     return {
         node.name: {one.name: one for one in node.body if isinstance(one, Method)}
@@ -42,13 +43,16 @@ CLASSES = _classes()
 
 
 def _written(node: ast.AST) -> set[str]:
-    """Return the attributes that a statement writes, or changes what is in them. To fire an event writes the state."""
+    """Return the attributes that a statement assigns or whose content it changes. Firing an event changes `state`."""
     fires = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "fire"
     return {"state"} if fires else {one.attr for one in written(node)}
 
 
 def _touched(methods: Iterable[ast.AST]) -> tuple[set[str], set[str]]:
-    """Return what the methods write, and all that they name. Who asks what a breaker allows reads its state."""
+    """Return the attributes that the methods write, and all attributes that they use.
+
+    A call of `allows` reads `state`.
+    """
     writes, named = set[str](), set[str]()
     for method in methods:
         for node in ast.walk(method):
@@ -58,7 +62,7 @@ def _touched(methods: Iterable[ast.AST]) -> tuple[set[str], set[str]]:
 
 
 def _reached(kind: str, roots: set[str], others: Collection[str] = ()) -> dict[str, Method]:
-    """Return those of a thread's methods that `roots` lead to, without those that begin on another thread."""
+    """Return the methods of a thread that `roots` call, without methods that another thread calls first."""
     methods = CLASSES["TierThread"] | CLASSES[kind]
     out, todo = dict[str, Method](), set(roots)
     while todo:
@@ -69,14 +73,17 @@ def _reached(kind: str, roots: set[str], others: Collection[str] = ()) -> dict[s
 
 
 def _roots(kind: str) -> tuple[set[str], set[str]]:
-    """Return where a thread's loop begins: coroutines and callbacks; and where other threads do: what is public."""
+    """Return the entry points of a thread's loop and of other threads.
+
+    The loop's are coroutines and callbacks, those of other threads are public methods.
+    """
     methods = CLASSES["TierThread"] | CLASSES[kind]
     loop = {name for name, one in methods.items() if isinstance(one, ast.AsyncFunctionDef) or name in HANDED}
     return loop, {name for name in methods if not name.startswith("_")} - loop
 
 
 def _outside() -> Iterator[ast.AST]:
-    """Yield what owners do with their finder, carrier or lookup, each as a statement or an attribute of its own."""
+    """Yield each access of owners to their finder, carrier or lookup, as a statement or an attribute."""
     for file in OWNERS:
         for node in ast.walk(_tree(file)):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] in {
@@ -92,7 +99,7 @@ def _outside() -> Iterator[ast.AST]:
 
 
 def _fields() -> set[str]:
-    """Return the attributes that are made with a thread, a lookup or a breaker."""
+    """Return the attributes that are created with a thread, a lookup or a breaker."""
     made = {
         name
         for kind in ("TierThread", "Finder", "Carrier", "TierLookup", "Breaker")
@@ -104,7 +111,7 @@ def _fields() -> set[str]:
 
 
 def test_every_method_is_of_a_thread() -> None:
-    """Of the loop's, of the owner's, or of both."""
+    """Each method runs on the loop's thread, on the owner's thread, or on both."""
     for kind in ("Finder", "Carrier"):
         loop, owner = _roots(kind)
         reached = _reached(kind, loop).keys() | _reached(kind, owner, loop).keys() | {"__init__"}
@@ -112,11 +119,11 @@ def test_every_method_is_of_a_thread() -> None:
 
 
 def test_what_a_loop_shares_is_named() -> None:
-    """An attribute that the loop writes and another thread touches, or the other way round, is in `SHARED`."""
+    """An attribute that the loop writes and another thread uses, or the reverse, is in `SHARED`."""
     shared = set[str]()
     outside = _touched(_outside())
     guards = _touched(one for name, one in (CLASSES["GuardedTier"] | CLASSES["Breaker"]).items() if name != "__init__")
-    guards = guards[0], guards[1] - CLASSES["GuardedTier"].keys()  # methods of theirs
+    guards = guards[0], guards[1] - CLASSES["GuardedTier"].keys()  # the guards' own methods
     for kind in ("Finder", "Carrier"):
         begun_on_loop, public = _roots(kind)
         loop = _touched(_reached(kind, begun_on_loop).values())

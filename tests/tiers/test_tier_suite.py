@@ -1,4 +1,4 @@
-"""The suite of tiers finds every bug that its claims are about: each claim fails for a tier that breaks it."""
+"""The conformance suite of tiers finds each bug that its claims are about: a claim fails for a tier with that bug."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from kvpipe.testing import tier_conformance, waiting
+from kvpipe.testing import waiting
 from kvpipe.testing.dict_tier import DictTier
 from kvpipe.testing.held_tier import DictSpec
 from kvpipe.testing.tier_conformance import TierConformance, TierWorld
+from kvpipe.testing.tier_conformance.values import SPLITS
 from kvpipe.tiers.base import Capacity, Entry, Get, Key, Put, Read, TierError, Written
+from tests.tiers.test_whole_tier import FAILED_BY_WHOLE_TIERS
 
 SUITE = TierConformance()
 
 
 class FlipsABit(DictTier):
-    """In the last part."""
+    """A tier that flips a bit in the last part of a value."""
 
     def _read(self, get: Get) -> Read:
         read = super()._read(get)
@@ -32,7 +34,7 @@ class FlipsABit(DictTier):
 
 
 class IgnoresLengths(DictTier):
-    """Reads what there is, or as much as is wanted."""
+    """A tier that ignores lengths when it reads."""
 
     def _read(self, get: Get) -> Read:
         value = self.values.get(get.key.text)
@@ -46,77 +48,77 @@ class IgnoresLengths(DictTier):
 
 
 class MissesAreDamage(DictTier):
-    """What is not there is reported as damaged."""
+    """A tier that reports a missing value as damaged."""
 
     def _read(self, get: Get) -> Read:
         return Read.DAMAGED if super()._read(get) is Read.MISS else Read.HIT
 
 
 class HitsFirst(DictTier):
-    """Answers come in an order of its own."""
+    """A tier that returns answers in another order than the questions."""
 
     async def read(self, gets: Sequence[Get]) -> list[Read]:
-        """Read."""
+        """Read, and return the hits first."""
         return sorted(await super().read(gets), key=lambda read: read is not Read.HIT)
 
 
 class KeepsTheLast(DictTier):
-    """A second value takes the place of the first."""
+    """A tier in which a second value replaces the first."""
 
     async def write(self, puts: Sequence[Put]) -> list[Written]:
-        """Write."""
+        """Write, replacing the old value."""
         ends = await super().write(puts)
         self.values.update({put.key.text: b"".join(put.parts) for put in puts})
         return ends
 
 
 class CountsWhatWasAsked(DictTier):
-    """Deleting counts what was not there, too."""
+    """A tier that counts missing values as deleted."""
 
     async def delete(self, keys: Sequence[Key]) -> int:
-        """Delete."""
+        """Delete, and count every key."""
         await super().delete(keys)
         return len(keys)
 
 
 class OnePage(DictTier):
-    """Looks for a thousand keys at most."""
+    """A tier that looks up at most a thousand keys."""
 
     async def exists(self, keys: Sequence[Key]) -> list[bool]:
-        """Look."""
+        """Look up the first thousand keys."""
         return await super().exists(keys[:1000]) + [False] * len(keys[1000:])
 
 
 class Alone(DictTier):
-    """No client sees what others write."""
+    """A tier whose clients do not see each other's values."""
 
     async def open(self) -> None:
-        """Begin empty."""
+        """Begin with an empty store."""
         self.values = {}
 
 
 class ForgetsAtClose(DictTier):
-    """Nothing outlives it."""
+    """A tier whose values are lost when it is closed."""
 
     async def close(self) -> None:
-        """Clear."""
+        """Clear the store."""
         self.values.clear()
 
 
 class ListsOnePage(DictTier):
-    """A listing ends too early."""
+    """A tier whose listing ends too early."""
 
     async def scan(self) -> AsyncIterator[Entry]:
-        """List."""
+        """List one page."""
         for name, value in list(self.values.items())[:30]:
             yield Entry(Key.parse(name), len(value), None)
 
 
 class ListsByPlace(DictTier):
-    """Every entry is looked up by its number, which changes when values come and go."""
+    """A tier that finds entries of a listing by number, which changes when values are added or deleted."""
 
     async def scan(self) -> AsyncIterator[Entry]:
-        """List."""
+        """List by number."""
         place = 0
         while place < len(self.values):
             name, value = sorted(self.values.items())[place]
@@ -125,20 +127,20 @@ class ListsByPlace(DictTier):
 
 
 class OneAtATime(DictTier):
-    """Calls share what was asked."""
+    """A tier whose calls share their arguments."""
 
     async def read(self, gets: Sequence[Get]) -> list[Read]:
-        """Read what was asked last."""
+        """Read the keys of the last call."""
         self._gets = gets
         await anyio.lowlevel.checkpoint()
         return [self._read(get) for get in self._gets]
 
 
 class Torn(DictTier):
-    """Writes part after part, under the eyes and hands of others."""
+    """A tier that writes part after part, visible to other clients."""
 
     async def write(self, puts: Sequence[Put]) -> list[Written]:
-        """Write."""
+        """Write part after part."""
         for put in puts:
             for i, part in enumerate(put.parts):
                 held = self.values.get(put.key.text, b"") if i else b""
@@ -148,40 +150,40 @@ class Torn(DictTier):
 
 
 class FillsLate(DictTier):
-    """Buffers are filled once more when the call is over."""
+    """A tier that fills the buffers once more after the call has returned."""
 
     async def read(self, gets: Sequence[Get]) -> list[Read]:
-        """Read, and again later."""
+        """Read, and read again later."""
         for get in gets:
             asyncio.get_running_loop().call_later(0.01, self._read, get)
         return await super().read(gets)
 
 
 class KeepsBuffers(DictTier):
-    """Buffers are read when the call is over."""
+    """A tier that reads the buffers after the call has returned."""
 
     def _keep(self, puts: Sequence[Put]) -> None:
         self.values.update({put.key.text: b"".join(put.parts) for put in puts})
 
     async def write(self, puts: Sequence[Put]) -> list[Written]:
-        """Write, and again later."""
+        """Write, and write again later."""
         asyncio.get_running_loop().call_later(0.01, self._keep, puts)
         return await super().write(puts)
 
 
 class ClosesOnce(DictTier):
-    """A second time it fails."""
+    """A tier whose second close fails."""
 
     closed = False
 
     async def close(self) -> None:
-        """Close."""
+        """Close, and fail the second time."""
         assert not self.closed
         self.closed = True
 
 
 class Sleeps(DictTier):
-    """On the loop's thread, however short."""
+    """A tier that blocks the loop's thread for a short time."""
 
     def _read(self, get: Get) -> Read:
         time.sleep(1e-6)
@@ -189,34 +191,34 @@ class Sleeps(DictTier):
 
 
 class NeverWell(DictTier):
-    """Its store can be used."""
+    """A tier that is never healthy, though its store can be used."""
 
     async def health(self) -> None:
-        """Deny it."""
+        """Report a failure."""
         raise TierError("unwell")
 
 
 class CountsNothing(DictTier):
-    """It does not know what it holds, and answers that it is nothing."""
+    """A tier that reports no content."""
 
     async def capacity(self) -> Capacity:
-        """Return nothing."""
+        """Return an empty capacity."""
         return Capacity(0, 0, None)
 
 
 class NeedsAKey(DictTier):
-    """Cannot be asked for nothing."""
+    """A tier that fails if it is called without keys."""
 
     async def delete(self, keys: Sequence[Key]) -> int:
-        """Delete."""
+        """Delete, and fail without keys."""
         return await super().delete(keys) or 1 - bool(keys)
 
 
 class ForgetsTheRank(DictTier):
-    """Ranks share a value."""
+    """A tier in which ranks share a value."""
 
     async def write(self, puts: Sequence[Put]) -> list[Written]:
-        """Write as if there was one rank."""
+        """Write as if there was only one rank."""
         return await super().write([Put(put.key._replace(rank=0, ranks=1), put.parts) for put in puts])
 
     def _read(self, get: Get) -> Read:
@@ -224,10 +226,10 @@ class ForgetsTheRank(DictTier):
 
 
 class LeavesThreads(DictTier):
-    """One for every client."""
+    """A tier that leaves a thread for every client."""
 
     async def open(self) -> None:
-        """Start it."""
+        """Start the thread."""
         threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 
 
@@ -250,7 +252,7 @@ BUGS: list[tuple[str, Claim, type[DictTier]]] = [
     *(
         (f"{claim.__name__} of {split}", partial(claim, split=split), FlipsABit)
         for claim in (SUITE.test_what_was_written_is_read_back,)
-        for split in tier_conformance.SPLITS
+        for split in SPLITS
     ),
     ("test_another_length_is_damage", SUITE.test_another_length_is_damage, IgnoresLengths),
     ("test_what_was_not_written_is_a_miss", SUITE.test_what_was_not_written_is_a_miss, MissesAreDamage),
@@ -279,12 +281,20 @@ BUGS: list[tuple[str, Claim, type[DictTier]]] = [
 
 @pytest.mark.parametrize(("claim", "bug"), [bug[1:] for bug in BUGS], ids=[name for name, *_ in BUGS])
 def test_a_claim_can_fail(claim: Claim, bug: type[DictTier], monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a tier with one bug. The same without it passes: `test_conformance.py` has it."""
-    monkeypatch.setattr(waiting, "EVENTUALLY_S", 0.5)  # what never ends is waited for
+    """The claim fails for a tier with one bug. The same tier without the bug passes in `test_conformance.py`."""
+    monkeypatch.setattr(waiting, "EVENTUALLY_S", 0.5)  # the suite waits for calls that never return
     with pytest.raises((AssertionError, TierError, pytest.fail.Exception)):
         claim(TierWorld(Store(bug).make, DictSpec.model_validate({})))
 
 
+@pytest.mark.parametrize("claim", [SUITE.test_the_bound_holds, SUITE.test_a_broken_store_raises_tier_errors])
+def test_what_a_world_does_not_say_fails_its_claim(claim: Claim) -> None:
+    """If a store has no limit, or no test can break it, the world must declare this in `limits`."""
+    with pytest.raises(pytest.fail.Exception, match=r"TierWorld\.limits|to its limits"):
+        claim(TierWorld(Store(DictTier).make, DictSpec.model_validate({})))
+
+
 def test_every_claim_is_tried() -> None:
-    """None is left out above."""
-    assert {name.partition(" ")[0] for name, *_ in BUGS} == {name for name in dir(SUITE) if name.startswith("test_")}
+    """Every claim has a tier with a bug in the list above."""
+    tried = {name.partition(" ")[0] for name, *_ in BUGS} | FAILED_BY_WHOLE_TIERS
+    assert tried == {name for name in dir(SUITE) if name.startswith("test_")}

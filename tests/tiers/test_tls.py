@@ -1,4 +1,4 @@
-"""Certificates that change while a tier is connected."""
+"""Certificates that change while a tier is connected are handled."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 import pytest
 
 from kvpipe.testing.buffers import content, data, get, put, some_key
-from kvpipe.testing.servers.secured import KINDS, Secured, secured
 from kvpipe.testing.tier_conformance import TierWorld, client, run
 from kvpipe.tiers.base import Read, Tier, TierError, Written
 from kvpipe.tiers.registry import parse_tier
+from tests.rigs.servers.secured import KINDS, Secured, secured
 
 SIZE = 65536
 
 
 def use(kind: str, folder: Path, play: Callable[[Secured, Tier], Coroutine[Any, Any, None]]) -> None:
-    """Run `play` with a server with TLS and an open client of it, which holds none of the test's keys."""
+    """Run `play` with a TLS server and an open client of it. The server has none of the test's keys."""
 
     async def opened(server: Secured) -> None:
         spec = parse_tier(server.keys | {"timeout_ms_max": 10_000})
         async with client(TierWorld(lambda: spec.make(kind), spec)) as tier:
-            await tier.delete([some_key(1), some_key(2)])  # of a server that other tests use, too
+            await tier.delete([some_key(1), some_key(2)])  # other tests use the server, too
             await play(server, tier)
 
     with secured(kind, folder) as server:
@@ -32,12 +32,12 @@ def use(kind: str, folder: Path, play: Callable[[Secured, Tier], Coroutine[Any, 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_certificate_that_changes(kind: str, tmp_path: Path) -> None:
-    """A new one of the same authority is used at once. Another authority's is refused in a sentence, until it goes."""
+    """A new certificate of the same authority is used at once. One of another authority is refused in one sentence."""
 
     async def play(server: Secured, tier: Tier) -> None:
         assert await tier.write([put(1, SIZE)]) == [Written.STORED]
         server.show("renewed")
-        assert await tier.read([get(1, SIZE)]) == [Read.HIT], "the connection that is there goes on"
+        assert await tier.read([get(1, SIZE)]) == [Read.HIT], "an existing connection continues"
         server.proxy.cut()
         wanted = get(1, SIZE)
         assert await tier.read([wanted]) == [Read.HIT]
@@ -57,7 +57,7 @@ def test_a_certificate_that_changes(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_authority_that_changes(kind: str, tmp_path: Path) -> None:
-    """When the client's file has the new authority, the tier is used again, without being opened anew."""
+    """When the client's file has the new authority, the tier is used again without being opened again."""
 
     async def play(server: Secured, tier: Tier) -> None:
         await tier.write([put(1, SIZE)])

@@ -1,4 +1,4 @@
-"""Files of the disk tier: folders that no symbolic link leads out of, and whole values moved by direct I/O."""
+"""File access of the disk tier: folders opened without following symbolic links, and values moved by direct I/O."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Final
 from kvpipe.tiers.base import Key, TierError, TierFullError
 
 ACCOUNT, TMP = "account", "tmp"
-"""What is in the tier's folder beside the folders of namespaces: a file and a folder."""
+"""The names of a file and of a folder in the tier's folder. The other entries are folders of namespaces."""
 
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _PRIVATE: Final = 0o600
@@ -25,16 +25,16 @@ _FULL: Final = frozenset(
     (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG),
 )
 
-Move = Callable[[int, Sequence[memoryview], int], int]
-"""os.preadv or os.pwritev: (file, buffers, offset) to bytes moved."""
+MoveBytes = Callable[[int, Sequence[memoryview], int], int]
+"""os.preadv or os.pwritev: a function that takes (file, buffers, offset) and returns the number of bytes moved."""
 
 
 @contextmanager
 def opened(name: str | Path, flags: int, at: int | None = None) -> Iterator[int]:
-    """Open a file, in the folder `at` if given. A new file gets mode 0600."""
+    """Open the file `name`, in the folder `at` if `at` is given. A new file gets mode 0600."""
     fd = os.open(name, flags, _PRIVATE, dir_fd=at)
     try:
-        if flags & os.O_CREAT and os.fstat(fd).st_mode & 0o777 != _PRIVATE:  # the umask's doing
+        if flags & os.O_CREAT and os.fstat(fd).st_mode & 0o777 != _PRIVATE:  # the umask has changed the mode
             os.fchmod(fd, _PRIVATE)
         yield fd
     finally:
@@ -43,7 +43,10 @@ def opened(name: str | Path, flags: int, at: int | None = None) -> Iterator[int]
 
 @contextmanager
 def folder(name: str, at: int, *, make: bool = False, sync: bool = False) -> Iterator[int]:
-    """Open a folder in the folder `at`; `make` it if it does not exist, and `sync` `at` then. A link is an OSError."""
+    """Open the folder `name` in the folder `at`. Raises OSError if `name` is a symbolic link.
+
+    `make`: create the folder if it does not exist. `sync`: fsync `at` after that.
+    """
     try:
         fd = os.open(name, _FOLDER, dir_fd=at)
     except FileNotFoundError:
@@ -61,32 +64,32 @@ def folder(name: str, at: int, *, make: bool = False, sync: bool = False) -> Ite
         os.close(fd)
 
 
-def place(key: Key) -> tuple[str, str]:
-    """Return (folder, sub-folder) of a key's file: the namespace, and the first byte of the chunk in hex."""
+def folders_of(key: Key) -> tuple[str, str]:
+    """Return the folder and the sub-folder of a key's file: the namespace, and the first byte of the chunk in hex."""
     return key.namespace, key.chunk[:1].hex()
 
 
 @contextmanager
 def shelf(root: int, key: Key, *, make: bool = False, sync: bool = False) -> Iterator[int]:
-    """Open the folder in `root` that holds the key's file; `make` and `sync` as of `folder`."""
-    outer, inner = place(key)
+    """Open the folder in `root` that holds the key's file. `make` and `sync` are passed to `folder`."""
+    outer, inner = folders_of(key)
     with folder(outer, root, make=make, sync=sync) as at, folder(inner, at, make=make, sync=sync) as fd:
         yield fd
 
 
-def listed(at: int) -> list[os.DirEntry[str]]:
-    """Return the entries of the folder `at`; their `stat` works while `at` is open."""
+def list_folder(at: int) -> list[os.DirEntry[str]]:
+    """Return the entries of the folder `at`. An entry's `stat` works only while `at` is open."""
     with os.scandir(at) as entries:
         return list(entries)
 
 
 def folders(at: int, name: re.Pattern[str]) -> list[os.DirEntry[str]]:
-    """Return the folders in the folder `at` whose names match."""
-    return [entry for entry in listed(at) if name.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)]
+    """Return the folders in the folder `at` whose names match the pattern `name`."""
+    return [entry for entry in list_folder(at) if name.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)]
 
 
 def file_at(name: str, at: int) -> os.stat_result | None:
-    """Return the stat result of a regular file in the folder `at`; None if there is none of this name."""
+    """Return the stat result of the file `name` in the folder `at`; None if there is no regular file `name`."""
     try:
         found = os.stat(name, dir_fd=at, follow_symlinks=False)
     except FileNotFoundError:
@@ -95,7 +98,10 @@ def file_at(name: str, at: int) -> os.stat_result | None:
 
 
 class Root:
-    """The tier's folder. It is opened for each use, because it may be unmounted, and mounted again, at any time."""
+    """The tier's folder.
+
+    Each use opens the folder again, because the folder's file system may be unmounted at any time.
+    """
 
     def __init__(self, path: Path) -> None:
         """`path`: an absolute path."""
@@ -103,44 +109,46 @@ class Root:
         self._device: int | None = None
 
     def adopt(self, *, make: bool) -> None:
-        """Remember which file system the folder is on; `make` it if it does not exist.
+        """Record which file system the folder is on. `make`: create the folder if it does not exist.
 
         Raises:
-            TierError: it does not exist, cannot be made, or would be made on another file system than before, or is
-                empty and on another one.
+            TierError: the folder does not exist or cannot be created. Also if the file system of the path has changed,
+                and the folder does not exist or has no account.
 
         """
         with self.failures():
             if make and not self.path.exists():
                 above = next(parent for parent in self.path.parents if parent.exists())
                 if self._device not in {None, above.stat().st_dev}:
-                    raise TierError(f"{self.path} is gone, and so is the file system that it was on; is it mounted?")
+                    raise TierError(
+                        f"{self.path} does not exist any more, and its file system is not mounted; mount it"
+                    )
                 self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self.path.chmod(0o700)
             with opened(self.path, os.O_RDONLY | os.O_DIRECTORY) as fd:
                 device = os.fstat(fd).st_dev
                 if self._device not in {None, device} and file_at(ACCOUNT, fd) is None:
-                    msg = f"{self.path} is on another file system than before, and empty; is it mounted?"
+                    msg = f"{self.path} is empty and on another file system than before; mount the former one"
                     raise TierError(msg)
                 self._device = device
 
     @contextmanager
     def open(self) -> Iterator[int]:
-        """Open the folder. Raises `TierError` if it does not exist, or is on another file system than adopted."""
+        """Open the folder. Raises `TierError` if it does not exist, or is not on the file system that was adopted."""
         try:
             fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
             raise TierError(f"{self.path}: {error.strerror}") from error
         try:
             if os.fstat(fd).st_dev != self._device:
-                raise TierError(f"{self.path} is on another file system than before; is it mounted?")
+                raise TierError(f"{self.path} is on another file system than before; mount the former one")
             yield fd
         finally:
             os.close(fd)
 
     @contextmanager
     def failures(self, *, writing: bool = False) -> Iterator[None]:
-        """Convert `OSError` to `TierError`, or to `TierFullError` if `writing` was refused."""
+        """Convert `OSError` to `TierError`. If `writing`, errors that refuse a write become `TierFullError`."""
         try:
             yield
         except OSError as error:
@@ -149,16 +157,16 @@ class Root:
 
 
 class ValueFiles:
-    """Moves whole values between aligned buffers and files, with direct I/O if the file system supports it."""
+    """Moves whole values between aligned buffers and files, with direct I/O if the file system supports direct I/O."""
 
     def __init__(self, direct: str) -> None:
-        """`direct`: "on", "off", or "auto" for on until a file system refuses."""
+        """`direct`: "on", "off", or "auto", which uses direct I/O until a file system refuses direct I/O."""
         self._must, self._direct = direct == "on", direct != "off"
 
-    def move(self, fd: int, call: Move, parts: Sequence[memoryview]) -> int:
-        """Return how many bytes were moved: all of `parts`, or fewer if the file ends.
+    def move(self, fd: int, call: MoveBytes, parts: Sequence[memoryview]) -> int:
+        """Move the bytes of all `parts` with `call`. Returns the number of bytes moved, which is less if the file ends.
 
-        Raises OSError, and `TierError` if direct="on" and the file system has no direct I/O.
+        Raises OSError. Raises `TierError` if direct="on" and the file system has no direct I/O.
         """
         if self._direct:
             try:
@@ -178,7 +186,7 @@ def _set_direct(fd: int, flag: int) -> None:
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT | flag)
 
 
-def _all(fd: int, call: Move, parts: Sequence[memoryview]) -> int:
+def _all(fd: int, call: MoveBytes, parts: Sequence[memoryview]) -> int:
     left, moved = list(parts), 0
     while left:
         n = call(fd, left[:_IOV_MAX], moved)

@@ -1,7 +1,7 @@
-"""The disk tier's index in memory: which files there are, their sizes, and the order of their last use.
+"""The disk tier's index in memory: the files in the folder, their sizes, and the order of their last use.
 
-Other processes add and delete files meanwhile, so passes list the folder again. A sub-folder whose mtime has not
-changed since it was last listed is not listed again: a pass over an unchanged folder is one `stat` per sub-folder.
+Other processes add and delete files, so passes list the folder again. A pass does not list a sub-folder whose mtime has
+not changed since the last listing. So a pass over an unchanged folder takes one `stat` per sub-folder.
 """
 
 from __future__ import annotations
@@ -12,29 +12,35 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import islice
 from typing import Final
 
 from kvpipe.tiers.base import Key
-from kvpipe.tiers.disk.files import folder, folders, listed, place
+from kvpipe.tiers.disk.files import folder, folders, folders_of, list_folder
 
 _SPACE, _SHELF = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{2}")
 _SHELVES: Final = [f"{byte:02x}" for byte in range(256)]
 _GRAIN_S, _COARSE_S = 0.05, 2.0
-"""Two changes within so short a time may leave one mtime. The second: on file systems with times of whole seconds."""
+"""Two changes within `_GRAIN_S` seconds may leave the same mtime.
+
+`_COARSE_S` is the limit for file systems that record times in whole seconds.
+"""
 _CHUNK_BYTES: Final = range(16, 65)
 _SPACE_CHARS: Final = 32
 _WRITTEN_MAX: Final = 4096
-"""Keys that were reported and not listed yet; the oldest is dropped."""
+"""The most keys that are kept because they were reported as written and are not yet listed. The oldest key is
+dropped."""
 
 
 class _Shelf:
-    """One folder of files: what it holds, and its time of change then; None: it may have changed since.
+    """One folder of files.
 
-    `seen_ns`: the time of change that it had when it was last listed, since `seen_s` (`time.monotonic`). Only how long
-    that stays the same says whether a change would show: the file system's clock may be another than this machine's.
+    `keys`: the keys of its files. `changed_ns`: its mtime at the last listing; None: the folder may have changed since.
+    `seen_ns`: its mtime at the last listing. Since `seen_s` (`time.monotonic`) listings have seen this mtime. If an
+    mtime is old enough, a later change gives a different mtime. The age of an mtime is measured by this machine's
+    clock, because the file system's clock may differ.
     """
 
     __slots__ = ("changed_ns", "keys", "seen_ns", "seen_s")
@@ -44,17 +50,18 @@ class _Shelf:
         self.keys: set[Key] = set()
 
     def forget_time(self) -> None:
-        """List it anew, whatever its time of change."""
+        """Make the next pass list the folder, whatever its mtime is."""
         self.changed_ns: int | None = None
         self.seen_ns, self.seen_s = -1, 0.0
 
 
 class Index:
-    """Which values are in the folder. Any thread may use it; `holds` never waits for another thread."""
+    """The values in the folder. Any thread may use the index. `holds` never waits for another thread."""
 
     def __init__(self) -> None:
-        """Start empty."""
-        self._used_s: OrderedDict[Key, float] = OrderedDict()  # two of them: the collector need not look at numbers
+        """Make an empty index."""
+        # Two dictionaries with numbers as values, because the garbage collector does not need to visit numbers.
+        self._used_s: OrderedDict[Key, float] = OrderedDict()
         self._sizes: dict[Key, int] = {}
         self._unsorted: dict[Key, float] = {}
         self._shelves: dict[tuple[str, str], _Shelf] = {}
@@ -62,9 +69,11 @@ class Index:
         self._lock, self._pass = threading.Lock(), threading.Lock()
         self._passing, self._own = False, set[Key]()
         self._frames: dict[tuple[str, str], Key] = {}
-        self._bare: set[str] = set()  # namespaces whose folders have been found without any
-        self._written: OrderedDict[Key, int] = OrderedDict()  # and before which pass
+        self._bare: set[str] = set()  # namespaces whose folders contain no sub-folder
+        self._written: OrderedDict[Key, int] = OrderedDict()  # keys reported as written, and the pass number then
         self._passes = 0
+        self.on_gone: Callable[[Key], object] | None = None
+        """See `kvpipe.tiers.base.Noticing`."""
 
     def holds(self, keys: Sequence[Key]) -> list[bool]:
         """Return, for each key, whether its value is in the folder."""
@@ -72,7 +81,7 @@ class Index:
         return [key in sizes or key in reported for key in keys]
 
     def record_written(self, keys: Sequence[Key]) -> None:
-        """Another process has written values: they count as held until a pass that begins later has listed them."""
+        """Record that another process has written `keys`. The keys count as held until a later pass has ended."""
         with self._lock:
             for key in keys:
                 self._written[key] = self._passes
@@ -81,14 +90,14 @@ class Index:
                 self._written.popitem(last=False)
 
     def add(self, key: Key, size: int, used_s: float) -> None:
-        """Add a value of `size` bytes as the most recently used. `used_s`: its file's time of use, since the epoch."""
+        """Add a value of `size` bytes as the most recently used. `used_s`: its mtime in seconds since the epoch."""
         with self._lock:
             self._note(key)
             self._bytes += size - self._sizes.get(key, 0)
             self._sizes[key] = size
             self._used_s[key] = used_s
             self._used_s.move_to_end(key)
-            self._shelves.setdefault(place(key), _Shelf()).keys.add(key)
+            self._shelves.setdefault(folders_of(key), _Shelf()).keys.add(key)
 
     def forget(self, key: Key) -> None:
         """Remove a value that is not in the folder any more."""
@@ -97,25 +106,25 @@ class Index:
             self._forget(key)
 
     def oldest(self, count: int) -> list[tuple[Key, float]]:
-        """Return the `count` least recently used values, each with its file's time of use (seconds since the epoch)."""
+        """Return the `count` least recently used keys, each with its file's mtime in seconds since the epoch."""
         with self._lock:
             self._sort()
             return list(islice(self._used_s.items(), count))
 
     def all(self) -> list[tuple[Key, int, float]]:
-        """Return (key, bytes, time of use in seconds since the epoch) of every value."""
+        """Return (key, size in bytes, mtime in seconds since the epoch) of every value."""
         with self._lock:
             return [(key, self._sizes[key], used_s) for key, used_s in self._used_s.items()]
 
     def total(self) -> tuple[int, int]:
-        """Return (number of values, their bytes)."""
+        """Return (number of values, bytes of all values together)."""
         with self._lock:
             return len(self._sizes), self._bytes
 
     def refresh(self, root: int, stopping: threading.Event, spaces: AbstractSet[str] | None = None) -> None:
         """Update the index by a pass over the folder `root`, or only over its sub-folders `spaces`.
 
-        Once `stopping` is set it ends early; what it has listed by then is kept.
+        The pass ends early once `stopping` is set. The index keeps the files that were listed by then.
 
         Raises:
             OSError: a folder cannot be read.
@@ -139,7 +148,7 @@ class Index:
                     if spaces is None or gone[0] in spaces:
                         for key in self._shelves[gone].keys - self._own:
                             self._forget(key)
-                        self._shelves[gone].forget_time()  # it may come back as it was
+                        self._shelves[gone].forget_time()  # the folder may reappear with the same mtime
                         if not self._shelves[gone].keys:
                             del self._shelves[gone]
                 self._unsorted |= new
@@ -148,24 +157,26 @@ class Index:
                     self._bare = {space for space in found if not any((space, shelf) in seen for shelf in _SHELVES)}
 
     def _merge_written(self, spaces: AbstractSet[str] | None) -> None:
-        """Drop the keys that were reported before this pass began: if their values exist, it has listed them."""
+        """Drop the keys reported before this pass began, because the pass has listed all files of that time."""
         for key, before in list(self._written.items()):
             if before < self._passes and (spaces is None or key.namespace in spaces):
                 del self._written[key]
+                if key not in self._sizes:
+                    self._notice(key)
 
     def vacant(self) -> list[tuple[str, str]]:
-        """Return the empty folders: of namespaces, and their sub-folders."""
+        """Return (folder, sub-folder) of every empty sub-folder, and (folder, "") of every empty namespace folder."""
         with self._lock:
             bare, self._bare = self._bare, set()
             return [*(place for place, shelf in self._shelves.items() if not shelf.keys), *((one, "") for one in bare)]
 
     def is_vacant(self, key: Key) -> bool:
-        """Whether the index has nothing in the folder of `key`."""
-        shelf = self._shelves.get(place(key))
+        """Whether the index has no value in the folder of `key`."""
+        shelf = self._shelves.get(folders_of(key))
         return shelf is None or not shelf.keys
 
     def _look(self, at: int, space: str, entry: os.DirEntry[str], new: dict[Key, float]) -> None:
-        """List one folder if it has changed, and add what is `new` there."""
+        """List one folder if it has changed, and add the found files to the index, and their times of use to `new`."""
         shelf = self._shelves.setdefault((space, entry.name), _Shelf())
         if entry.stat(follow_symlinks=False).st_mtime_ns == shelf.changed_ns:
             return
@@ -178,12 +189,12 @@ class Index:
             found: set[Key] = set()
             sizes: dict[Key, int] = {}
             used_s: dict[Key, float] = {}
-            for file in listed(fd):
+            for file in list_folder(fd):
                 key = self._key(file.name) if file.name.startswith(prefix) else None
                 if key is not None and file.is_file(follow_symlinks=False):
                     found.add(key)
                     if key not in shelf.keys:
-                        try:  # `suppress` is slower, and this is where most of the time goes
+                        try:  # `suppress` is slower, and a pass spends most of its time here
                             stat = file.stat(follow_symlinks=False)
                         except FileNotFoundError:
                             continue
@@ -202,7 +213,7 @@ class Index:
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """During a pass, note the keys that this process adds and removes: what the pass lists of them may be older."""
+        """Record the keys that this process adds and removes during a pass. The pass may list an older state."""
         self._passing = True
         try:
             yield
@@ -212,9 +223,9 @@ class Index:
                 self._own.clear()
 
     def _sort(self) -> None:
-        """Sort what passes have found into the order of use. Done only when that order is needed."""
+        """Sort the keys that passes have found into the order of use. Called only when the order is needed."""
         for key in sorted(self._unsorted, key=self._unsorted.__getitem__):
-            if self._used_s.get(key) == self._unsorted[key]:  # else it was used, or deleted, since
+            if self._used_s.get(key) == self._unsorted[key]:  # otherwise the value was used or deleted since
                 self._used_s.move_to_end(key)
         self._unsorted.clear()
 
@@ -226,11 +237,20 @@ class Index:
         self._bytes -= self._sizes.pop(key, 0)
         self._used_s.pop(key, None)
         self._unsorted.pop(key, None)
-        if place(key) in self._shelves:
-            self._shelves[place(key)].keys.discard(key)
+        if folders_of(key) in self._shelves:
+            self._shelves[folders_of(key)].keys.discard(key)
+        self._notice(key)
+
+    def _notice(self, key: Key) -> None:
+        """Report a lost value, unless another process has reported the value as written since the last listing."""
+        if self.on_gone is not None and key not in self._written:
+            self.on_gone(key)
 
     def _key(self, name: str) -> Key | None:
-        """Parse a file's name as `Key.parse`, three times as fast: most differ in the chunk only. None: not a key."""
+        """Return the key whose file is named `name`, or None if `name` is not the name of a key's file.
+
+        This is three times as fast as `Key.parse`, because it reuses the parsed rest of names that differ in the chunk.
+        """
         space = name[:_SPACE_CHARS]
         chunk, _, tail = name[_SPACE_CHARS + 1 :].partition("-")
         frame = self._frames.get((space, tail))
@@ -248,6 +268,6 @@ class Index:
 
 @contextlib.contextmanager
 def _vanishing() -> Iterator[None]:
-    """Treat what is deleted, or replaced by something else than a folder, during a look as absent."""
+    """Ignore the error if a folder is deleted, or replaced by something else, while the pass reads it."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         yield

@@ -1,12 +1,14 @@
-"""The room in the disk tier's folder: a bound on its bytes that holds across all processes that use it.
+"""The room in the disk tier's folder: a bound on its bytes that holds across all processes that use the folder.
 
-One file, the account, holds the number of kvpipe's bytes in the folder, unfinished files included. A process that
-changes the number holds the file's lock (flock): before a file is begun, when it gets its name, and when it is deleted;
-never while bytes are moved. The kernel releases the lock of a dead process. While the number is being changed the
-account is marked as void; if the process dies then, the next one counts the files.
+One file, the account, contains the number of kvpipe's bytes in the folder, unfinished files included. A process takes
+the account's lock (flock) to begin a file, to give the file its name, and to delete the file. A process never holds the
+lock while it reads or writes values. The kernel releases the lock of a dead process. A process that holds the lock
+marks the account as void until the new number is written. If the process dies before that, the next process counts the
+files.
 
-Unfinished files (drafts) are in a folder (desk) of their own for each opened tier, which holds a lock on it as long as
-it lives. The next tier that is opened deletes the desks of dead ones.
+An unfinished file is called a draft. Each opened tier keeps its drafts in a folder of its own, called the desk. The
+tier's process holds a lock on the desk as long as the process lives. The next tier that is opened deletes the desks of
+dead processes.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final, NamedTuple
 
-from kvpipe.files import try_lock
+from kvpipe.inputs.files import try_lock
 from kvpipe.tiers.base import Key, TierError, TierFullError
-from kvpipe.tiers.disk.files import ACCOUNT, TMP, Root, file_at, folder, folders, listed, opened, place, shelf
+from kvpipe.tiers.disk.files import ACCOUNT, TMP, Root, file_at, folder, folders, folders_of, list_folder, opened, shelf
 from kvpipe.tiers.disk.index import Index
 
 _DESK = re.compile(r"[0-9a-f]{16}")
@@ -34,15 +36,15 @@ _ACCOUNT = re.compile(rb"[0-9]{20}\n")
 _ACCOUNT_BYTES: Final = 21
 _VOID: Final = b"?"
 _LOW: Final = 0.95
-"""Files are deleted until only this share of the room is taken, so that not every write has to delete some."""
+"""Eviction deletes files until only this share of the room is used, so that not every write has to delete files."""
 _BATCH: Final = 256
-"""Files deleted while the lock is held once."""
+"""The most files that are deleted before the lock is released."""
 _PAUSE_S, _PAUSE_S_MAX = 0.0001, 0.005
-_BUSY: Final = "others have held the account's lock for timeout_ms_max"
+_BUSY: Final = "other processes have held the lock of the folder's account for timeout_ms_max"
 
 
 class Draft(NamedTuple):
-    """A file that is being written: its name, in the folder of the desk that made it, and its size."""
+    """A file that is being written. `desk`: the folder that contains the file. `bytes`: the size of the whole file."""
 
     desk: str
     name: str
@@ -50,7 +52,7 @@ class Draft(NamedTuple):
 
 
 class _Sum:
-    """The account while its lock is held: the folder, and the bytes in it."""
+    """The account while its lock is held. `root`: the open folder. `bytes`: the bytes in the folder."""
 
     __slots__ = ("bytes", "root")
 
@@ -59,7 +61,7 @@ class _Sum:
 
 
 class _Desk:
-    """A folder for drafts, locked as long as this lives."""
+    """A folder for drafts. The folder stays locked until `leave` is called or the process dies."""
 
     def __init__(self, tmp: int) -> None:
         self.name, self._numbers = secrets.token_hex(8), itertools.count()
@@ -73,53 +75,59 @@ class _Desk:
         return Draft(self.name, str(next(self._numbers)), size)
 
     def leave(self) -> None:
-        """Release the lock: other processes may delete the remaining drafts."""
+        """Release the lock, so that other processes may delete the remaining drafts."""
         os.close(self._lock)
 
 
 class DiskRoom:
-    """One opened tier's access to the folder's account. On any thread. Every method may raise OSError and TierError."""
+    """One opened tier's access to the folder's account. May be called on any thread.
+
+    Every method may raise OSError and TierError.
+    """
 
     def __init__(self, root: Root, index: Index, bytes_max: int, wait_s_max: float, *, sync: bool) -> None:
-        """`bytes_max`: of all files together. `wait_s_max`: for the lock. `sync`: fsync new folders."""
+        """`bytes_max`: bound on the bytes of all files. `wait_s_max`: longest wait for the lock, in seconds.
+
+        `sync`: fsync the parent of a new folder.
+        """
         self._root, self._index, self._bytes_max = root, index, bytes_max
         self._wait_s_max, self._sync = wait_s_max, sync
         self._mine = threading.Lock()
         self._desk: _Desk | None = None
         self.stopping = threading.Event()
-        """Set it to end a count early; the count raises `TierError` then."""
+        """Set this event to end a count of the files early. The count then raises `TierError`."""
 
     def open(self) -> None:
         """Make a desk. Delete the drafts of dead processes, and count the files if no other process is alive."""
         self._leave()
-        with self._held() as held:
+        with self._locked() as held:
             self._set_up(held)
         vacant = self._index.vacant()
         for begin in range(0, len(vacant), _BATCH):
-            with self._held() as held:
+            with self._locked() as held:
                 for one in vacant[begin : begin + _BATCH]:
                     _remove(held.root, one)
 
     def close(self) -> None:
-        """Give up the desk, and delete its drafts. The last process leaves nothing in a folder without values."""
+        """Release the desk and delete its drafts. The last process also deletes the account if no value is left."""
         if self._desk is not None:
             self._leave()
-            with self._held() as held:
+            with self._locked() as held:
                 with folder(TMP, held.root) as tmp:
                     alone = self._sweep(held, tmp)
-                if alone and all(one.name in {ACCOUNT, TMP} for one in listed(held.root)):
-                    with suppress(OSError):  # somebody else's file is in there
+                if alone and all(one.name in {ACCOUNT, TMP} for one in list_folder(held.root)):
+                    with suppress(OSError):  # the folder contains a file that is not kvpipe's
                         os.rmdir(TMP, dir_fd=held.root)
                         os.unlink(ACCOUNT, dir_fd=held.root)
 
     def yield_bytes(self, size: int) -> bool:
-        """Delete the oldest files, at least `size` bytes of them, as others have filled the disk. At most one batch.
+        """Delete at least `size` bytes of the oldest files, at most one batch. Called if other files fill the disk.
 
-        Returns False if nothing was deleted: there are no files, or not enough of them to free `size` bytes.
+        Returns False if no file was deleted, because all files together have less than `size` bytes.
         """
-        with self._held() as held:
+        with self._locked() as held:
             if not self._index.oldest(1):
-                held.bytes = self._count(held.root)  # others' files
+                held.bytes = self._count(held.root)  # the index may lack files of other processes
             before, found = held.bytes, os.fstatvfs(held.root)
             if self._index.total()[1] + found.f_bavail * found.f_frsize < size:
                 return False
@@ -127,7 +135,7 @@ class DiskRoom:
             return held.bytes < before
 
     def check(self) -> None:
-        """Raise an error if nothing can be written."""
+        """Raise an error if the folder cannot be written to."""
         desk = self._desk
         if desk is None:
             self.open()
@@ -135,38 +143,40 @@ class DiskRoom:
         try:
             with self._root.open() as root, _drafts(root, desk.name) as at:
                 os.utime(_LOCK, dir_fd=at, follow_symlinks=False)
-        except FileNotFoundError:  # somebody has removed the folder, or cleared it
+        except FileNotFoundError:  # a user has removed the folder or its content
             self.open()
 
     def used(self) -> int:
-        """Return the account's number: the bytes of all files, unfinished ones included."""
-        with self._held() as held:
+        """Return the number in the account, which is the number of bytes of all files, drafts included."""
+        with self._locked() as held:
             return held.bytes
 
-    def begin(self, size: int) -> Draft:
-        """Reserve `size` bytes for a file, deleting the oldest files if there is no room.
+    def begin_draft(self, size: int) -> Draft:
+        """Reserve `size` bytes for a file and make its draft. Deletes the oldest files if there is no room.
 
         Raises:
-            TierFullError: unfinished files take all the room, or `size` is more than `bytes_max`.
+            TierFullError: drafts take all the room, or `size` is more than `bytes_max`.
 
         """
         if size > self._bytes_max:
-            raise TierFullError(f"a value of {size} bytes is more than bytes_max={self._bytes_max}; set a larger one")
+            raise TierFullError(f"a value of {size} bytes is more than bytes_max={self._bytes_max}; raise bytes_max")
         goal = self._bytes_max
         while True:
-            with self._held() as held:
+            with self._locked() as held:
                 desk, nothing = self._desk or self._set_up(held), False
                 if held.bytes + size > goal and (goal == self._bytes_max or not self._evict(held, goal - size)):
-                    held.bytes, goal = self._count(held.root), int(self._bytes_max * _LOW)  # others' doings too
+                    held.bytes, goal = self._count(held.root), int(self._bytes_max * _LOW)
                     nothing = not self._index.oldest(1)
                 if held.bytes + size <= (self._bytes_max if nothing else goal):
                     return self._draft(held, desk, size)
                 if nothing:
-                    raise TierFullError(f"bytes_max={self._bytes_max} is taken by values that are being written")
+                    raise TierFullError(
+                        f"bytes_max={self._bytes_max} is used up by values that are being written; raise bytes_max"
+                    )
 
     @contextmanager
     def opened(self, draft: Draft) -> Iterator[int]:
-        """Open a draft for writing."""
+        """Open the draft `draft` for writing."""
         with self._root.open() as root, _drafts(root, draft.desk) as at:
             fd = os.open(draft.name, os.O_WRONLY | os.O_NOFOLLOW, dir_fd=at)
         try:
@@ -175,11 +185,12 @@ class DiskRoom:
             os.close(fd)
 
     def finish(self, draft: Draft, key: Key) -> bool:
-        """Give a written draft its name. Returns False if a value or a folder has it; the draft is deleted then.
+        """Rename a written draft to the name of `key`. Deletes the draft and returns False if the name is in use.
 
-        A folder with files is somebody else's and stays: this key costs misses, and the tier stays in use.
+        A value or a folder may have the name. A folder that contains files is not kvpipe's and is kept. In this case
+        lookups of `key` miss, and the tier remains usable.
         """
-        with self._held() as held, shelf(held.root, key, make=True, sync=self._sync) as at:
+        with self._locked() as held, shelf(held.root, key, make=True, sync=self._sync) as at:
             stored = file_at(key.text, at) is None and _is_free(key.text, at)
             if stored:
                 with _drafts(held.root, draft.desk) as drafts:
@@ -192,22 +203,22 @@ class DiskRoom:
         return stored
 
     def drop(self, draft: Draft) -> None:
-        """Delete a draft."""
-        with self._held() as held:
+        """Delete the draft `draft`."""
+        with self._locked() as held:
             self._drop(held, draft)
 
     def delete(self, keys: Sequence[Key]) -> int:
-        """Delete files. Returns how many there were."""
+        """Delete the files of `keys`. Returns how many of the files existed."""
         count = 0
         for begin in range(0, len(keys), _BATCH):
-            with self._held() as held:
+            with self._locked() as held:
                 count += sum(self._delete(held, key) for key in keys[begin : begin + _BATCH])
         return count
 
     # ---- with the lock held ---------------------------------------------------------------------------------------
 
     @contextmanager
-    def _held(self) -> Iterator[_Sum]:
+    def _locked(self) -> Iterator[_Sum]:
         until = time.monotonic() + self._wait_s_max
         if not self._mine.acquire(timeout=self._wait_s_max):
             raise TierError(_BUSY)
@@ -237,21 +248,21 @@ class DiskRoom:
             desk.leave()
 
     def _sweep(self, held: _Sum, tmp: int) -> bool:
-        """Delete the drafts of dead processes. Returns whether no other process is alive."""
+        """Delete the desks of dead processes. Returns whether no other process has a desk."""
         alone = True
         for desk in folders(tmp, _DESK):
             with folder(desk.name, tmp) as at:
                 if _is_held(at):
                     alone = False
                     continue
-                for file in listed(at):
+                for file in list_folder(at):
                     held.bytes -= file.stat(follow_symlinks=False).st_size
                     os.unlink(file.name, dir_fd=at)
             os.rmdir(desk.name, dir_fd=tmp)
         return alone
 
     def _count(self, root: int) -> int:
-        """Return the bytes of all files, drafts included, after a pass of the index."""
+        """Update the index by a pass, and return the bytes of all files, drafts included."""
         self._index.refresh(root, self.stopping)
         if self.stopping.is_set():
             raise TierError("it was closed")
@@ -269,7 +280,7 @@ class DiskRoom:
                 except OSError:
                     os.unlink(draft.name, dir_fd=at)
                     raise
-        except FileNotFoundError:  # somebody has cleared the folder: the next write makes it anew
+        except FileNotFoundError:  # a user has emptied the folder; the next write makes a new desk
             self._leave()
             raise
         held.bytes += size
@@ -281,7 +292,7 @@ class DiskRoom:
         held.bytes -= draft.bytes
 
     def _evict(self, held: _Sum, goal: int) -> bool:
-        """Delete the oldest files until `goal` bytes are left, at most one batch. Returns False if there are none."""
+        """Delete the oldest files, at most one batch, until `goal` bytes are left. Returns False without any file."""
         oldest = self._index.oldest(_BATCH)
         for key, used_s in oldest:
             if held.bytes <= goal:
@@ -293,7 +304,7 @@ class DiskRoom:
         try:
             with shelf(held.root, key) as at:
                 found = file_at(key.text, at)
-                if found is not None and found.st_mtime > unless_used_since_s:  # by another process
+                if found is not None and found.st_mtime > unless_used_since_s:  # another process has used the file
                     self._index.add(key, found.st_size, found.st_mtime)
                     return False
                 os.unlink(key.text, dir_fd=at)
@@ -302,12 +313,12 @@ class DiskRoom:
         held.bytes -= found.st_size if found else 0
         self._index.forget(key)
         if self._index.is_vacant(key):
-            _remove(held.root, place(key))
+            _remove(held.root, folders_of(key))
         return found is not None
 
 
 def _is_free(name: str, at: int) -> bool:
-    """Whether a file may get this name. A rename replaces links and pipes; an empty folder is removed here."""
+    """Whether a file can be renamed to `name`. Removes an empty folder; the rename replaces a link or a pipe."""
     try:
         os.rmdir(name, dir_fd=at)
     except (FileNotFoundError, NotADirectoryError):
@@ -318,9 +329,9 @@ def _is_free(name: str, at: int) -> bool:
 
 
 def _remove(root: int, at: tuple[str, str]) -> None:
-    """Remove folders that are empty. Writers make folders with the account's lock held, too, so no file is lost."""
+    """Remove empty folders. No file is lost, because writers also hold the account's lock when they use a folder."""
     outer, inner = at
-    with suppress(OSError):  # it is not empty, or somebody else's, or gone
+    with suppress(OSError):  # a folder is not empty, has another owner, or is already removed
         if inner:
             with folder(outer, root) as fd:
                 os.rmdir(inner, dir_fd=fd)
@@ -329,7 +340,7 @@ def _remove(root: int, at: tuple[str, str]) -> None:
 
 @contextmanager
 def _locked(root: int, until: float) -> Iterator[int]:
-    """Open the account and hold its lock. Raises `TierError` if it is not free `until` then, by `time.monotonic`."""
+    """Open the account and hold its lock. Raises `TierError` if `time.monotonic` reaches `until` before that."""
     while True:
         with opened(ACCOUNT, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, root) as fd:
             pause_s = _PAUSE_S
@@ -339,11 +350,11 @@ def _locked(root: int, until: float) -> Iterator[int]:
                 time.sleep(pause_s)
                 pause_s = min(pause_s * 2, _PAUSE_S_MAX)
             try:
-                if os.fstat(fd).st_nlink:  # else it was deleted meanwhile, and others lock a new one
+                if os.fstat(fd).st_nlink:  # 0: the file was deleted, and other processes lock a new file
                     yield fd
                     return
             finally:
-                fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough where a fork has a copy
+                fcntl.flock(fd, fcntl.LOCK_UN)  # a forked process's copy of the descriptor would keep the lock
 
 
 def _is_held(desk: int) -> bool:
@@ -357,16 +368,16 @@ def _is_held(desk: int) -> bool:
 
 @contextmanager
 def _drafts(root: int, desk: str) -> Iterator[int]:
-    """Open a desk."""
+    """Open the folder of the desk `desk`."""
     with folder(TMP, root) as tmp, folder(desk, tmp) as at:
         yield at
 
 
 def _draft_sizes(root: int) -> list[int]:
-    """Return the sizes of all drafts of all processes."""
+    """Return the size in bytes of each draft of all processes."""
     with folder(TMP, root, make=True) as tmp:
         sizes = []
         for desk in folders(tmp, _DESK):
             with folder(desk.name, tmp) as at:
-                sizes += [file.stat(follow_symlinks=False).st_size for file in listed(at)]
+                sizes += [file.stat(follow_symlinks=False).st_size for file in list_folder(at)]
         return sizes

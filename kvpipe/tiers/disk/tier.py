@@ -1,4 +1,4 @@
-"""The disk tier: one file per value, in a folder that any number of processes share, also of several hosts."""
+"""The disk tier: one file per value, in a folder that any number of processes on one or several hosts share."""
 
 from __future__ import annotations
 
@@ -28,26 +28,29 @@ from kvpipe.tiers.disk.spec import DiskSpec
 from kvpipe.trace.log import warn
 
 _RENEW_S: Final = 60.0
-"""A use of a file renews its mtime if that is older than this."""
+"""A use of a file renews the file's mtime if the mtime is older than this number of seconds."""
 _LOOK_S, _LOOK_SHARE = 0.1, 10
-"""Shortest time between passes over the folder, and as a multiple of how long the last one took."""
+"""Shortest time between passes over the folder: in seconds, and in multiples of the last pass's duration."""
 _ASKED_S, _SPACES_MAX = 60.0, 64
 """A pass for lookups covers namespaces asked for within the last `_ASKED_S` seconds, at most `_SPACES_MAX` of them."""
 _OLD_S: Final = 0.5
-"""Maximum age of the index; older lookups wait for a rescan."""
-_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # O_NONBLOCK: do not block on a pipe
+"""Maximum age of the index in seconds. If the index is older, a lookup waits for the next pass."""
+_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # O_NONBLOCK: opening a pipe must not block
 _NO_FILE: Final = frozenset((errno.ELOOP, errno.ENXIO))
-"""What `open` fails with for a link or a socket."""
+"""The errors that `open` raises for a symbolic link or a socket."""
 _NO_SPACE: Final = frozenset((errno.ENOSPC, errno.EDQUOT))
 _YIELDS: Final = (1, 2, 4)
-"""What is deleted for a value that a full disk does not take, in multiples of its size: once for each attempt."""
-_FILLED: Final = "the disk is filled by other files: the oldest values make room for new ones"
+"""How many bytes each attempt deletes if the disk is full, in multiples of the value's size."""
+_FILLED: Final = "other files fill the disk, so the tier deletes its oldest values to make room for new ones"
 _I = TypeVar("_I")
 _O = TypeVar("_O")
 
 
 class _Pass(NamedTuple):
-    """A pass over the folder: over which namespaces (None: all), when it ended (`time.monotonic`), how long it took."""
+    """A pass over the folders of the namespaces `spaces` (None: all).
+
+    `ended_s`: the time of its end by `time.monotonic`. `took_s`: its duration in seconds.
+    """
 
     spaces: frozenset[str] | None
     ended_s: float
@@ -55,7 +58,7 @@ class _Pass(NamedTuple):
 
 
 class DiskTier:
-    """See `Tier`. Every file operation is in a thread; `exists` is answered from memory."""
+    """A `Tier` on a disk. Every file operation runs in a thread. `exists` is answered from the index in memory."""
 
     def __init__(self, spec: DiskSpec, name: str, *, writes: bool) -> None:
         """`writes`: see `TierSpec.make`. The folder is not accessed before `open`."""
@@ -67,13 +70,14 @@ class DiskTier:
         self._open = self._yields = False
         self._reads, self._puts = anyio.CapacityLimiter(spec.lanes), anyio.CapacityLimiter(spec.lanes)
         self._looker: threading.Thread | None = None
-        self._seen = anyio.Event()  # set when the pass that is under way has ended
+        self._seen = anyio.Event()  # set at the end of the pass in progress
         self._looks = False
-        self._asked: OrderedDict[str, float] = OrderedDict()  # when each namespace was, the latest last
+        # The time of the last lookup of each namespace, in the order of these times.
+        self._asked: OrderedDict[str, float] = OrderedDict()
         self._last, self._trouble = _Pass(frozenset(), -math.inf, 0.0), ""
 
     async def open(self) -> None:
-        """See `Tier.open`. A folder that cannot be written to is opened for reading."""
+        """See `Tier.open`. A folder that cannot be written to is opened for reading only."""
         self._room.stopping.clear()
         self._reads, self._puts = anyio.CapacityLimiter(self.spec.lanes), anyio.CapacityLimiter(self.spec.lanes)
         self._looks = False
@@ -91,8 +95,8 @@ class DiskTier:
     async def exists(self, keys: Sequence[Key]) -> list[bool]:
         """See `Tier.exists`.
 
-        Values of other engines are found at most 0.5 s after they were written, or, if that is longer, after ten times
-        the duration of a listing. This engine's own values are found at once, see `Listed`.
+        Values of other engines are found at most 0.5 s after the write, or after ten times the duration of a pass if
+        that time is longer. This engine's own values are found at once, see `Listed`.
         """
         self._check_open()
         await anyio.lowlevel.checkpoint()
@@ -103,6 +107,15 @@ class DiskTier:
         """See `Listed`."""
         self._index.record_written(keys)
 
+    @property
+    def on_gone(self) -> Callable[[Key], object] | None:
+        """See `Noticing`. A pass notices the values that any process has deleted. Lookups begin passes."""
+        return self._index.on_gone
+
+    @on_gone.setter
+    def on_gone(self, call: Callable[[Key], object] | None) -> None:
+        self._index.on_gone = call
+
     async def read(self, gets: Sequence[Get]) -> list[Read]:
         """See `Tier.read`."""
         return await self._each(self._reads, self._read, gets)
@@ -111,7 +124,7 @@ class DiskTier:
         """See `Tier.write`."""
         self._check_open()
         if puts and not self._writes:
-            raise TierFullError(f"{self.spec.path} is only read here")
+            raise TierFullError(f"{self.spec.path}: this process may only read the tier")
         return await self._each(self._puts, self._write, puts)
 
     async def delete(self, keys: Sequence[Key]) -> int:
@@ -133,7 +146,7 @@ class DiskTier:
 
         def work(_: None) -> None:
             with self._root.failures(writing=True):
-                if self._makes and not self._root.path.exists():  # somebody has removed it
+                if self._makes and not self._root.path.exists():  # a user has removed the folder
                     self._root.adopt(make=True)
                 with self._root.open() as root:
                     os.fstatvfs(root)
@@ -153,7 +166,7 @@ class DiskTier:
         self._open = False
         for limiter in (self._reads, self._puts):
             async with AsyncExitStack() as places:
-                for _ in range(self.spec.lanes):  # once it holds every place, nothing is under way
+                for _ in range(self.spec.lanes):  # once `close` holds every token, no operation is in progress
                     user = object()
                     await limiter.acquire_on_behalf_of(user)
                     places.callback(limiter.release_on_behalf_of, user)
@@ -199,9 +212,10 @@ class DiskTier:
         return [done[at] for at in range(len(items))]
 
     async def _fresh(self, spaces: AbstractSet[str]) -> None:
-        """Begin a pass over the namespaces' folders if the last is not recent; wait for it if the last is too old.
+        """Begin a pass over the namespaces' folders if the last pass is not recent.
 
-        All lookups wait for the same pass, without a thread of their own. Raises TierError if it takes too long.
+        If the last pass is too old to answer lookups, the call waits for the new pass. All lookups wait for the same
+        pass, and a waiting lookup uses no thread. Raises TierError if the pass takes too long.
         """
         now_s = time.monotonic()
         for space in spaces:
@@ -242,7 +256,7 @@ class DiskTier:
             try:
                 self._pass(spaces)
             finally:
-                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                with contextlib.suppress(RuntimeError):  # the loop is closed, so that no lookup waits
                     loop.call_soon_threadsafe(ended)
 
         looker = threading.Thread(target=work, name=f"kvpipe-{self.name}", daemon=True)
@@ -252,7 +266,7 @@ class DiskTier:
     # ---- in threads -----------------------------------------------------------------------------------------------
 
     def _pass(self, spaces: frozenset[str] | None = None) -> None:
-        """Update the index, for all namespaces if none are given. What prevents that is noted in `_trouble`."""
+        """Update the index for the namespaces `spaces`, or for all. `_trouble` is set to the error, or to ""."""
         begin_s = time.monotonic()
         try:
             with self._root.failures(), self._root.open() as root:
@@ -294,7 +308,7 @@ class DiskTier:
             first = self._put(put)
             if self.spec.fsync:
                 with (
-                    contextlib.suppress(FileNotFoundError),  # evicted already, and its folder with it
+                    contextlib.suppress(FileNotFoundError),  # the file is evicted and its folder removed already
                     self._root.open() as root,
                     shelf(root, put.key) as at,
                 ):
@@ -302,9 +316,9 @@ class DiskTier:
         return Written.STORED if first else Written.PRESENT
 
     def _put(self, put: Put) -> bool:
-        """Write a value, and delete the oldest for it where others have filled the disk. Returns whether it is new.
+        """Write a value. If other files fill the disk, delete the oldest values. Returns whether the value is new.
 
-        Raises OSError, also where what may be deleted for one value was not enough, and `TierError`.
+        Raises `TierError` and OSError. An OSError is also raised if the disk stays full after all permitted deletions.
         """
         for times in _YIELDS:
             try:
@@ -314,11 +328,16 @@ class DiskTier:
                     raise
             if not self._yields:
                 self._yields = True
-                warn("tier_disk_filled", path=str(self.spec.path), why=_FILLED, remedy="free some, or lower bytes_max")
+                warn(
+                    "tier_disk_filled",
+                    path=str(self.spec.path),
+                    why=_FILLED,
+                    remedy="free disk space, or lower bytes_max",
+                )
         return self._try_put(put)
 
     def _try_put(self, put: Put) -> bool:
-        draft = self._room.begin(put.size)
+        draft = self._room.begin_draft(put.size)
         try:
             with self._room.opened(draft) as fd:
                 self._fill(fd, put)
@@ -329,7 +348,7 @@ class DiskTier:
             raise
 
     def _present(self, key: Key) -> bool:
-        """Whether a value is there; counts as a use of it."""
+        """Whether the tier has the value of `key`. The call counts as a use of the value."""
         try:
             with (
                 self._root.open() as root,
@@ -349,9 +368,9 @@ class DiskTier:
 
     def _fill(self, fd: int, put: Put) -> None:
         try:
-            os.posix_fallocate(fd, 0, put.size)  # a full disk fails now
+            os.posix_fallocate(fd, 0, put.size)  # reports a full disk before bytes are written
         except OSError as error:
-            if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:  # the file system cannot
+            if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:  # errors of a file system without this function
                 raise
         if self._mover.move(fd, os.pwritev, put.parts) < put.size:
             raise TierError(f"{self.spec.path}: a write ended early")
@@ -360,9 +379,9 @@ class DiskTier:
 
 
 def _renewed(fd: int, found: os.stat_result) -> float:
-    """Mark a file as used now if its last use is older than `_RENEW_S`. Returns its mtime."""
+    """Set a file's mtime to now if the mtime is older than `_RENEW_S`. Returns the file's mtime."""
     if time.time() - found.st_mtime > _RENEW_S:
-        with contextlib.suppress(OSError):  # of a disk that is read only
+        with contextlib.suppress(OSError):  # a read-only disk refuses
             os.utime(fd)
             return os.fstat(fd).st_mtime
     return found.st_mtime

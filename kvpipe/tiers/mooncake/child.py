@@ -1,9 +1,11 @@
-"""The process that runs Mooncake's client for `tier.py`. Started by its path: it imports nothing of kvpipe.
+"""The program of the process that runs Mooncake's client for `tier.py`.
 
-Arguments: the descriptors of the shared memory, of the control socket, and of one socket per lane. The parent sends the
-settings over the control socket and receives how the start went. Then every lane has a thread that answers one question
-after the other, ``[operation, argument …]`` with ``[why not, answer]``; a lane's values lie in its own stretch of the
-shared memory, one after the other. The process ends when the control socket does, or its parent.
+The program is started by its path and imports nothing of kvpipe. Its arguments are the descriptors of the shared
+memory, of the control socket, and of one socket per lane. The parent sends the settings over the control socket, and
+receives ``ready`` or the reason for a failure. Then a thread for each lane answers one question after the other. A
+question is ``[operation, argument …]``, and its answer is ``[error or "", answer]``. The values of a lane are in the
+lane's range of the shared memory, one after the other. The process ends when the control socket closes or the parent
+ends.
 """
 
 from __future__ import annotations
@@ -25,16 +27,16 @@ import msgspec
 MESSAGE_BYTES_MAX = 1 << 20
 CLOSE_S_MAX = 10.0
 PAGE_KEYS, NAME_CHARS_MAX = 500, 190
-"""Keys per page of a listing, and the longest name of a key: so a page fits into one message of a local socket."""
+"""Keys per page of a listing, and the longest name of a key. A page must fit into one message of a local socket."""
 LINE_BYTES_MAX, METRICS_LINES_MAX = 64 << 10, 100_000
 SPINNER_NICE = 10
-"""Niceness of the threads that poll for transfers: threads that move bytes, or run a model, go first."""
+"""Niceness of the threads that poll for transfers. Threads that move bytes or run a model have a higher priority."""
 
 _encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.decode
 
 
 def address_to(host: str, port: int) -> str:
-    """Return this machine's address as seen from `host`; nothing is sent."""
+    """Return the local address of the route to `host`. Nothing is sent to `host`."""
     family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(where)
@@ -43,18 +45,18 @@ def address_to(host: str, port: int) -> str:
 
 
 class Worker:
-    """The client, and what it can be asked. Codes below zero are the client's own."""
+    """The client and its operations. Codes below zero are error codes of Mooncake's client."""
 
     def __init__(self, given: dict[str, Any], memory: mmap.mmap, lanes: int) -> None:
-        """Connect to the master and lend it memory. Raises RuntimeError with the reason."""
-        # here, so that what hinders it can be reported
+        """Connect to the master and lend memory to the cluster. Raises RuntimeError with the reason of a failure."""
+        # imported here, so that a failed import can be reported to the parent
         from mooncake.store import MooncakeDistributedStore, ReplicateConfig  # type: ignore[import-untyped] # noqa: PLC0415
 
         self._given, self._lane_bytes = given, len(memory) // lanes
         self.lends = given["segment_bytes"] > 0
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._registered: set[int] = set()
-        # one transfer each way at a time: a thread that waits for one spins
+        # one transfer per direction at a time, because a thread that waits for a transfer uses a core
         self._turns = {"read": threading.Lock(), "write": threading.Lock()}
         self._replicate = ReplicateConfig()
         self._replicate.replica_num = given["replicas"]
@@ -64,7 +66,7 @@ class Worker:
             given["local_host"] or address_to(given["host"], given["port"]),
             given["metadata_server"],
             given["segment_bytes"],
-            1 << 20,  # for values that are passed as Python's bytes: there are none
+            1 << 20,  # memory for values that are passed as Python's bytes, which kvpipe never does
             given["protocol"],
             given["device"],
             given["master"],
@@ -74,7 +76,7 @@ class Worker:
             raise RuntimeError(msg)
 
     def answer(self, lane: int, question: list[Any]) -> Any:  # noqa: ANN401
-        """Return what is asked for."""
+        """Return the answer to `question`, which was received on the lane with the number `lane`."""
         operation, *arguments = question
         if operation in {"read", "write"}:
             with self._turns[operation]:
@@ -82,15 +84,15 @@ class Worker:
         return getattr(self, operation)(*arguments)
 
     def exists(self, keys: list[str]) -> list[int]:
-        """Return 1 for each that is there and 0 for each that is not."""
+        """Return 1 for each key whose value the cluster has, and 0 for each other key."""
         return self.store.batch_is_exist(keys)  # type: ignore[no-any-return]
 
     def read(self, keys: list[str], sizes: list[int], lane: int) -> list[int]:
-        """Fill the lane's memory; return how long each value is."""
+        """Read values into the lane's memory; return the length of each value in bytes, or a negative code."""
         return self.store.batch_get_into(keys, self._places(lane, sizes), sizes)  # type: ignore[no-any-return]
 
     def write(self, keys: list[str], sizes: list[int], lane: int) -> list[int]:
-        """Write from the lane's memory; return 0 for each that was written and 1 for each that is there already."""
+        """Write values from the lane's memory; return 0 for each value written and 1 for each that the cluster had."""
         places, codes = self._places(lane, sizes), self.exists(keys)
         new = [at for at, code in enumerate(codes) if code == 0]
         if new:
@@ -102,20 +104,20 @@ class Worker:
         return codes
 
     def delete(self, keys: list[str]) -> list[int]:
-        """Drop values, leased or not: who is reading one at this moment finds other bytes under its checksum."""
-        return self.store.batch_remove(keys, True)  # type: ignore[no-any-return]  # noqa: FBT003  (its name is not taken)
+        """Delete values, even leased ones. A client that reads such a value meanwhile detects it by the checksum."""
+        return self.store.batch_remove(keys, True)  # type: ignore[no-any-return]  # noqa: FBT003  (positional only)
 
     def sizes(self, keys: list[str]) -> list[int]:
-        """Return how long each value is; -1: it is gone."""
+        """Return the length of each value in bytes; -1: the value no longer exists."""
         found = self.store.batch_get_replica_desc(keys)
         return [_size(found.get(key, ())) for key in keys]
 
     def begin_scan(self) -> None:
-        """List from the beginning."""
+        """Begin a new listing."""
         self._pages = self._listing()
 
     def scan(self) -> list[str] | None:
-        """Return the next keys of the listing; None: it has ended."""
+        """Return the next keys of the listing; None: the listing has ended."""
         return next(self._pages, None)
 
     def _listing(self) -> Iterator[list[str]]:
@@ -125,7 +127,7 @@ class Worker:
                 yield [line for line in page if len(line) <= NAME_CHARS_MAX and line.isascii()]
 
     def capacity(self) -> list[int]:
-        """Return the cluster's values, bytes used and bytes lent."""
+        """Return the number of values in the cluster, the bytes used and the bytes lent."""
         with self._open("metrics") as answer:
             names = ("master_key_count", "master_allocated_bytes", "master_total_capacity_bytes")
             lines = (line.decode("utf-8", "replace").split() for line in islice(_lines(answer), METRICS_LINES_MAX))
@@ -138,7 +140,7 @@ class Worker:
 
     def _places(self, lane: int, sizes: list[int]) -> list[int]:
         begin = self._base + lane * self._lane_bytes
-        if lane not in self._registered:  # only what is used is pinned, where the transport pins it
+        if lane not in self._registered:  # registered on first use, because the transport may pin registered memory
             self.store.register_buffer(begin, self._lane_bytes)
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), SPINNER_NICE)
             self._registered.add(lane)
@@ -146,7 +148,7 @@ class Worker:
 
 
 def _lines(answer: Any) -> Iterator[bytes]:  # noqa: ANN401
-    """Yield the lines of an answer. Raises ValueError where one has no end."""
+    """Yield the lines of an answer. Raises ValueError for a line of `LINE_BYTES_MAX` bytes or more."""
     while line := answer.readline(LINE_BYTES_MAX):
         if len(line) == LINE_BYTES_MAX:
             msg = "a line without an end"
@@ -164,15 +166,15 @@ def _size(replicas: Any) -> int:  # noqa: ANN401
 
 
 def serve(worker: Worker, lane: int, wire: socket.socket) -> None:
-    """Answer the questions of one lane until the parent closes it. What hinders that ends the process.
+    """Answer the questions of one lane until the parent closes the lane. Any unexpected error ends the process.
 
-    The parent would wait on a lane that nobody serves; it starts another process instead.
+    Otherwise the parent would wait on a lane that no thread serves. When the process ends, the parent restarts it.
     """
     try:
         _serve(worker, lane, wire)
     except ConnectionError:
         return  # the parent has ended
-    except BaseException:  # noqa: BLE001  (whatever it is)
+    except BaseException:  # noqa: BLE001  (any error must end the process)
         os._exit(1)
 
 
@@ -180,7 +182,7 @@ def _serve(worker: Worker, lane: int, wire: socket.socket) -> None:
     while message := wire.recv(MESSAGE_BYTES_MAX):
         try:
             reply = ["", worker.answer(lane, _decode(message))]
-        except Exception as error:  # noqa: BLE001  (it is reported; the next question may fare better)
+        except Exception as error:  # noqa: BLE001  (reported to the parent; later questions may succeed)
             reply = [f"{type(error).__name__}: {error}", None]
         try:
             wire.send(_encode(reply))
@@ -189,14 +191,14 @@ def _serve(worker: Worker, lane: int, wire: socket.socket) -> None:
 
 
 def main(memory_fd: int, control_fd: int, *lane_fds: int) -> None:
-    """Start, serve, and end with the parent."""
+    """Start the client and serve all lanes. End the process when the parent ends or closes the control socket."""
     parent = os.getppid()
     control = socket.socket(fileno=control_fd)
     lanes = [socket.socket(fileno=fd) for fd in lane_fds]
     memory = mmap.mmap(memory_fd, 0)
     try:
         worker = Worker(_decode(control.recv(MESSAGE_BYTES_MAX)), memory, len(lanes))
-    except Exception as error:  # noqa: BLE001  (it is reported)
+    except Exception as error:  # noqa: BLE001  (reported to the parent)
         control.send(f"{type(error).__name__}: {error}".encode())
         os._exit(1)
     for lane, wire in enumerate(lanes):
@@ -208,8 +210,8 @@ def main(memory_fd: int, control_fd: int, *lane_fds: int) -> None:
         pass
     if worker.lends:
         threading.Timer(CLOSE_S_MAX, os._exit, (1,)).start()
-        worker.store.close()  # the master is notified at once that the memory is gone
-    os._exit(0)  # the library's own end, and that of its threads, is not waited for
+        worker.store.close()  # reports to the master at once that the lent memory is lost
+    os._exit(0)  # skips the clean-up of the library and its threads
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The configuration of a Mooncake tier: a Mooncake Store cluster. Imports no client."""
+"""The configuration of a Mooncake tier, which is a Mooncake Store cluster. This module imports no client."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from urllib.parse import SplitResult
 
 from pydantic import BeforeValidator, ByteSize, Field, field_validator
 
-from kvpipe.config_errors import name
 from kvpipe.errors import ConfigError
+from kvpipe.inputs.config_errors import safe_name
+from kvpipe.inputs.values import Size, no_bool
 from kvpipe.tiers.spec import TierSpec
-from kvpipe.values import Size, no_bool
 
 if TYPE_CHECKING:
     from kvpipe.tiers.mooncake.tier import MooncakeTier
@@ -22,33 +22,37 @@ _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(?P<port>[0
 
 
 class MooncakeSpec(TierSpec):
-    """A Mooncake Store cluster."""
+    """The configuration of a tier on a Mooncake Store cluster."""
 
     place: ClassVar[tuple[str, ...]] = ("master",)
 
     kind: Literal["mooncake"] = "mooncake"
-    master: str = Field(description="The cluster's master, as `HOST:PORT`.")
+    master: str = Field(description="Address of the cluster's master, as `HOST:PORT`.")
     metrics: str = Field(
-        "", description="The master's HTTP address, as `HOST:PORT`; without it values cannot be listed or counted."
+        "",
+        description="The master's HTTP address, as `HOST:PORT`. Without it, values can be neither listed nor counted.",
     )
     metadata_server: str = Field(
         "P2PHANDSHAKE", description="Where members find each other: `P2PHANDSHAKE`, `http://…/metadata`, `etcd://…`."
     )
     local_host: str = Field(
-        "", description="Name or address by which other members reach this machine; default: the way to the master."
+        "",
+        description="Name or address by which other members reach this machine. Default: this machine's address "
+        "on the route to the master.",
     )
     segment_bytes: Annotated[Size, Field(ge=0)] = Field(
-        ByteSize(1 << 30), description="Memory that each rank lends the cluster; its values are gone when it ends."
+        ByteSize(1 << 30),
+        description="Memory that each rank lends to the cluster. The values in it are lost when the rank ends.",
     )
     buffer_bytes: Annotated[Size, Field(ge=1 << 20)] = Field(
         ByteSize(1 << 30),
-        description="Shared memory of each rank for values on their way, taken as it is first used; one value has "
-        "at most a quarter of it.",
+        description="Shared memory of each rank for values that are being transferred. It is taken from the "
+        "system when it is first used. One value takes at most a quarter of it.",
     )
     protocol: Literal["tcp", "rdma"] = Field("tcp", description="Transport between members.")
     device: str = Field("", description="RDMA devices, separated by commas.")
     replicas: Annotated[int, BeforeValidator(no_bool), Field(gt=0, le=16)] = Field(
-        1, description="Copies of a value that is written, each with another member."
+        1, description="Number of copies of each value that is written. Each copy is on another member."
     )
 
     @field_validator("master", "metrics")
@@ -56,7 +60,7 @@ class MooncakeSpec(TierSpec):
     def _address(cls, value: str) -> str:
         match = _ADDRESS.fullmatch(value)
         if value and (match is None or not 0 < int(match["port"]) < 1 << 16):
-            msg = f"{name(value)!r} is no address; write HOST:PORT"
+            msg = f"{safe_name(value)!r} is not an address; write HOST:PORT"
             raise ValueError(msg)
         return value
 
@@ -72,12 +76,16 @@ class MooncakeSpec(TierSpec):
     @classmethod
     def _no_secret(cls, value: str) -> str:
         if "@" in value:
-            msg = "it holds a password; give that in the environment, as MC_REDIS_PASSWORD for one"
+            msg = "the URL contains a password; set it in the environment instead, for example MC_REDIS_PASSWORD"
             raise ValueError(msg)
         if "?" in value:
-            msg = "it has a query, which may hold a secret; leave that out"
+            msg = "the URL has a query, which may contain a secret; remove the query"
             raise ValueError(msg)
         return value
+
+    def is_local(self) -> bool:
+        """See `TierSpec.is_local`. A server on this host is not recognized: set `announce` for it."""
+        return False
 
     @classmethod
     def from_url(cls, url: SplitResult) -> dict[str, Any]:
@@ -88,7 +96,7 @@ class MooncakeSpec(TierSpec):
         return {"master": url.netloc}
 
     def make(self, name: str, *, writes: bool = True) -> MooncakeTier:
-        """See `TierSpec.make`. Without `writes` no memory is lent."""
+        """See `TierSpec.make`. Without `writes` the tier lends no memory to the cluster."""
         if importlib.util.find_spec("mooncake") is None:
             msg = "a mooncake tier needs Mooncake's client; pip install 'kvpipe[mooncake]'"
             raise ConfigError(msg)
@@ -97,6 +105,6 @@ class MooncakeSpec(TierSpec):
         except OSError:
             msg = "a mooncake tier needs libibverbs.so.1, also without RDMA; install the system's package libibverbs1"
             raise ConfigError(msg) from None
-        from kvpipe.tiers.mooncake.tier import MooncakeTier  # noqa: PLC0415  (only where it is used)
+        from kvpipe.tiers.mooncake.tier import MooncakeTier  # noqa: PLC0415  (imported only if such a tier is used)
 
         return MooncakeTier(name, self, writes=writes)

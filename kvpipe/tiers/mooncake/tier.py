@@ -1,10 +1,13 @@
-"""The Mooncake tier: values in the memory that the members of a Mooncake Store cluster lend it.
+"""The Mooncake tier. Values are in the memory that the members of a Mooncake Store cluster lend to the cluster.
 
-The client runs in a process of its own, `child.py`, and values pass through memory shared with it. In the
-engine's process it could not be kept within the protocol: it connects and disconnects under the interpreter's lock, for
-seconds if the master is gone; a fork of a process that has loaded it dies at its exit; its library brings a second
-run-time with signal handlers of its own; it gives up a transfer without ending it; and a port of its process offers
-memory to the network.
+Mooncake's client runs in a separate process, `child.py`, and values pass through memory shared with that process. In
+the engine's process the client would violate the tier protocol:
+
+* The client connects and disconnects while it holds the GIL, for seconds if the master is down.
+* A fork of a process that has loaded the client crashes at its exit.
+* The client's library installs a second run-time with its own signal handlers.
+* The client abandons a transfer without stopping the transfer.
+* The client's process opens a port through which the network can access memory.
 """
 
 from __future__ import annotations
@@ -27,17 +30,17 @@ from kvpipe.tiers.process import ClientChannel, ClientProcess, ClientTier, besid
 
 CHILD: Final = Path(__file__).with_name("child.py")
 ASKERS: Final = 2
-"""Concurrent questions that carry no values."""
+"""The number of lanes for questions without values. So many such questions can be in progress at once."""
 KEYS_MAX: Final = 1000
-"""Keys in one question: it must fit into one message of a local socket."""
+"""The most keys in one question, because a question must fit into one message of a local socket."""
 BATCH_BYTES: Final = 32 << 20
-"""Values asked for at once; one may be larger."""
+"""The most bytes of values in one question. A single larger value is a question of its own."""
 MOVERS: Final = 2
-"""Batches at once each way: one is on the network, and one is copied from or to its buffers."""
+"""Batches in progress per direction. One is on the network while the other is copied from or to its buffers."""
 SLOWEST_BYTES_S: Final = 16 << 20
-"""Bytes per second; a client that moves fewer has stalled."""
+"""The lowest rate in bytes per second. A client that moves fewer bytes per second counts as stalled."""
 START_S_MAX: Final = 20.0
-"""Time for a process to start and load the library, from a cold disk."""
+"""Time limit in seconds for a process to start and to load the library from a cold disk."""
 
 ALREADY_THERE, FULL, GONE, OTHER_SIZE = -705, -200, frozenset({-703, -704, -707, -710, -712}), -600
 CODES: Final = {
@@ -52,19 +55,23 @@ _End = TypeVar("_End")
 
 
 class MooncakeTier(ClientTier):
-    """See `MooncakeSpec`. Values of this process's segment go with it; others stay as long as the master knows them."""
+    """A `Tier` on a Mooncake Store cluster; see `MooncakeSpec`.
+
+    Values in the segment that this process lends are lost when the process ends. Other values stay until the master
+    evicts them.
+    """
 
     def __init__(self, name: str, spec: MooncakeSpec, *, writes: bool) -> None:
-        """The client is started by `open`."""
+        """Make a closed tier. `open` starts its client."""
         super().__init__(name, spec.timeout_ms_max)
         self._spec, self._writes = spec, writes
-        self._bytes = Counter[str]()  # on their way, each way
+        self._bytes = Counter[str]()  # bytes in transfer, by direction
 
     async def open(self) -> None:
-        """See `Tier.open`. A client that runs is kept, and with it the memory that it lends."""
+        """See `Tier.open`. A running client is kept, because its end would lose the memory that it lends."""
         async with self._opening, self._notified():
             if self._child is not None:
-                with suppress(ConnectionError):  # it has died
+                with suppress(ConnectionError):  # the client's process has died
                     await self._check()
                     return
                 await self._drop()
@@ -74,7 +81,7 @@ class MooncakeTier(ClientTier):
             self._opened = True
 
     async def _reached(self) -> tuple[str, int]:
-        """Return the master's host and port. Raises TierError at once if nobody listens there."""
+        """Return the master's host and port. Raises TierError if no connection to the master can be made."""
         host, port = self._spec.master.rsplit(":", 1)
         host = host.strip("[]")
         try:
@@ -111,9 +118,9 @@ class MooncakeTier(ClientTier):
         return await self._batches(gets, self._read)
 
     async def write(self, puts: Sequence[Put]) -> list[Written]:
-        """See `Tier.write`. The master makes room, by dropping what was used least recently and is not leased."""
+        """See `Tier.write`. The master makes room by evicting the least recently used values that are not leased."""
         if puts and not self._writes:
-            raise TierFullError(f"{self.name}: it was made to ask and read only")
+            raise TierFullError(f"{self.name}: this process may only look up and read values")
         return await self._batches(puts, self._write)
 
     async def delete(self, keys: Sequence[Key]) -> int:
@@ -123,7 +130,10 @@ class MooncakeTier(ClientTier):
             return sum(code not in GONE and _checked(code) == 0 for code in codes)
 
     async def capacity(self) -> Capacity:
-        """See `Tier.capacity`: of the whole cluster, others' values included. Raises TierError without `metrics`."""
+        """See `Tier.capacity`. Counts all values of the cluster, not only kvpipe's.
+
+        Raises TierError if `metrics` is not configured.
+        """
         self._needs_metrics()
         async with self._notified():
             return Capacity(*await self._ask("ask", "capacity"))
@@ -133,7 +143,7 @@ class MooncakeTier(ClientTier):
             _checked(code)
 
     async def scan(self) -> AsyncIterator[Entry]:
-        """See `Tier.scan`. Raises TierError without `metrics`."""
+        """See `Tier.scan`. Raises TierError if `metrics` is not configured."""
         self._needs_metrics()
         async with self._notified(), self._running().pools["scan"].lane(self._limit_s) as lane:
             await lane.ask(["begin_scan"], self._limit_s)
@@ -157,7 +167,7 @@ class MooncakeTier(ClientTier):
             return await lane.ask([*question], self._limit_s)
 
     async def _each(self, operation: str, keys: Sequence[Key]) -> list[int]:
-        """Ask for `operation` on all keys, `KEYS_MAX` per message; return the codes in the order of `keys`."""
+        """Ask for `operation` on all keys, `KEYS_MAX` per question. Returns the codes in the order of `keys`."""
         self._running()
         names, codes = [key.text for key in keys], []
         for at in range(0, len(names), KEYS_MAX):
@@ -169,7 +179,7 @@ class MooncakeTier(ClientTier):
     async def _batches(
         self, asked: Sequence[_Asked], move: Callable[[list[_Asked]], Awaitable[list[_End]]]
     ) -> list[_End]:
-        """Move all values, in batches beside each other. Raises the first batch's error after all have ended."""
+        """Move all values in concurrent batches. Raises the error of the first failed batch after all have ended."""
         async with self._notified():
             batches = _split(asked, self._running().lane_bytes)
             ended: list[list[_End] | Exception] = [[]] * len(batches)
@@ -219,7 +229,7 @@ class MooncakeTier(ClientTier):
 
     @asynccontextmanager
     async def _moving(self, use: str, sizes: Sequence[int]) -> AsyncIterator[tuple[ClientChannel, float]]:
-        """Yield a lane for values, and the limit of each wait in seconds: batches before this one move first."""
+        """Yield a lane for values, and the limit of each wait in seconds. The limit covers all batches in progress."""
         size = sum(sizes)
         self._bytes[use] += size
         try:
@@ -231,7 +241,7 @@ class MooncakeTier(ClientTier):
 
 
 def _split(asked: Sequence[_Asked], bytes_max: int) -> list[list[_Asked]]:
-    """Return batches of neighbours. Raises TierError for a value that fits into none."""
+    """Divide `asked` into batches of consecutive values. Raises TierError for a value larger than `bytes_max`."""
     batches: list[list[_Asked]] = []
     room, keys = 0, set[Key]()
     for one in asked:
@@ -239,7 +249,7 @@ def _split(asked: Sequence[_Asked], bytes_max: int) -> list[list[_Asked]]:
         if size > bytes_max:
             msg = f"a value of {size} bytes is more than a quarter of buffer_bytes, {bytes_max}; raise buffer_bytes"
             raise TierError(msg)
-        again = one.key in keys  # asked for a key twice at once, the client fills one buffer and reports two
+        again = one.key in keys  # if a key is twice in a question, the client fills only one of the buffers
         if size > room or len(keys) == KEYS_MAX or again:
             batches.append([])
             keys.clear()
@@ -251,7 +261,7 @@ def _split(asked: Sequence[_Asked], bytes_max: int) -> list[list[_Asked]]:
 
 
 def _parsed(name: str) -> Key | None:
-    """Return the key, or None for a value of somebody else's."""
+    """Return the key whose text is `name`, or None if the value is not kvpipe's."""
     try:
         return Key.parse(name)
     except ValueError:
@@ -259,11 +269,11 @@ def _parsed(name: str) -> Key | None:
 
 
 def _checked(code: int) -> int:
-    """Return a code that is no failure: 0, or 1 for what is there already. Raises TierError for others."""
+    """Return `code` if it reports success, or 1 if the cluster already has the value. Raises TierError otherwise."""
     if code == ALREADY_THERE:
         return 1
     if code == FULL:
-        msg = "the cluster has no room: it is lent too little memory, or all of it was used just now"
+        msg = "the cluster has no room: its members lend too little memory, or every value was used just now"
         raise TierFullError(msg)
     if code < 0:
         raise TierError(f"{CODES.get(code, 'failed')} (code {code})")
@@ -279,15 +289,15 @@ def _read_as(code: int, size: int) -> Read:
 
 
 def _environment(timeout_ms: int) -> dict[str, str]:
-    """Bound the client's waits, and keep it quiet; what the user has set stays."""
+    """Return the environment of the client, which bounds its waits and its log. Variables set by the user are kept."""
     seconds = str(-(-timeout_ms // 1000))
     bounds = dict.fromkeys(("MC_RPC_TIMEOUT_MS", "MC_RPC_CONNECT_TIMEOUT_MS"), str(timeout_ms))
     waits = ("MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_TCP_STATUS_TIMEOUT_SEC", "MC_HANDSHAKE_CONNECT_TIMEOUT")
     quiet = {"MC_STORE_CLIENT_METRIC": "0", "MC_STORE_CLIENT_SETUP_RETRIES": "3"}
-    no_device = {"CUDA_VISIBLE_DEVICES": ""}  # values come from host memory: it shall not take any of a device's
+    no_device = {"CUDA_VISIBLE_DEVICES": ""}  # the client must not use GPU memory
     return bounds | dict.fromkeys(waits, seconds) | quiet | os.environ | no_device
 
 
 def _log() -> int | None:
-    """Where the client's log goes: nowhere, unless the user has set its level."""
+    """Return the destination of the client's log. The log is discarded unless the user has set its level."""
     return None if "MC_LOG_LEVEL" in os.environ else subprocess.DEVNULL

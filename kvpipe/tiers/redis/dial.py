@@ -1,4 +1,4 @@
-"""Makes connections to Redis and Valkey servers, by redis-py, plain or with TLS. Imports the client."""
+"""Connections to Redis and Valkey servers through redis-py, plain or with TLS. This module imports the client."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ from kvpipe.tiers.redis.spec import RedisSpec
 
 
 def dialling(spec: RedisSpec, password: str) -> Callable[[str, int], ServerConnection]:
-    """Return a function that makes a connection to a host and port, not yet connected."""
+    """Return a function that makes an unconnected `ServerConnection` for a host and port."""
     options: dict[str, Any] = {"db": spec.db, "username": spec.username or None, "password": password or None}
     options |= dict.fromkeys(("socket_timeout", "socket_connect_timeout"), spec.timeout_ms_max / 1000)
 
     class Connection(redis.Connection):
-        """Plain or TLS. redis-py's own with TLS reads the system's authorities for every connection: 30 ms each."""
+        """A connection of redis-py's, plain or with TLS.
+
+        redis-py's own TLS connection is not used, because it reads the system's certificate authorities for every
+        connection, which takes 30 ms.
+        """
 
         def _connect(self) -> socket.socket:
             sock: socket.socket = super()._connect()  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""One connection to a Redis or Valkey server: commands out, replies in, values straight out of and into buffers.
+"""One connection to a Redis or Valkey server. Values are sent from and received into buffers without a copy.
 
-redis-py connects: names, TCP, TLS, AUTH, SELECT. Its reader and its pipelines are not used: they copy values twice,
-take longer for a thousand small replies than a lookup may, and read lines of any length.
+redis-py makes the connection: name resolution, TCP, TLS, AUTH, SELECT. kvpipe does not use redis-py's reader and
+pipelines, because these copy values twice, are too slow for a thousand small replies, and read lines of any length.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ if TYPE_CHECKING:
     from redis import Connection
 
 VALUE_BYTES_MAX: Final = 512 << 20
-"""The longest value that the protocol knows."""
+"""The size of the longest value that the protocol permits, in bytes."""
 
 LINE_BYTES_MAX: Final = 4096
 
 SHOWN_MAX: Final = 200
-_WAITS: Final = 4  # parts that a wait for whole values is cut into; after all but one without a byte it is over
+_WAITS: Final = 4  # waits per timeout; after all but one without a byte the connection fails
 _BITS: Final = re.compile(rb"(?::[01]\r\n)+")
 _RECEIVE_BYTES, _TLS_BYTES, _PARTS_MAX = 16 << 10, 256 << 10, 512
 
 
 class ReplyBounds(NamedTuple):
-    """Bounds on all replies to one question together, set by the question, so that a server cannot exceed them."""
+    """Bounds on all replies to one question together. The caller sets the bounds, so that no server can send more."""
 
     items: int = 0
-    """Elements of all lists."""
+    """The most elements of all lists together."""
     bytes: int = 0
     """The most bytes of all bulk strings together."""
     depth: int = 0
-    """Nesting of lists."""
+    """The deepest nesting of lists."""
 
 
 SHORT: Final = ReplyBounds()
@@ -47,24 +47,24 @@ SHORT: Final = ReplyBounds()
 
 
 class ErrorReply(str):
-    """An error reply to a command: a code in capitals, and a text."""
+    """An error reply to a command: a code in capital letters, and a text."""
 
     __slots__ = ()
 
     @property
     def code(self) -> str:
-        """The first word."""
+        """The first word of the reply."""
         return self.partition(" ")[0]
 
 
 class ServerConnectionError(OSError):
-    """The connection cannot be made, or is of no use any more."""
+    """The connection cannot be made, or cannot be used any more."""
 
 
 Reply: TypeAlias = "int | bytes | ErrorReply | list[Reply] | None"
 _T = TypeVar("_T")
 Dial = Callable[[Callable[..., Any]], "Connection"]
-"""Makes a connection of redis-py, not yet connected, that reads replies with what the given function returns."""
+"""A function that makes an unconnected connection of redis-py. Its argument is a function that makes the reader."""
 
 
 def command(*words: bytes) -> bytes:
@@ -73,7 +73,7 @@ def command(*words: bytes) -> bytes:
 
 
 ASKING: Final = b"*1\r\n$6\r\nASKING\r\n"
-"""Sent before a command for a key whose slot is being migrated to that server."""
+"""The command ASKING. It precedes each command to a server to which the key's slot is being migrated."""
 
 
 def per_name(verb: bytes, names: Iterable[bytes], *options: bytes, before: bytes) -> bytes:
@@ -87,39 +87,39 @@ def _words(words: Sequence[bytes]) -> bytes:
 
 
 class ServerConnection:
-    """One connection, used by one thread at a time; `stop` may be called by any, at any time.
+    """One connection, used by one thread at a time. Any thread may call `stop` at any time.
 
-    All methods but `stop` and `close` raise OSError; the lane is good for nothing but `close` then. No wait without a
+    All methods but `stop` and `close` may raise OSError. After an OSError only `close` may be called. No wait without a
     byte moving is longer than the connection's `socket_timeout`.
     """
 
     def __init__(self, dial: Dial, *secrets: str) -> None:
-        """Do not connect yet. `secrets`, the password and the user, are masked in what is shown of answers."""
+        """Make an unconnected connection. `secrets`: the password and the user, which messages never show."""
         self._connection = dial(lambda **_: self)
         self._secrets = sorted(filter(None, secrets), key=len, reverse=True)
         self._sock: socket.socket | None = None
         self._stopped = False
         self._buffer = bytearray()
-        self._at = 0  # what comes before it in the buffer is used up
-        self._items = self._bytes = 0  # that may still come of the replies that are being read
+        self._at = 0  # the number of bytes of the buffer that have been consumed
+        self._items = self._bytes = 0  # the elements and bytes that the remaining replies may have
 
     def connect(self) -> None:
-        """Connect. Raises ServerConnectionError, with a reason that holds no secret."""
+        """Connect. Raises ServerConnectionError with a reason that contains no secret."""
         from redis import RedisError  # noqa: PLC0415  (heavy, and not always installed)
 
         try:
             self._connection.connect()  # type: ignore[no-untyped-call]
         except (RedisError, OSError) as error:
             self.close()
-            cause = error.__context__ if isinstance(error.__context__, OSError) else error  # redis-py words it anew
-            raise ServerConnectionError(self._shown(reason(cause))) from None
-        if self._stopped:  # whoever asked for it is gone
+            cause = error.__context__ if isinstance(error.__context__, OSError) else error  # the original error
+            raise ServerConnectionError(self._shown(connection_reason(cause))) from None
+        if self._stopped:  # the caller was cancelled
             self.close()
             raise ServerConnectionError("stopped")
         sock = self._socket()
         if not isinstance(sock, ssl.SSLSocket) and (timeout_s := sock.gettimeout()):
-            # The kernel waits for whole values: quicker than a wait of Python's for each of ten pieces or so, and the
-            # interpreter's lock is wanted back once.
+            # The kernel waits for a whole value. This is faster than a wait in Python for each of about ten pieces,
+            # because the thread must reacquire the GIL only once.
             fraction, whole = math.modf(timeout_s / _WAITS)
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                 sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(whole), int(fraction * 1e6)))
@@ -127,12 +127,12 @@ class ServerConnection:
 
     @property
     def closed(self) -> bool:
-        """Whether it is not connected: not yet, or not any more."""
+        """Whether the connection is not connected: before `connect`, or after `close` or a failure."""
         return self._sock is None
 
     @property
     def usable(self) -> bool:
-        """Whether it is still connected, as far as can be seen, and nothing came that was not asked for."""
+        """Whether the socket seems to be connected, and has no unread bytes and no end of the stream."""
         if self._sock is None or self._at < len(self._buffer):
             return False
         poll = select.poll()
@@ -140,11 +140,11 @@ class ServerConnection:
         return not poll.poll(0)
 
     def stop(self) -> None:
-        """Make the thread that uses it end soon, with an OSError."""
+        """Make the call that uses the connection in another thread raise OSError without delay."""
         self._stopped = True
         if (sock := self._sock) is not None:
             with contextlib.suppress(OSError):
-                socket.socket.shutdown(sock, socket.SHUT_RDWR)  # not SSLSocket's, which would go on in plain text
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)  # SSLSocket.shutdown would drop TLS
 
     def close(self) -> None:
         """Disconnect. Idempotent."""
@@ -153,25 +153,28 @@ class ServerConnection:
     # ---- commands -------------------------------------------------------------------------------------------------
 
     def ask(self, commands: bytes, count: int, shape: ReplyBounds = SHORT) -> list[Reply]:
-        """Send `count` commands at once and return their replies, which must fit into `shape`."""
+        """Send `count` commands in one batch and return their replies, which must not exceed the bounds `shape`."""
         self._send([commands])
         self._items, self._bytes = shape.items, shape.bytes
         replies: list[Reply] = []
         while len(replies) < count:
-            if bits := _BITS.match(self._buffer, self._at):  # a thousand at once: one by one they take a millisecond
+            # Replies of 0 or 1 are parsed together, because parsing a thousand replies one by one would take a
+            # millisecond.
+            if bits := _BITS.match(self._buffer, self._at):
                 replies += [byte - ord("0") for byte in self._buffer[self._at + 1 : bits.end() : len(b":0\r\n")]]
                 self._at = bits.end()
             else:
                 replies.append(self._reply(shape.depth))
         if len(replies) > count:
-            raise ServerConnectionError("the server has answered more than it was asked")
+            raise ServerConnectionError("the server has sent more replies than it got commands")
         return replies
 
     def fetch(self, commands: bytes, into: Sequence[memoryview], more: int = 0) -> int | ErrorReply | None:
-        """Send commands, the first of which asks for a value; it is received into `into` if it is exactly as long.
+        """Send commands, the first of which asks for a value, and receive the value into the buffers `into`.
 
-        Returns the value's length in bytes, or None if there is no such value. The replies of `more` further commands
-        are thrown away. The connection is closed if the value is longer: to receive all of it may take long.
+        Returns the value's length in bytes, None if the server has no such value, or the error reply. If the value is
+        shorter than the buffers, the buffers are filled in part. If the value is longer, the connection is closed,
+        because receiving the whole value may take long. The replies to `more` further commands are discarded.
         """
         self._send([commands])
         line = self._line()
@@ -191,28 +194,31 @@ class ServerConnection:
         return found
 
     def store(self, before: Sequence[bytes], parts: Sequence[memoryview], after: Sequence[bytes]) -> Reply:
-        """Send one command and return its reply. The words are `before`, `parts` (together one word) and `after`."""
+        """Send one command and return its reply.
+
+        The words of the command are `before`, all `parts` as one word, and `after`.
+        """
         size = sum(part.nbytes for part in parts)
         head = b"*%d\r\n%s$%d\r\n" % (len(before) + 1 + len(after), _words(before), size)
         self._send([head, *parts, b"\r\n" + _words(after)])
         return self._short()
 
-    # ---- what redis-py wants of a reader, while it connects ---------------------------------------------------------
+    # ---- methods that redis-py calls on its reader while redis-py connects ------------------------------------------
 
-    def on_connect(self, connection: Any) -> None:  # noqa: ANN401  (its socket is not in its types)
-        """Called by redis-py when TCP, and TLS, are connected."""
-        self._sock = connection._sock  # noqa: SLF001  (what redis-py's own readers do)
-        if self._stopped:  # meanwhile, or before redis-py has tried again
+    def on_connect(self, connection: Any) -> None:  # noqa: ANN401  (redis-py's types lack the socket)
+        """Take the socket. redis-py calls this method after the TCP connection and the TLS handshake."""
+        self._sock = connection._sock  # noqa: SLF001  (redis-py's own readers do the same)
+        if self._stopped:  # `stop` was called during the attempt, or before redis-py tried again
             self.stop()
 
     def on_disconnect(self) -> None:
-        """Called by redis-py when it disconnects."""
+        """Drop the socket and all buffered bytes. redis-py calls this method when it disconnects."""
         self._sock = None
         self._buffer.clear()
         self._at = 0
 
     def read_response(self, **_: object) -> object:
-        """Return the reply to a command of redis-py's."""
+        """Return the reply to a command that redis-py has sent."""
         from redis import ResponseError  # noqa: PLC0415
 
         reply = self._short()
@@ -226,7 +232,10 @@ class ServerConnection:
         return self._sock
 
     def _wait(self, move: Callable[[], _T]) -> _T:
-        """Let bytes move. A wait for whole values ends by itself, having moved some or, here, none."""
+        """Call `move` until it moves bytes. Raises TimeoutError after `_WAITS - 1` calls that moved no byte.
+
+        The kernel ends each wait after its share of the timeout.
+        """
         for _ in range(_WAITS - 1):
             with contextlib.suppress(BlockingIOError):
                 return move()
@@ -236,17 +245,17 @@ class ServerConnection:
         sock = self._socket()
         left = [memoryview(piece).cast("B") for piece in pieces]
         while left:
-            if isinstance(sock, ssl.SSLSocket):  # as much as is sent before its wait begins anew
+            if isinstance(sock, ssl.SSLSocket):  # the timeout of an SSLSocket applies to each call of `send`
                 sent = sock.send(left[0][:_TLS_BYTES])
             else:
                 sent = self._wait(partial(sock.sendmsg, left[:_PARTS_MAX]))
             left = _after(left, sent)
 
     def _receive(self, into: Sequence[memoryview]) -> None:
-        """Receive a value and the end of its line."""
+        """Receive a value into the buffers `into`, and the end of its line."""
         sock, end = self._socket(), bytearray(2)
         left = [part.cast("B") for part in (*into, memoryview(end)) if part.nbytes]
-        while left and self._at < len(self._buffer):  # what came along with the reply's first line
+        while left and self._at < len(self._buffer):  # bytes that were received together with the reply's first line
             count = min(len(self._buffer) - self._at, left[0].nbytes)
             left[0][:count] = self._buffer[self._at : self._at + count]
             self._at += count
@@ -277,7 +286,7 @@ class ServerConnection:
         return self._reply(0)
 
     def _reply(self, depth: int) -> Reply:
-        """Read a reply of `depth` lists in each other at most, and of what is left of `_items` and `_bytes`."""
+        """Read a reply with at most `depth` nested lists, and at most `_items` elements and `_bytes` bytes."""
         line = self._line()
         kind = line[:1]
         if kind == b":":
@@ -316,7 +325,7 @@ class ServerConnection:
         return count
 
     def _nonsense(self, answer: bytes | bytearray) -> ServerConnectionError:
-        return ServerConnectionError(f"what answers does not speak the protocol of Redis: {self._shown(answer, 40)!r}")
+        return ServerConnectionError(f"the server does not speak the Redis protocol: {self._shown(answer, 40)!r}")
 
     def _shown(self, answer: bytes | bytearray | str, length_max: int = SHOWN_MAX) -> str:
         """Return the server's text for a message: short, printable and without secrets."""
@@ -326,8 +335,8 @@ class ServerConnection:
         return "".join(char if char.isprintable() else "?" for char in text[:length_max])
 
 
-def reason(error: BaseException) -> str:
-    """Return why a connection has failed, in short."""
+def connection_reason(error: BaseException) -> str:
+    """Return a short reason why a connection has failed."""
     if isinstance(error, TimeoutError):
         return "no answer within timeout_ms_max"
     return str(getattr(error, "strerror", None) or error) or type(error).__name__
@@ -342,7 +351,7 @@ def _placed(views: list[memoryview]) -> Iterator[tuple[int, memoryview]]:
 
 
 def _after(views: list[memoryview], count: int) -> list[memoryview]:
-    """Return what is left of `views` behind their first `count` bytes."""
+    """Return `views` without their first `count` bytes."""
     for index, view in enumerate(views):
         if count < view.nbytes:
             return [view[count:], *views[index + 1 :]]

@@ -1,4 +1,4 @@
-"""The servers of a Redis or Valkey tier: connections, kept while they are good, and which server has which keys."""
+"""The servers of a Redis or Valkey tier: their reusable connections, and the mapping from keys to servers."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from kvpipe.tiers.redis.resp import (
     ReplyBounds,
     ServerConnection,
     command,
+    connection_reason,
     per_name,
-    reason,
 )
 from kvpipe.tiers.redis.spec import RedisSpec
 
 SLOTS: Final = 16384
-"""A cluster maps each key to one of so many hash slots, by its CRC, and each slot to a primary."""
+"""The number of hash slots of a cluster. A key's CRC selects its slot, and each slot belongs to a primary."""
 ASK_LANES: Final = 2
-"""Connections per server for commands without values, so that these do not wait for megabytes."""
+"""Connections per server for commands without values, so that such commands do not wait for transfers of values."""
 PROBES_MAX: Final = 4
-"""Servers that are asked at once for the cluster's layout."""
+"""The most servers that are asked at once for the cluster's layout."""
 
 SERVERS_MAX: Final = 1000
-"""Primaries of a cluster."""
+"""The largest number of primaries of a cluster."""
 LAYOUT: Final = ReplyBounds(items=200_000, bytes=8 << 20, depth=5)
 
 _MOVED: Final = frozenset({"MOVED", "CLUSTERDOWN"})
@@ -45,19 +45,21 @@ _HOST: Final = re.compile(r"[A-Za-z0-9_.:%-]{1,255}")
 _THERE: Final = re.compile(r"ASK [0-9]{1,5} (?P<host>[A-Za-z0-9_.:%\[\]-]{0,255}):(?P<port>[0-9]{1,5})")
 _FULL: Final = frozenset({"OOM", "READONLY", "MISCONF", "NOREPLICAS"})
 _REMEDIES: Final = {
-    "NOAUTH": "it wants a password; set password_env or password_file",
-    "WRONGPASS": "it does not take username and password; correct what password_env or password_file names",
-    "NOPERM": "its user may not do this; docs/tiers.md lists the commands that are used",
+    "NOAUTH": "the server requires a password; set password_env or password_file",
+    "WRONGPASS": "the server refuses username and password; correct username, or the password that password_env or "
+    "password_file names",
+    "NOPERM": "the server's user may not run this command; allow the user +ping +select +get +set +expire +touch "
+    "+exists +unlink +strlen +object|idletime +pttl +scan +dbsize +info, and in a cluster +cluster|slots",
 }
 _T = TypeVar("_T")
 _Ask = Callable[["Server", Sequence[int], bytes], Awaitable[list[Reply]]]
 
 
 class Server:
-    """One server: its connections, which are made when they are wanted, and kept."""
+    """One server and its connections. A connection is made when a call needs it, and kept for later calls."""
 
     def __init__(self, where: str, host: str, lane: Callable[[], ServerConnection], spec: RedisSpec) -> None:
-        """Do not connect yet. `where`: what it is called in errors."""
+        """Make a server without connections. `where`: the server's name in errors."""
         self.where, self.host = where, host
         self._lane, self._timeout_s = lane, spec.timeout_ms_max / 1000
         self._lanes = spec.lanes
@@ -65,17 +67,17 @@ class Server:
         self._asks = anyio.Semaphore(ASK_LANES)
         self._threads = anyio.CapacityLimiter(2 * spec.lanes + ASK_LANES)
         self._idle: list[ServerConnection] = []
-        self._connecting: set[ServerConnection] = set()  # also of calls that were cancelled
+        self._connecting: set[ServerConnection] = set()  # includes connections of cancelled calls
         self._closed = False
 
     async def ask(self, commands: bytes, count: int, shape: ReplyBounds = SHORT) -> list[Reply]:
-        """Send `count` commands at once and return their replies, which must fit into `shape`. Raises TierError."""
+        """Send `count` commands in one batch and return their replies, bounded by `shape`. Raises TierError."""
         return await self.use(self._asks, lambda lane: lane.ask(commands, count, shape))
 
     async def use(self, gate: anyio.Semaphore, work: Callable[[ServerConnection], _T]) -> _T:
-        """Run `work` with a connection in a thread, when `gate` lets it. Raises TierError.
+        """Acquire `gate`, then run `work` with a connection in a thread. Raises TierError.
 
-        A connection is used again only after work that has ended well.
+        A connection is reused only if `work` has ended without an exception.
         """
         async with gate:
             lane = self._kept() or await self._connect()
@@ -85,9 +87,9 @@ class Server:
                 lane.close()
                 if not isinstance(error, OSError):
                     raise
-                self._drop()  # the others have probably failed for the same reason
+                self._drop()  # the idle connections have probably failed, too
                 await anyio.lowlevel.checkpoint_if_cancelled()
-                raise TierError(f"{self.where}: {reason(error)}") from None
+                raise TierError(f"{self.where}: {connection_reason(error)}") from None
             self._idle.append(lane)
             if self._closed:
                 self._drop()
@@ -100,13 +102,13 @@ class Server:
         one: Callable[[ServerConnection, int], Reply],
         asking: bytes,
     ) -> list[Reply]:
-        """Run `one` for each index over one connection: more would be no quicker, and are left to other calls.
+        """Run `one` for each index over one connection, because several connections would not be faster.
 
-        `asking`: a command to send before each; empty: none.
+        `asking`: a command to send before each call of `one`; empty: no command.
         """
 
         def each(lane: ServerConnection, index: int) -> Reply:
-            if lane.closed:  # the value before was too long
+            if lane.closed:  # closed because the previous value was too long
                 lane.connect()
             if asking:
                 lane.ask(asking, 1)
@@ -115,12 +117,12 @@ class Server:
         return await self.use(getattr(self, use), lambda lane: [each(lane, index) for index in at])
 
     def retire(self) -> None:
-        """Close idle connections now, and those in use when their work has ended."""
+        """Close idle connections now, and each connection in use at the end of its work."""
         self._closed = True
         self._drop()
 
     async def close(self) -> None:
-        """Wait for what is under way, and disconnect."""
+        """Wait for the calls in progress, and disconnect."""
         self.retire()
         for gate, count in ((self.reads, self._lanes), (self.writes, self._lanes), (self._asks, ASK_LANES)):
             for _ in range(count):
@@ -151,45 +153,45 @@ class Server:
                 self._connecting.discard(lane)
 
         try:
-            with anyio.fail_after(self._timeout_s):  # also for what has no time limit of its own: a name to resolve
+            with anyio.fail_after(self._timeout_s):  # limits name resolution, too, which has no time limit
                 await anyio.to_thread.run_sync(connect, abandon_on_cancel=True, limiter=self._threads)
         except BaseException as error:
             lane.stop()
             if not isinstance(error, OSError):
                 raise
-            raise TierError(f"{self.where}: no connection: {_explained(reason(error))}") from None
+            raise TierError(f"{self.where}: no connection: {_explained(connection_reason(error))}") from None
         return lane
 
 
 class Servers:
-    """The one server that is configured, or all primaries of its cluster."""
+    """The configured server, or all primaries of its cluster."""
 
     def __init__(self, name: str, spec: RedisSpec, lane: Callable[[str, int], ServerConnection]) -> None:
-        """Not opened. `name`: the tier's; `lane` makes a connection to host and port, not yet connected."""
+        """Make closed servers. `name`: the tier's name. `lane` makes an unconnected connection for (host, port)."""
         self.name, self._cluster, self._spec, self._lane = name, spec.cluster, spec, lane
         self._servers: dict[tuple[str, int], Server] = {}
-        """All known servers, the configured one first; empty while it is not open."""
-        self._slots: list[Server | None] = []  # of a cluster; none: to be asked for
+        """All known servers, the configured server first. Empty before `open` and after `close`."""
+        self._slots: list[Server | None] = []  # the primary of each hash slot; empty: not known
         self._layout = anyio.Lock()
 
     async def open(self) -> None:
-        """Start without connections, also after `close`."""
+        """Open without connecting. May be called again after `close`."""
         await self.close()
         at = (self._spec.host, self._spec.port)
         self._servers = {at: self._make(*at)}
 
     async def close(self) -> None:
-        """Finish what is under way, and disconnect."""
+        """Finish the calls in progress, and disconnect."""
         servers, self._servers, self._slots = self._servers, {}, []
         for server in servers.values():
             await server.close()
 
     async def each(self, names: Sequence[bytes], verb: bytes, *options: bytes) -> list[Reply]:
-        """Send one command per name, all at once. Raises TierError if one is refused."""
+        """Send one command per name, in one batch per server. Raises TierError if a server refuses a command."""
 
         async def ask(server: Server, at: Sequence[int], asking: bytes) -> list[Reply]:
             commands = per_name(verb, [names[index] for index in at], *options, before=asking)
-            each = 2 if asking else 1  # replies to a name: the last one is the command's
+            each = 2 if asking else 1  # the number of replies per name; the last reply is that to the command
             return (await server.ask(commands, len(at) * each))[each - 1 :: each]
 
         replies = await self.spread(names, ask)
@@ -199,10 +201,10 @@ class Servers:
         return replies
 
     async def spread(self, names: Sequence[bytes], ask: _Ask) -> list[Reply]:
-        """Ask every server for the names (by index) that it has.
+        """Call `ask` for every server with the indices of the names that the server has.
 
-        A layout that turns out to be old is renewed, once. Names that are on their way to another server, within a slot
-        that is being moved, are asked for there, this once: the layout stays.
+        If a reply shows that the layout is outdated, the layout is read again, once. If a name's slot is being migrated
+        and the name has moved, `ask` is called for the new server. The stored layout does not change.
         """
         everything = range(len(names))
         if not self._cluster:
@@ -226,7 +228,7 @@ class Servers:
     async def _meanwhile(
         self, names: Sequence[bytes], indices: Sequence[int], replies: dict[int, Reply], ask: _Ask
     ) -> dict[int, Reply]:
-        """Follow ASK redirections: ask the server to which a name's slot is being migrated."""
+        """Follow ASK redirections: call `ask` for the server to which a name's slot is being migrated."""
         homes: dict[Server, list[int]] = {}
         for index in indices:
             message = _THERE.fullmatch(str(replies[index]))
@@ -237,7 +239,7 @@ class Servers:
         return await self._at(homes, ask, ASKING)
 
     def _home(self, name: bytes) -> Server:
-        slot = crc_hqx(name, 0) % SLOTS  # no name has braces
+        slot = crc_hqx(name, 0) % SLOTS  # the CRC of the whole name, because no name has braces
         server = self._slots[slot] if self._slots else None
         if server is None:
             raise TierError(f"{self.name}: no server of the cluster has slot {slot}")
@@ -253,7 +255,7 @@ class Servers:
         return replies
 
     async def everywhere(self, commands: bytes, count: int, shape: ReplyBounds = SHORT) -> list[list[Reply]]:
-        """Send commands to all primaries."""
+        """Send the same commands to all primaries, and return the replies of each primary."""
         out: list[list[Reply]] = []
 
         async def part(server: Server) -> None:
@@ -263,7 +265,10 @@ class Servers:
         return out
 
     async def _together(self, part: Callable[[Server], Awaitable[None]], servers: Iterable[Server]) -> None:
-        """Run `part` for all servers at once, to the end. Raises the first TierError; the layout is renewed then."""
+        """Run `part` for all servers concurrently until every call has ended. Raises the first TierError.
+
+        After an error the next call reads the layout again.
+        """
         errors: list[TierError] = []
 
         async def one(server: Server) -> None:
@@ -280,7 +285,7 @@ class Servers:
             raise errors[0]
 
     async def primaries(self) -> list[Server]:
-        """Return the servers that values are on. Raises TierError."""
+        """Return the servers that store values. Raises TierError."""
         if not self._cluster:
             return [self._first()]
         await self._refresh()
@@ -292,7 +297,7 @@ class Servers:
         raise TierError(f"{self.name}: it is not open")
 
     async def _refresh(self) -> None:
-        """Learn which server has which slots, if that is not known."""
+        """Ask servers for the mapping from slots to servers, if the mapping is not known."""
         async with self._layout:
             if self._slots:
                 return
@@ -310,7 +315,7 @@ class Servers:
                     group.cancel_scope.cancel()
 
             async with anyio.create_task_group() as group:
-                for server in (first, *random.sample(others, min(len(others), PROBES_MAX - 1))):  # any will do
+                for server in (first, *random.sample(others, min(len(others), PROBES_MAX - 1))):  # any reply is enough
                     group.start_soon(probe, server)
             if not found:
                 raise errors[0]
@@ -326,20 +331,20 @@ class Servers:
                 if not (0 <= low <= high < SLOTS and isinstance(port, int) and _HOST.fullmatch(place[0])):
                     raise ValueError  # noqa: TRY301
                 taken += high - low + 1
-                if taken > SLOTS:  # two for one slot
+                if taken > SLOTS:  # a slot has two primaries
                     raise ValueError  # noqa: TRY301
                 slots[low : high + 1] = [self._reach(place, servers)] * (high - low + 1)
         except (TypeError, ValueError, AttributeError):
             raise self.odd("CLUSTER SLOTS") from None
         if not any(slots):
-            raise TierError(f"{self.name}: the cluster has given its slots to no server")
+            raise TierError(f"{self.name}: no server of the cluster has any slots")
         for place, server in self._servers.items():
             if place not in servers:
                 server.retire()
         self._servers, self._slots = servers, slots
 
     def _reach(self, place: tuple[str, int], servers: dict[tuple[str, int], Server]) -> Server:
-        """Return the server at a place that the cluster has named, and note it in `servers`. Raises TierError."""
+        """Return the server at `place`, which the cluster has named, and add it to `servers`. Raises TierError."""
         host, port = place
         if place not in servers:
             if not 0 < port < 1 << 16 or len(servers) >= SERVERS_MAX:
@@ -347,13 +352,13 @@ class Servers:
             if not self._trusted(host):
                 raise TierError(
                     f"{self.name}: the cluster names {host}:{port}, which is not {self._spec.host} and not in "
-                    "cluster_hosts: it is not given the password; list the cluster's hosts in cluster_hosts"
+                    "cluster_hosts, so the password is not sent to it; list the cluster's hosts in cluster_hosts"
                 )
             servers[place] = self._servers.get(place) or self._make(*place)
         return servers[place]
 
     def _trusted(self, host: str) -> bool:
-        """Whether a host may be connected to: it is sent the password at once. Anybody may be, where there is none."""
+        """Whether kvpipe may connect to `host`, which receives the password. Without a password any host is trusted."""
         spec = self._spec
         secret = spec.password_env or spec.password_file is not None
         return not secret or host == spec.host or hosts.among(host, spec.cluster_hosts)
@@ -362,20 +367,20 @@ class Servers:
         return Server(f"{self.name} at {host}:{port}", host, partial(self._lane, host, port), self._spec)
 
     def odd(self, verb: str) -> TierError:
-        """Return the error for an answer of another shape than the command's."""
+        """Return the error for a reply to the command `verb` that has an unexpected form."""
         return TierError(f"{self.name}: the answer to {verb} cannot be read")
 
     def done(self, reply: Reply) -> Reply:
-        """Return a reply. Raises TierError if it is a refusal."""
+        """Return `reply`. Raises TierError if `reply` is an error reply."""
         if isinstance(reply, ErrorReply):
             raise self.refused(reply)
         return reply
 
     def refused(self, reply: ErrorReply) -> TierError:
-        """Return the error for a refusal."""
+        """Return the error to raise for an error reply."""
         kind = TierFullError if reply.code in _FULL else TierError
         if reply.code == "MOVED" and not self._cluster:
-            return kind(f"{self.name}: {reply} (it belongs to a cluster; set cluster to true)")
+            return kind(f"{self.name}: {reply} (the server belongs to a cluster; set cluster to true)")
         return kind(f"{self.name}: {_explained(reply)}")
 
 

@@ -1,4 +1,4 @@
-"""The configuration of a Redis or Valkey tier. Imports no client."""
+"""The configuration of a Redis or Valkey tier. This module imports no client."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from urllib.parse import SplitResult, unquote
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from kvpipe.errors import ConfigError
+from kvpipe.inputs.values import LocalPath, Variable, no_bool
 from kvpipe.tiers import hosts
 from kvpipe.tiers.base import Tier
-from kvpipe.tiers.redis.resp import reason
+from kvpipe.tiers.redis.resp import connection_reason
 from kvpipe.tiers.spec import TierSpec, secret
-from kvpipe.values import LocalPath, Variable, no_bool
 
 PORT: Final = 6379
 
@@ -34,34 +34,45 @@ class RedisSpec(TierSpec):
         pattern=r"^[^\s/@?#=&\x00]+$",
         max_length=255,
     )
-    port: Annotated[int, BeforeValidator(no_bool), Field(gt=0, lt=65536)] = Field(PORT, description="Its port.")
+    port: Annotated[int, BeforeValidator(no_bool), Field(gt=0, lt=65536)] = Field(
+        PORT, description="Port of the server."
+    )
     db: Annotated[int, BeforeValidator(no_bool), Field(ge=0, lt=1 << 31)] = Field(0, description="Database number.")
-    cluster: bool = Field(default=False, description="It is a cluster: values are spread over its primaries.")
-    cluster_hosts: Annotated[str, AfterValidator(hosts.check)] = Field(
+    cluster: bool = Field(
+        default=False,
+        description="Whether the server belongs to a cluster. Values are then spread over the cluster's primaries.",
+    )
+    cluster_hosts: Annotated[str, AfterValidator(hosts.check_hosts)] = Field(
         "",
-        description="Hosts of the cluster, beside `host`, that are given the password: names, addresses, `*.DOMAIN` or "
-        "networks such as `10.0.0.0/8`, separated by commas.",
+        description="Hosts of the cluster, in addition to `host`, to which the password is sent: names, "
+        "addresses, `*.DOMAIN` or networks such as `10.0.0.0/8`, separated by commas.",
         max_length=4000,
     )
-    username: str = Field("", description="User of its access control list; empty: `default`.", repr=False)
+    username: str = Field("", description="User in the server's access control list. Empty: `default`.", repr=False)
     password_env: Variable = Field("", description="Environment variable with the password.")
     password_file: LocalPath | None = Field(None, description="File with the password.")
-    tls: bool = Field(default=False, description="Encrypt the connection; certificate and host name are verified.")
-    tls_ca_file: LocalPath | None = Field(None, description="Authorities to trust instead of the system's (PEM).")
-    tls_cert_file: LocalPath | None = Field(None, description="Certificate to show to the server (PEM).")
-    tls_key_file: LocalPath | None = Field(None, description="Its private key (PEM).")
+    tls: bool = Field(
+        default=False, description="Encrypt the connection, and verify the server's certificate and host name."
+    )
+    tls_ca_file: LocalPath | None = Field(
+        None, description="File with the certificate authorities to trust (PEM), instead of the system's."
+    )
+    tls_cert_file: LocalPath | None = Field(None, description="File with the certificate to show to the server (PEM).")
+    tls_key_file: LocalPath | None = Field(None, description="File with the private key of `tls_cert_file` (PEM).")
     ttl_s: Annotated[int, BeforeValidator(no_bool), Field(ge=0, le=10 * 366 * 86400)] = Field(
-        0, description="Values that were not used for so long are dropped by the server; 0: never for their age."
+        0,
+        description="Seconds after which the server drops a value that was not used. 0: no value is dropped "
+        "for its age.",
     )
     prefix: str = Field(
-        "kvpipe", description="What the server's keys begin with, before a ':'.", pattern=r"^[A-Za-z0-9_.:-]{1,64}$"
+        "kvpipe", description="Beginning of the server's keys, before a ':'.", pattern=r"^[A-Za-z0-9_.:-]{1,64}$"
     )
 
     @model_validator(mode="before")
     @classmethod
     def _no_password(cls, given: object) -> object:
         if isinstance(given, dict) and "password" in given:
-            raise ValueError(f"a password is not written into the configuration; {_REMEDY}")
+            raise ValueError(f"the configuration must not contain a password; {_REMEDY}")
         return given
 
     @model_validator(mode="after")
@@ -77,16 +88,20 @@ class RedisSpec(TierSpec):
             raise ValueError("tls_cert_file and tls_key_file belong together; set both or neither")
         return self
 
+    def is_local(self) -> bool:
+        """See `TierSpec.is_local`. A server on this host is not recognized: set `announce` for it."""
+        return False
+
     @classmethod
     def from_url(cls, url: SplitResult) -> dict[str, Any]:
         """See `TierSpec.from_url`: redis://HOST:6379/DB, rediss:// for TLS."""
         if url.password is not None:
-            raise ValueError(f"a password is not written into a URL; {_REMEDY}")
+            raise ValueError(f"a URL must not contain a password; {_REMEDY}")
         if not url.hostname:
             raise ValueError("the host is missing; write redis://HOST:6379/0")
         db = url.path.strip("/")
         if not re.fullmatch(r"[0-9]{0,10}", db):
-            raise ValueError("its path is no number of a database; write redis://HOST:6379/0")
+            raise ValueError("the path is not the number of a database; write redis://HOST:6379/0")
         message = {
             "host": url.hostname,
             "port": url.port,
@@ -96,7 +111,7 @@ class RedisSpec(TierSpec):
         }
         return {key: value for key, value in message.items() if value is not None}
 
-    def make(self, name: str, *, writes: bool = True) -> Tier:  # noqa: ARG002  (connections are made when they are wanted)
+    def make(self, name: str, *, writes: bool = True) -> Tier:  # noqa: ARG002  (connections are made on first use)
         """See `TierSpec.make`."""
         if importlib.util.find_spec("redis") is None:
             raise ConfigError(f"kvpipe: tier {name} needs the redis client; run pip install 'kvpipe[redis]'")
@@ -111,13 +126,16 @@ class RedisSpec(TierSpec):
         return RedisTier(name, self, password.get_secret_value() if password else "")
 
     def tls_context(self) -> ssl.SSLContext:
-        """Read the certificates, which may have been renewed. Raises OSError naming the key whose file is wrong."""
+        """Return a TLS context with the certificates, which are read again because they may have been renewed.
+
+        Raises OSError, which names the configuration key whose file cannot be used.
+        """
         what = f"tls_ca_file={self.tls_ca_file}"
         try:
             context = ssl.create_default_context(cafile=self.tls_ca_file)
             if self.tls_cert_file is not None:
                 what = f"tls_cert_file={self.tls_cert_file}, tls_key_file={self.tls_key_file}"
-                context.load_cert_chain(self.tls_cert_file, self.tls_key_file, password="")  # never ask the terminal
+                context.load_cert_chain(self.tls_cert_file, self.tls_key_file, password="")  # do not prompt
         except OSError as error:
-            raise OSError(f"{what} cannot be used ({reason(error)}); give readable PEM files") from None
+            raise OSError(f"{what} cannot be used ({connection_reason(error)}); give readable PEM files") from None
         return context

@@ -1,7 +1,7 @@
-"""Redis and Valkey: values are strings of the server, one server or a cluster.
+"""The Redis and Valkey tier: values are strings on one server, or on the servers of a cluster.
 
-The server makes room by its own `maxmemory-policy`. A value's time to live, and its place in the server's order of use,
-are renewed whenever it is read or written again.
+The server evicts values by its own `maxmemory-policy`. Each read and each further write of a value renews its time to
+live and its place in the server's order of use.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from kvpipe.tiers.redis.spec import RedisSpec
 
 SCAN_KEYS: Final = 1000
 LISTED: Final = ReplyBounds(items=16 * SCAN_KEYS, bytes=8 << 20, depth=2)
-"""Bounds on a page of SCAN; a server may send more than COUNT."""
+"""Bounds on a page of SCAN, which may have more keys than COUNT."""
 INFO: Final = ReplyBounds(bytes=64 << 10)
 
 
 class RedisTier:
-    """See `Tier`."""
+    """A `Tier` on a Redis or Valkey server, or on a cluster."""
 
     def __init__(self, name: str, spec: RedisSpec, password: str) -> None:
-        """`password`: "" for none. It connects in `open`."""
+        """Make a tier, which connects in `open`. `password`: "" for none."""
         self.name, self._servers = name, Servers(name, spec, dialling(spec, password))
         self._prefix, self._ttl_s = f"{spec.prefix}:", spec.ttl_s
         self._ttl = [str(spec.ttl_s).encode()] if spec.ttl_s else []
@@ -54,7 +54,7 @@ class RedisTier:
         return [self._seen(get, reply) for get, reply in zip(gets, replies, strict=True)]
 
     async def write(self, puts: Sequence[Put]) -> list[Written]:
-        """See `Tier.write`. A value that is there already is not sent; its time to live is renewed."""
+        """See `Tier.write`. A value that the server already has is not sent, but its time to live is renewed."""
         for put in puts:
             if put.size > VALUE_BYTES_MAX:
                 msg = (
@@ -74,7 +74,7 @@ class RedisTier:
         )
         out = [Written.PRESENT] * len(puts)
         for index, reply in zip(absent, replies, strict=True):
-            if self._servers.done(reply) is not None:  # else another was quicker
+            if self._servers.done(reply) is not None:  # None: another client has stored the value first
                 out[index] = Written.STORED
         return out
 
@@ -83,7 +83,7 @@ class RedisTier:
         return sum(reply == 1 for reply in await self._servers.each(self._names(keys), b"UNLINK"))
 
     async def capacity(self) -> Capacity:
-        """See `Tier.capacity`. It counts all keys of the database, and all memory of the servers, kvpipe's or not."""
+        """See `Tier.capacity`. Counts all keys of the database and all memory of the servers, not only kvpipe's."""
         items, used, most = 0, 0, []
         for reply in await self._servers.everywhere(command(b"INFO", b"memory") + command(b"DBSIZE"), 2, INFO):
             match reply:
@@ -102,7 +102,8 @@ class RedisTier:
 
     async def scan(self) -> AsyncIterator[Entry]:
         """See `Tier.scan`."""
-        seen: set[int] = set()  # a server lists keys twice while it grows its table; hashes are shorter than keys
+        # A server may list keys twice while it resizes its table. Hashes take less memory than keys.
+        seen: set[int] = set()
         for server in await self._servers.primaries():
             cursor, wanted = b"0", f"{self._prefix}*".encode()
             while True:
@@ -129,20 +130,21 @@ class RedisTier:
         return [f"{self._prefix}{key.text}".encode() for key in keys]
 
     async def _entries(self, server: Server, names: Sequence[bytes]) -> list[Entry]:
-        """Return those of `names` that are values of kvpipe's and still there."""
+        """Return the entries of those `names` that are kvpipe's values and still exist."""
         age = (b"PTTL",) if self._ttl else (b"OBJECT", b"IDLETIME")
-        asks = [command(b"STRLEN", name) + command(*age, name) for name in names]
+        asks = [command(*age, name) + command(b"STRLEN", name) for name in names]  # STRLEN counts as a use
         replies = await server.ask(b"".join(asks), 2 * len(names))
         out = []
-        for name, size, reported in zip(names, replies[::2], replies[1::2], strict=True):
+        for name, reported, size in zip(names, replies[::2], replies[1::2], strict=True):
             if isinstance(size, int) and size:
-                with contextlib.suppress(ValueError):  # a key of somebody else's
+                with contextlib.suppress(ValueError):  # the key is not kvpipe's
                     key = Key.parse(name.decode("ascii").removeprefix(self._prefix))
                     out.append(Entry(key, size, self._age(reported)))
         return out
 
     def _age(self, reported: Reply) -> float | None:
-        if not isinstance(reported, int) or reported < 0:  # it counts uses instead of time, or the value lives for ever
+        # The server counts uses instead of idle time, or the value has no time to live.
+        if not isinstance(reported, int) or reported < 0:
             return None
         return max(0.0, self._ttl_s - reported / 1000) if self._ttl else float(reported)
 

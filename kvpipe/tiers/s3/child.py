@@ -1,12 +1,13 @@
-"""The process that runs the object store's client for `tier.py`. Started by its path: it imports nothing of kvpipe.
+"""The program of the process that runs the object store's client for `tier.py`.
 
-The client reads the answers of errors and listings whole, however long. So it has a process of its own, whose memory is
-limited: a store that sends too much ends this process, and the engine starts another.
+The client reads error answers and listings completely, whatever their length. So the client has a separate process
+with limited memory. A store that sends too many bytes ends this process, and the engine starts a new process.
 
-Arguments: the descriptors of the shared memory, of the control socket, and of one socket per lane. The parent sends the
-settings over the control socket and receives how the start went. Then it asks on the lanes, one question at a time on
-each: ``[operation, argument …]``, answered by ``[why not, answer]``. A lane's value lies in its stretch of the shared
-memory. The process ends when the control socket does, or its parent.
+The program is started by its path and imports nothing of kvpipe. Its arguments are the descriptors of the shared
+memory, of the control socket, and of one socket per lane. The parent sends the settings over the control socket, and
+receives ``ready`` or the reason for a failure. Then the parent asks on each lane one question at a time. A question is
+``[operation, argument …]``, and its answer is ``[error or "", answer]``. The value of a lane is in the lane's range of
+the shared memory. The process ends when the control socket closes or the parent ends.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import re
 import resource
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import islice
@@ -33,20 +34,25 @@ MESSAGE_BYTES_MAX: Final = 1 << 20
 CANCEL: Final = b"cancel"
 FULL: Final = "full"
 HEADS_PER_LANE: Final = 16
-"""Questions under way at once, for each lane: they carry no values."""
+"""The most concurrent requests without values, per lane."""
 RETRIES: Final = 2
 PIECE_BYTES: Final = 1 << 20
-"""Bytes of a body that are buffered while it is read, before they are in the lane's memory."""
+"""Bytes of a body that are buffered before they are copied to the lane's memory."""
 DATA_BYTES: Final = 64 << 20
 LANE_DATA_BYTES: Final = 24 << 20
-"""What the process may take beyond its code, and for each lane: pieces of bodies, connections, stacks of threads."""
+"""The limits of data memory in bytes: for the process, beyond the memory in use at its start, and in addition per lane.
+
+The memory contains pieces of bodies, connections and stacks of threads.
+"""
 PAGE, ENTRIES_MAX = 1000, 500
 NAME_CHARS_MAX: Final = 190
-"""A longer name is not a key's, and is not reported: an answer must fit into one message of a local socket."""
+"""The length of the longest name that is reported. A longer name is not the name of a key. The limit is needed because
+an answer must fit into one message of a local socket.
+"""
 POLL_S: Final = 0.001
 PARENT_S: Final = 1.0
 ABSENT: Final = "kvpipe-health"
-"""Name of the object that a health check asks for; no key has it."""
+"""The name of the object that a health check asks for. No key has this name."""
 
 _MISSING, _EXISTS, _OUTSIDE, _UNKNOWN, _FULL, _DENIED = 404, 412, 416, 501, 507, (401, 403)
 _FULL_CODE = re.compile(r"Quota|StorageFull|InsufficientStorage|NoSpace")
@@ -56,44 +62,52 @@ _STATUS = re.compile(r"status(?: code)?: ([0-9]{3})")
 _STATUSES: Final = {"FileNotFoundError": _MISSING, "AlreadyExistsError": _EXISTS}
 _REASONS: Final = {
     "169.254.169.254": "there are no credentials; set access_key_env and secret_key_env, or give the machine a role",
-    "Connection refused": "connection refused; see that the store runs, and endpoint",
-    "dns error": "no such host; see endpoint, or bucket and region",
-    "InvalidCertificate": "its certificate is not trusted; see the system's certificates, and endpoint",
+    "Connection refused": "connection refused; check that the store runs, and check endpoint",
+    "dns error": "no such host; check endpoint, or bucket and region",
+    "InvalidCertificate": "its certificate is not trusted; check the system's certificates, and endpoint",
     "TimedOut": "no answer within timeout_ms_max",
     "kind: Timeout": "no answer within timeout_ms_max",
     "scheme is not allowed": "http is not allowed; write https, or set allow_http",
 }
 _PROXIES: Final = ("http_proxy", "https_proxy", "all_proxy")
-_CLOUD: Final = ("169.254.169.254", "169.254.170.2", "169.254.170.23", "amazonaws.com", "amazonaws.com.cn", "api.aws")
-"""Hosts of the cloud's store and of its usual sources of credentials, beside those that `AWS_` variables name."""
+_CLOUDS: Final = {
+    "s3": ("amazonaws.com", "amazonaws.com.cn", "api.aws", "169.254.169.254", "169.254.170.2", "169.254.170.23"),
+    "gs": ("googleapis.com", "accounts.google.com", "metadata.google.internal", "metadata", "169.254.169.254"),
+    "az": ("core.windows.net", "fabric.microsoft.com", "login.microsoftonline.com", "169.254.169.254"),
+}
+"""The hosts of each cloud's store and of its usual sources of credentials. Subdomains of these hosts are included."""
+_METADATA: Final = "GCE_METADATA_"
+_VARIABLES: Final = {"s3": ("AWS_",), "gs": ("GOOGLE_", _METADATA), "az": ("AZURE_", "AZURITE_", "IDENTITY_")}
+"""The prefixes of environment variables that name further hosts, in their values or in the files that they name."""
+_URL: Final = re.compile(r"https?://[^\s\"'<>,]+")
 _T = TypeVar("_T")
 
 
 class StoreError(Exception):
-    """The store cannot be used, or has answered something else than was asked: `status` is HTTP's; 0: not known."""
+    """The store cannot be used, or has refused a request. `status`: the HTTP status; 0: not known."""
 
     def __init__(self, message: str, status: int = 0, *, full: bool = False) -> None:
-        """`message` shows no secret. `full`: there is no room."""
+        """`message`: a text without secrets. `full`: whether the store has no room."""
         super().__init__(message)
         self.status, self.full = status, full
 
 
 class _Range(NamedTuple):
-    """How the read of a range of a value ended; `version` is the store's name for what it read."""
+    """How the read of a range of a value ended. `version`: the ETag of the object that was read."""
 
     read: str
     version: str | None = None
 
 
 class Client:
-    """Objects in a bucket. Safe for many clients: an object is whole when it appears, and is not replaced.
+    """The client of a bucket. Several clients can share a bucket, because objects appear whole and are not overwritten.
 
-    A method that was cancelled has let go of the memory that it was given.
+    After a method was cancelled, the client does not touch the memory that was passed to the method.
     """
 
     def __init__(self, given: dict[str, Any]) -> None:
-        """Do not connect yet. `given`: see `S3Tier`. Raises StoreError."""
-        import obstore.exceptions  # noqa: PLC0415  (what hinders it can be reported)
+        """Make the client without connecting. `given`: see `S3Tier.settings`. Raises StoreError."""
+        import obstore.exceptions  # noqa: PLC0415  (imported here, so that a failed import can be reported)
         import obstore.store  # noqa: PLC0415
 
         self.api: Any = obstore
@@ -102,49 +116,59 @@ class Client:
         self._conditional = True  # the store supports "do not replace an object"
         self._reads, self._writes = asyncio.Semaphore(given["lanes"]), asyncio.Semaphore(given["lanes"])
         self._heads = asyncio.Semaphore(given["lanes"] * HEADS_PER_LANE)
-        self._nobody = socket.socket()  # bound, so that nobody else listens there
+        self._nobody = socket.socket()  # bound but not listening, so that connections to its port are refused
         self._nobody.bind(("127.0.0.1", 0))
-        self.asks = self._store(read_timeout=timedelta(seconds=self._timeout_s))  # with a limit on silence
-        self.puts = self._store()  # without: a store is silent while it is sent a body
+        self.asks = self._store(read_timeout=timedelta(seconds=self._timeout_s))
+        self.puts = self._store()  # without a read timeout, because a store sends nothing while it receives a body
         self._pages: AsyncIterator[Any] = self.api.list(self.asks)
 
-    def _store(self, **client: object) -> Any:  # noqa: ANN401  (it has no types)
+    def _store(self, **client: object) -> Any:  # noqa: ANN401  (obstore has no types)
         given, wait = self._given, timedelta(seconds=self._timeout_s)
         client |= {"allow_http": given["allow_http"], "connect_timeout": wait, "timeout": timedelta(days=1)}
         backoff = {"init_backoff": wait / 40, "max_backoff": wait / 4, "base": 2}
         retry = {"max_retries": RETRIES, "retry_timeout": wait, "backoff": backoff}
         options: dict[str, object] = dict(given["keys"])
         options |= {key: given[key] for key in ("endpoint", "region") if given[key]}
-        if given["url"].startswith("s3:"):
-            options["unsigned_payload"] = True  # a value has its own checksum; this one would take as long as the PUT
-            client |= self._elsewhere()
+        scheme, _, place = given["url"].partition("://")
+        if scheme == "s3":
+            # Payloads are not signed, because values have checksums, and a signature would take as long as the PUT.
+            options["unsigned_payload"] = True
+        if scheme == "az":  # the client's URL must not contain the account
+            options["account_name"], _, place = place.partition("/")
+        client |= self._elsewhere(scheme)
         try:
-            return self.api.store.from_url(given["url"], client_options=client, retry_config=retry, **options)
+            return self.api.store.from_url(f"{scheme}://{place}", client_options=client, retry_config=retry, **options)
         except (self.api.exceptions.BaseError, OSError, ValueError) as error:
             raise self._failure("set up", error) from None
 
-    def _elsewhere(self) -> dict[str, object]:
-        """Return options by which requests to hosts that are not the store's fail.
+    def _elsewhere(self, scheme: str) -> dict[str, object]:
+        """Return options that make requests to hosts other than the store's fail.
 
-        The client follows redirects, with the value that it stores, and has no option against that. So all other hosts
-        are behind a proxy that refuses every connection. Where the environment names a proxy, that one decides.
+        The client follows redirects and sends the value to the new host, and has no option against this. So the options
+        name a proxy for all other hosts, and this proxy refuses every connection. If the environment names a proxy for
+        the store, that proxy is used instead, and must refuse other hosts.
         """
-        if any(os.environ.get(name) or os.environ.get(name.upper()) for name in _PROXIES):
+        endpoint = self._given["endpoint"]
+        alone = bool(endpoint and self._given["keys"])
+        if _proxied(urlsplit(endpoint).hostname if alone else None):
             return {}
-        where = [self._given["endpoint"], *(value for name, value in os.environ.items() if name.startswith("AWS_"))]
-        hosts = {str(urlsplit(one).hostname or "") for one in where if "://" in one} - {""}
-        if not (self._given["endpoint"] and self._given["keys"]):
-            hosts |= set(_CLOUD)
+        hosts = _named_hosts(endpoint, *_values_of(_VARIABLES[scheme]))
+        if not alone:
+            hosts |= set(_CLOUDS[scheme])
+        if endpoint and not alone:  # only the credentials come from the cloud
+            region = self._given["region"] or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+            hosts -= {"amazonaws.com", "amazonaws.com.cn", "api.aws"}
+            hosts |= {f"sts{part}.amazonaws.com{end}" for part in ("", f".{region}") for end in ("", ".cn")}
         return {"proxy_url": f"http://127.0.0.1:{self._nobody.getsockname()[1]}", "proxy_excludes": ",".join(hosts)}
 
     async def health(self) -> None:
-        """Return if the store answers."""
+        """Return if the store answers. Raises StoreError if it does not."""
         await self._try({_MISSING}, "GET", lambda: self.api.get_async(self.asks, ABSENT))
 
     # ---- values ---------------------------------------------------------------------------------------------------
 
     async def exists(self, names: Sequence[str]) -> list[bool]:
-        """Return which are there: a question each. A listing would have to name everybody's values."""
+        """Return, for each name, whether the object exists. Sends one request per name."""
         return await _all(self._heads, [partial(self._there, name) for name in names])
 
     async def _there(self, name: str) -> bool:
@@ -152,7 +176,7 @@ class Client:
         return not isinstance(answer, StoreError)
 
     async def read(self, name: str, into: memoryview) -> str:
-        """Fill `into` with a value of its length, in ranges side by side; return hit, miss or damaged."""
+        """Read a value as long as `into` in concurrent ranges. Returns "hit", "miss" or "damaged"."""
         ranges = [partial(self._range, name, into, at) for at in range(0, len(into), self._step)]
         ends = await _all(self._reads, ranges)
         reads = {end.read for end in ends}
@@ -173,30 +197,30 @@ class Client:
         pieces = answer.stream(min_chunk_size=min(stop - start, PIECE_BYTES))
         async with self._limited("GET", stop - start):
             while (data := await anext(pieces, None)) is not None:
-                if len(data) > stop - start:  # longer than the store announced: no more of it is read
+                if len(data) > stop - start:  # the body is longer than the store announced
                     return _Range("damaged")
                 into[start : start + len(data)] = memoryview(data)
                 start += len(data)
         return _Range("hit", answer.meta["e_tag"]) if start == stop else _Range("damaged")
 
     async def write(self, name: str, value: memoryview) -> bool:
-        """Keep `value`; return whether it was not there already."""
+        """Store `value`. Returns False if the store already has an object of this name."""
         async with self._writes:
             return await self._put(name, value)
 
     async def _put(self, name: str, value: memoryview) -> bool:
-        if await self._there(name):  # its body need not be sent
+        if await self._there(name):  # so that the body is not sent
             return False
-        # In one request: the answer to a multipart upload does not report an object that was there before, and a
-        # client that dies between the parts leaves behind what is paid for and not listed.
+        # The value is sent in one request. The answer to a multipart upload does not report an object that existed
+        # before. A client that dies between two parts leaves parts that are charged and not listed.
         options = {"use_multipart": False, "mode": "create" if self._conditional else "overwrite"}
         view = memoryview(value)
         send = partial(self.api.put_async, self.puts, name, [view], **options)
         try:
             answer = await self._try({_EXISTS, _UNKNOWN}, "PUT", send, len(value))
         finally:
-            while not _released(view):  # the client sends from it, and does not report the end
-                self.api.Bytes()  # any call lets it drop what its threads could not drop without the lock
+            while not _released(view):  # the client still sends from the buffer, and does not report the end
+                self.api.Bytes()  # any call makes the library drop references that its threads dropped without the GIL
                 await asyncio.sleep(POLL_S)
         if not isinstance(answer, StoreError):
             return True
@@ -208,19 +232,20 @@ class Client:
         return await self._put(name, value)
 
     async def delete(self, names: Sequence[str]) -> int:
-        """Drop values; return how many were there."""
+        """Delete objects. Returns how many of the objects existed."""
         there = [name for name, found in zip(names, await self.exists(names), strict=True) if found]
         if there:
             remove = partial(self.api.delete_async, self.asks, there)
-            await self._try({_MISSING}, "DELETE", remove)  # of some stores, where another has deleted it meanwhile
+            # Some stores answer 404 if another client has deleted an object meanwhile.
+            await self._try({_MISSING}, "DELETE", remove)
         return len(there)
 
     async def begin_scan(self) -> None:
-        """List from the beginning."""
+        """Begin a new listing."""
         self._pages = self._listing()
 
     async def scan(self) -> list[tuple[str, int, float]] | None:
-        """Return the next names, with bytes and seconds since they were written; None: the listing has ended."""
+        """Return the next (name, bytes, seconds since the write) of the listing; None: the listing has ended."""
         return await anext(self._pages, None)
 
     async def _listing(self) -> AsyncIterator[list[tuple[str, int, float]]]:
@@ -239,7 +264,7 @@ class Client:
     async def _try(
         self, allowed: set[int], what: str, request: Callable[[], Awaitable[_T]], size: int = 0
     ) -> _T | StoreError:
-        """Make a request as `_ask`, but return a refusal whose status is `allowed`."""
+        """Make a request as `_ask` does, but return, not raise, a StoreError whose status is in `allowed`."""
         try:
             return await self._ask(what, request, size)
         except StoreError as refusal:
@@ -248,13 +273,13 @@ class Client:
             return refusal
 
     async def _ask(self, what: str, request: Callable[[], Awaitable[_T]], size: int = 0) -> _T:
-        """Make a request that moves `size` bytes, and return what it gives. Raises StoreError."""
+        """Make a request that moves `size` bytes, and return its result. Raises StoreError."""
         async with self._limited(what, size):
             return await request()
 
     @asynccontextmanager
     async def _limited(self, what: str, size: int) -> AsyncIterator[None]:
-        """Let too long a wait for `size` bytes end what is inside. Raises StoreError."""
+        """Limit the time of the enclosed code, which moves `size` bytes. Raises StoreError for its errors."""
         try:
             async with asyncio.timeout(self._timeout_s * (1 + size / self._given["slow_bytes"])):
                 yield
@@ -264,7 +289,10 @@ class Client:
             raise self._failure(what, error) from None
 
     def _failure(self, what: str, error: Exception) -> StoreError:
-        """Return what to raise for the client's `error`, whose text may show a signed URL: only known words of it."""
+        """Return the StoreError for the client's `error`.
+
+        The text of `error` may contain a signed URL, so that the message contains only known words of the text.
+        """
         text = str(error)
         for known, why in _REASONS.items():
             if known in text:
@@ -274,16 +302,43 @@ class Client:
         name = code[1] if code else type(error).__name__
         where = f"{self._name}: {what}: {name} ({status})"
         if name in _NO_BUCKET:
-            return StoreError(f"{where}: there is no such bucket; make it, or correct url")
+            return StoreError(f"{where}: the bucket does not exist; create it, or correct url")
         if status == _FULL or _FULL_CODE.search(name):
-            return StoreError(f"{where}: the store has no room; see its quota", full=True)
+            return StoreError(f"{where}: the store has no room; check its quota", full=True)
         if status in _DENIED:
-            return StoreError(f"{where}: see that the keys are right and may get, put, delete, list", status)
+            return StoreError(f"{where}: check that the keys are correct and may get, put, delete and list", status)
         return StoreError(where, status)
 
 
+def _proxied(host: str | None) -> bool:
+    """Return whether the environment names a proxy for `host`, or, if `host` is None, for any host."""
+    if not any(os.environ.get(name) or os.environ.get(name.upper()) for name in _PROXIES):
+        return False
+    from urllib.request import proxy_bypass  # noqa: PLC0415  (large, and rarely used)
+
+    return host is None or not proxy_bypass(host)
+
+
+def _values_of(prefixes: tuple[str, ...]) -> Iterator[str]:
+    """Yield the values of environment variables with one of `prefixes`, and the text of files that the values name."""
+    for name, value in os.environ.items():
+        if name.startswith(prefixes):
+            yield f"http://{value}" if name.startswith(_METADATA) else value
+            with suppress(OSError, ValueError):
+                yield Path(value).read_text("utf-8")
+
+
+def _named_hosts(*texts: str) -> set[str]:
+    """Return the hosts of all URLs in `texts`."""
+    found = set()
+    for url in (url for text in texts for url in _URL.findall(text)):
+        with suppress(ValueError):
+            found.add(urlsplit(url).hostname or "")
+    return found - {""}
+
+
 async def _all(limiter: asyncio.Semaphore, calls: Sequence[Callable[[], Awaitable[_T]]]) -> list[_T]:
-    """Return what `calls` return, in their order, as many at once as `limiter` lets; a StoreError ends them all."""
+    """Run `calls` concurrently within `limiter`, and return their results in order. The first StoreError ends all."""
 
     async def one(call: Callable[[], Awaitable[_T]]) -> _T:
         async with limiter:
@@ -300,7 +355,7 @@ async def _all(limiter: asyncio.Semaphore, calls: Sequence[Callable[[], Awaitabl
 
 
 def _released(view: memoryview) -> bool:
-    """Release `view`; return False while the client still uses it."""
+    """Release `view`. Returns False if the client still uses the buffer."""
     try:
         view.release()
     except BufferError:
@@ -312,14 +367,14 @@ def _released(view: memoryview) -> bool:
 
 
 class ParentChannel:
-    """A socket to the parent, and a stretch of the memory shared with it, as large as a value of it ever was."""
+    """One lane: a socket to the parent, and a range of the shared memory, mapped as far as the largest value so far."""
 
     def __init__(self, wire: socket.socket, memory_fd: int, begin: int) -> None:
         wire.setblocking(False)  # noqa: FBT003
         self._wire, self._memory_fd, self._begin, self._memory = wire, memory_fd, begin, memoryview(b"")
 
     async def serve(self, client: Client) -> None:
-        """Answer questions until the parent closes the lane; `CANCEL` calls the one under way off."""
+        """Answer questions until the parent closes the lane. The message `CANCEL` cancels the question in progress."""
         loop, task = asyncio.get_running_loop(), None
         while message := await loop.sock_recv(self._wire, MESSAGE_BYTES_MAX):
             if message != CANCEL:
@@ -338,10 +393,10 @@ class ParentChannel:
 
 
 def _reply(wire: socket.socket, task: asyncio.Task[Any]) -> None:
-    """Send what the question of a lane has come to: nobody else sends on it, and the last answer was received."""
+    """Send the result of a lane's question. `send` does not block, because the parent has read the last answer."""
     error = None if task.cancelled() else task.exception()
     if task.cancelled():
-        reply: list[Any] = ["it was called off", None]
+        reply: list[Any] = ["the call was cancelled", None]
     elif isinstance(error, StoreError):
         reply = [str(error), FULL if error.full else None]
     elif error is not None:
@@ -358,13 +413,13 @@ def _reply(wire: socket.socket, task: asyncio.Task[Any]) -> None:
 
 
 def _ended(serving: asyncio.Task[None]) -> None:
-    """End the process with a lane that nobody serves any more: the parent would wait on it, and starts another."""
+    """End the process if the task that serves a lane has failed. Otherwise the parent would wait on that lane."""
     if serving.cancelled() or serving.exception() is not None:
         os._exit(1)
 
 
 def limit_memory(lanes: int) -> None:
-    """Let what is taken from now on be bounded by the system: an allocation beyond it fails, and ends the process."""
+    """Limit the memory that the process may allocate from now on. An allocation beyond the limit ends the process."""
     data_pages = int(Path("/proc/self/statm").read_text("ascii").split()[5])
     bytes_max = data_pages * mmap.PAGESIZE + DATA_BYTES + lanes * LANE_DATA_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (bytes_max, bytes_max))
@@ -372,7 +427,7 @@ def limit_memory(lanes: int) -> None:
 
 
 async def main(memory_fd: int, control_fd: int, *lane_fds: int) -> None:
-    """Start, serve, and end with the parent."""
+    """Start the client and serve all lanes. End the process when the parent ends or closes the control socket."""
     parent, loop = os.getppid(), asyncio.get_running_loop()
     control, *wires = (socket.socket(fileno=fd) for fd in (control_fd, *lane_fds))
     try:
@@ -388,7 +443,7 @@ async def main(memory_fd: int, control_fd: int, *lane_fds: int) -> None:
     for task in serving:
         task.add_done_callback(_ended)
     control.send(b"ready")
-    loop.add_reader(control, os._exit, 0)  # the library's own end, and that of its threads, is not waited for
+    loop.add_reader(control, os._exit, 0)  # skips the library's clean-up
     while serving and os.getppid() == parent:  # noqa: ASYNC110  (a fork of the parent may keep the socket open)
         await asyncio.sleep(PARENT_S)
     os._exit(0)

@@ -1,4 +1,4 @@
-"""The configuration of a tier in an object store. Imports no client."""
+"""The configuration of a tier in an object store. This module imports no client."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from urllib.parse import SplitResult, urlsplit
 
 from pydantic import ByteSize, Field, model_validator
 
-from kvpipe.config_errors import name
 from kvpipe.errors import ConfigError
+from kvpipe.inputs.config_errors import safe_name
+from kvpipe.inputs.values import LocalPath, Size, Variable
 from kvpipe.tiers.spec import TierSpec, secret
-from kvpipe.values import LocalPath, Size, Variable
 
 if TYPE_CHECKING:
     from kvpipe.tiers.s3.tier import S3Tier
@@ -26,25 +26,33 @@ class S3Spec(TierSpec):
 
     kind: Literal["s3"] = "s3"
     url: str = Field(description="s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://ACCOUNT/CONTAINER/PREFIX.")
-    endpoint: str = Field("", description="URL of a server of one's own, for s3; empty: that of the cloud.")
+    endpoint: str = Field("", description="URL of your own server, for s3. Empty: the cloud's URL.")
     allow_http: bool = Field(default=False, description="Allow an endpoint without TLS.")
     region: str = Field("", description="Region, for s3; empty: AWS_REGION, or us-east-1.", pattern=r"^[A-Za-z0-9-]*$")
     access_key_env: Variable = Field(
-        "", description="Environment variable with the access key, for s3. None: the cloud's usual sources."
+        "",
+        description="Environment variable with the access key, for s3. If no key is given, the cloud's usual "
+        "sources are used.",
     )
-    access_key_file: LocalPath | None = Field(None, description="File with the same.")
+    access_key_file: LocalPath | None = Field(
+        None, description="File with the access key, instead of `access_key_env`."
+    )
     secret_key_env: Variable = Field("", description="Environment variable with the secret key, for s3.")
-    secret_key_file: LocalPath | None = Field(None, description="File with the same.")
+    secret_key_file: LocalPath | None = Field(
+        None, description="File with the secret key, instead of `secret_key_env`."
+    )
     read_bytes: Annotated[Size, Field(ge=1 << 20, le=1 << 30)] = Field(
-        ByteSize(8 << 20), description="A larger value is read in ranges of so many bytes, side by side."
+        ByteSize(8 << 20),
+        description="Largest range that is read at once, in bytes. A larger value is read in "
+        "ranges of this size, in parallel.",
     )
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
-        url, shown = _split("url", self.url), name(self.url)
+        url, shown = _split("url", self.url), safe_name(self.url)
         example = "az://ACCOUNT/CONTAINER/PREFIX" if url.scheme == "az" else f"{url.scheme or 's3'}://BUCKET/PREFIX"
         if "@" in url.netloc:
-            raise ValueError("url: a key is not written into a URL; name a variable in access_key_env, secret_key_env")
+            raise ValueError("url: a URL must not contain a key; name a variable in access_key_env, secret_key_env")
         if url.scheme not in SCHEMES or not url.netloc or url.query or url.fragment:
             raise ValueError(f"url={shown!r} names no bucket; write {example}")
         if url.scheme == "az" and not url.path.strip("/"):
@@ -67,15 +75,19 @@ class S3Spec(TierSpec):
             )
 
     def _agree_on_endpoint(self) -> None:
-        end, shown = _split("endpoint", self.endpoint), name(self.endpoint)
+        end, shown = _split("endpoint", self.endpoint), safe_name(self.endpoint)
         if "@" in end.netloc:
-            raise ValueError("endpoint: a key is not written into a URL; name a variable in access_key_env")
+            raise ValueError("endpoint: a URL must not contain a key; name a variable in access_key_env")
         if self.endpoint and (end.scheme not in {"http", "https"} or not end.netloc or end.query or end.fragment):
-            raise ValueError(f"endpoint={shown!r} is no URL of a server; write https://HOST:PORT")
+            raise ValueError(f"endpoint={shown!r} is not the URL of a server; write https://HOST:PORT")
         if end.scheme == "http" and not self.allow_http:
             raise ValueError(
-                f"endpoint={shown!r} has no TLS: others can read it all; write https, or set allow_http=true"
+                f"endpoint={shown!r} has no TLS, so others can read all values; write https, or set allow_http=true"
             )
+
+    def is_local(self) -> bool:
+        """See `TierSpec.is_local`. A server on this host is not recognized: set `announce` for it."""
+        return False
 
     @classmethod
     def from_url(cls, url: SplitResult) -> dict[str, Any]:
@@ -83,7 +95,7 @@ class S3Spec(TierSpec):
         return {"url": url._replace(query="").geturl()}
 
     def make(self, name: str, *, writes: bool = True) -> S3Tier:
-        """See `TierSpec.make`. Without `writes` there are no lanes for them."""
+        """See `TierSpec.make`. Without `writes` the tier has no lanes for writes."""
         if importlib.util.find_spec("obstore") is None:
             raise ConfigError(f"kvpipe: tier {name} needs the object store client; run pip install 'kvpipe[s3]'")
         try:
@@ -92,7 +104,7 @@ class S3Spec(TierSpec):
         except ValueError as error:
             raise ConfigError(f"kvpipe: tier {name}: {error}") from None
         keys = {"access_key_id": access, "secret_access_key": hidden}
-        from kvpipe.tiers.s3.tier import S3Tier  # noqa: PLC0415  (only where it is used)
+        from kvpipe.tiers.s3.tier import S3Tier  # noqa: PLC0415  (imported only if such a tier is used)
 
         return S3Tier(name, self, {key: value for key, value in keys.items() if value is not None}, writes=writes)
 
@@ -100,9 +112,9 @@ class S3Spec(TierSpec):
 def _split(key: str, text: str) -> SplitResult:
     try:
         url = urlsplit(text)
-        url.port  # noqa: B018  (it is read only now)
-    except ValueError:  # its message would show what it cannot read
-        raise ValueError(f"{key}={name(text)!r} is no valid URL; write special characters as %XX") from None
+        url.port  # noqa: B018  (reading the property parses the port)
+    except ValueError:  # dropped, because its message would show a part of the text, which may be secret
+        raise ValueError(f"{key}={safe_name(text)!r} is not a valid URL; write special characters as %XX") from None
     if "\0" in text:
-        raise ValueError(f"{key}={name(text)!r} has a zero byte; leave it out")
+        raise ValueError(f"{key}={safe_name(text)!r} has a zero byte; leave it out")
     return url

@@ -1,8 +1,8 @@
-"""Stores of the S3 protocol, Google Cloud Storage, Azure: a value is an object named by its key's text.
+"""The tier in an object store: S3, Google Cloud Storage or Azure. A value is an object named by its key's text.
 
-The store keeps what is written until something deletes it: a lifecycle rule of the bucket, or `delete`. The client runs
-in a process of its own, `child.py`, with bounded memory, and values pass through memory shared with it: it reads
-whatever a store answers, before anybody can see how long it is.
+The store keeps a value until a lifecycle rule of the bucket or a call of `delete` deletes it. The client runs in a
+separate process, `child.py`, with bounded memory, because it reads a store's answers before kvpipe can check their
+length. Values pass through memory shared with that process.
 """
 
 from __future__ import annotations
@@ -23,36 +23,42 @@ from kvpipe.tiers.s3.spec import S3Spec
 
 CHILD: Final = Path(__file__).with_name("child.py")
 SLOW_BYTES: Final = 4 << 20
-"""Bytes that a request must move in every `timeout_ms_max`; a slower connection has failed."""
+"""Bytes that a request must move in each period of `timeout_ms_max`. A slower connection counts as failed."""
 KEYS_MAX: Final = 500
-"""Keys in one question: it must fit into one message of a local socket."""
+"""The most keys in one question, because a question must fit into one message of a local socket."""
 VALUE_BYTES_MAX: Final = 4 << 30
-"""Largest value, in bytes; S3 takes objects of up to 5 GiB in one PUT."""
+"""Size of the largest value in bytes. S3 accepts objects of up to 5 GiB in one PUT."""
 ASKERS: Final = 8
-"""Concurrent questions that carry no values; the client asks about many keys of each concurrently."""
+"""The number of lanes for questions without values. The client sends the requests of one question concurrently."""
 START_S_MAX: Final = 20.0
-"""Time for a process to start and load the client, from a cold disk."""
+"""Time limit in seconds for a process to start and to load the client from a cold disk."""
 UNTRUSTED: Final = "its certificate is not trusted"
-"""How the client's message about a bad certificate begins. It has the authorities of when its process started."""
+"""The beginning of the client's message about a bad certificate.
+
+The client loads the certificate authorities only when its process starts.
+"""
 PATIENCE: Final = 4
-"""Longest time for one question, in multiples of the client's own limit: it may ask for a value, send it, and retry."""
+"""Time limit for one question, in multiples of the client's own limit. One question may need several requests."""
 HEALTH_PATIENCE: Final = 3
-"""The same for a health check; after that the client's process is stuck, and is replaced."""
+"""Time limit for a health check in multiples of `timeout_ms_max`. After that the client's process is replaced."""
 
 _Asked = TypeVar("_Asked", Get, Put)
 _End = TypeVar("_End")
 
 
 class S3Tier(ClientTier):
-    """Objects in a bucket. Safe for many clients: an object is whole when it appears, and is not replaced."""
+    """A `Tier` of objects in a bucket.
+
+    Clients can share a bucket, because objects appear whole and are not overwritten.
+    """
 
     def __init__(self, name: str, spec: S3Spec, keys: dict[str, SecretStr], *, writes: bool) -> None:
-        """The client is started by `open`. `keys`: access key and secret key, by the client's names for them."""
+        """Make a closed tier, whose client `open` starts. `keys`: access key and secret key, by the client's names."""
         super().__init__(name, spec.timeout_ms_max)
         self.spec, self._keys, self._writes = spec, keys, writes
 
     async def open(self) -> None:
-        """See `Tier.open`. A client that runs is kept, but not one that may have to read new certificates."""
+        """See `Tier.open`. A running client is kept, unless it must be restarted to load new certificates."""
         async with self._opening, self._notified():
             if self._child is not None and await self._answers():
                 return
@@ -67,7 +73,10 @@ class S3Tier(ClientTier):
             self._opened = True
 
     async def _answers(self) -> bool:
-        """Return whether the client's process can go on: it answers, and trusts the store. Raises TierError."""
+        """Return whether the client's process can be kept, because it answers and trusts the store's certificate.
+
+        Raises TierError for any other failure of the health check.
+        """
         try:
             await self._health()
         except (ConnectionError, TimeoutError):
@@ -79,7 +88,7 @@ class S3Tier(ClientTier):
         return True
 
     async def _health(self) -> None:
-        """Ask on a lane of its own: the client reports within `timeout_ms_max` that the store does not answer."""
+        """Ask the client for the store's health, on a separate lane. Raises TierError if the store does not answer."""
         limit_s = self._limit_s * HEALTH_PATIENCE
         async with self._running().pools["health"].lane(limit_s) as lane:
             await lane.ask(["health"], limit_s)
@@ -92,7 +101,7 @@ class S3Tier(ClientTier):
         return ClientProcess(CHILD, counts, VALUE_BYTES_MAX, {**os.environ, **bounds, **stacks}, cancels=True)
 
     def settings(self) -> dict[str, Any]:
-        """Return the client's settings, secrets included."""
+        """Return the settings that are sent to the client, secrets included."""
         return self.spec.model_dump(include={"url", "endpoint", "region", "allow_http", "lanes", "read_bytes"}) | {
             "name": self.name,
             "keys": {key: value.get_secret_value() for key, value in self._keys.items()},
@@ -103,7 +112,7 @@ class S3Tier(ClientTier):
     # ---- values ---------------------------------------------------------------------------------------------------
 
     async def exists(self, keys: Sequence[Key]) -> list[bool]:
-        """See `Tier.exists`: one request to the store per key, because a listing would contain all engines' values."""
+        """See `Tier.exists`. Sends one request per key, because a listing would contain the values of all engines."""
         async with self._notified():
             return [found for names in self._parts(keys) for found in await self._ask("exists", names)]
 
@@ -113,7 +122,7 @@ class S3Tier(ClientTier):
             return sum([await self._ask("delete", names) for names in self._parts(dict.fromkeys(keys))])
 
     def _parts(self, keys: Iterable[Key]) -> list[list[str]]:
-        """Return the names of `keys`, as many together as one question takes."""
+        """Return the names of `keys`, divided into lists of at most `KEYS_MAX` names."""
         self._running()
         names = [key.text for key in keys]
         return [names[at : at + KEYS_MAX] for at in range(0, len(names), KEYS_MAX)]
@@ -133,7 +142,7 @@ class S3Tier(ClientTier):
     async def write(self, puts: Sequence[Put]) -> list[Written]:
         """See `Tier.write`."""
         if puts and not self._writes:
-            raise TierFullError(f"{self.name}: it was made to ask and read only")
+            raise TierFullError(f"{self.name}: this process may only look up and read values")
         return await self._each(puts, self._write)
 
     async def _write(self, put: Put) -> Written:
@@ -145,7 +154,7 @@ class S3Tier(ClientTier):
         return Written.STORED if stored else Written.PRESENT
 
     async def _each(self, asked: Sequence[_Asked], move: Callable[[_Asked], Awaitable[_End]]) -> list[_End]:
-        """Move values beside each other; the first that fails ends them all."""
+        """Move values concurrently. The first failure cancels all other moves and is raised."""
         ends: dict[int, _End] = {}
         errors: list[Exception] = []
 
@@ -166,7 +175,7 @@ class S3Tier(ClientTier):
         return [ends[at] for at in range(len(asked))]
 
     async def capacity(self) -> Capacity:
-        """See `Tier.capacity`: by a listing, which takes a request per 1000 values."""
+        """See `Tier.capacity`. Counts by a listing, which takes one request per 1000 values."""
         items = bytes_used = 0
         async for entry in self.scan():
             items += 1
@@ -180,15 +189,20 @@ class S3Tier(ClientTier):
             await lane.ask(["begin_scan"], limit_s)
             while (page := await lane.ask(["scan"], limit_s)) is not None:
                 for name, size, age_s in page:
-                    with suppress(ValueError):  # somebody else's
+                    with suppress(ValueError):  # the object is not kvpipe's
                         yield Entry(Key.parse(name), size, max(0.0, age_s))
 
     # ---- questions ------------------------------------------------------------------------------------------------
 
     def _patience_s(self, size: int) -> float:
-        """Return how long to wait for the client's process, which has shorter limits. Raises TierError if too large."""
+        """Return how many seconds to wait for the client's process, whose own limits are shorter.
+
+        Raises TierError if `size` is larger than `VALUE_BYTES_MAX`.
+        """
         if size > VALUE_BYTES_MAX:
-            raise TierError(f"a value of {size} bytes is more than the tier takes, {VALUE_BYTES_MAX}")
+            raise TierError(
+                f"a value of {size} bytes is more than the tier's limit of {VALUE_BYTES_MAX}; lower chunk_tokens"
+            )
         return self._limit_s * (1 + size / SLOW_BYTES) * PATIENCE
 
     async def _ask(self, operation: str, names: Sequence[str]) -> Any:  # noqa: ANN401

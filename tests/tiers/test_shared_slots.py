@@ -1,0 +1,109 @@
+"""Transfers between tiers and slots that several engines share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from kvpipe.config.settings import load_settings
+from kvpipe.protocol.geometry import Geometry, Group, Layer
+from kvpipe.protocol.messages import ONE_BAD, TierOrder
+from kvpipe.testing.held_tier import DictSpec, HeldTier
+from kvpipe.testing.waiting import PATIENT, eventually
+from kvpipe.tiers.carrier import Carried, Carrier
+from kvpipe.tiers.guard import READ, WRITE, GuardedTier, guarded
+from kvpipe.tiers.parts import RankParts
+from kvpipe.trace.log import Counters
+from kvpipe.transfer.pool import HostPool, SharedSlots
+from kvpipe.worker.caches import PagedCaches
+from kvpipe.worker.context import RankContext
+from kvpipe.worker.side import WorkerSide
+from tests.rigs.pipeline_rig import FakeEngine, make_caches, plan, small_geometry
+
+GEOMETRY = Geometry((Group((Layer("a", 512), Layer("b", 1024)), 32),), 128, 8 * 8192)
+SPACE, CHUNK = "0" * 32, bytes(range(32))
+SLOTS, SLOT_BYTES, USED = 4, GEOMETRY.slot_bytes, 4 * (512 + 1024)
+
+
+def _guarded(tier: HeldTier) -> list[GuardedTier]:
+    return guarded([(tier.name, DictSpec.model_validate(PATIENT), tier)], (READ, WRITE))
+
+
+@contextmanager
+def _carrier(tier: HeldTier, pool: HostPool, *, fetches: bool = True) -> Iterator[Carrier]:
+    made = Carrier(_guarded(tier), GEOMETRY, pool, RankParts(0, 1, (), 1, fetches), counters=Counters())
+    try:
+        yield made
+    finally:
+        made.shutdown()
+
+
+def _carry(carrier: Carrier, *, stores: bool, slot: int) -> bool:
+    """Carry out an order. Returns whether it has succeeded."""
+    carrier.carry_out([TierOrder(1, stores, 0, slot, 0, 4, CHUNK, 0)], SPACE, 1)
+    ended = list[Carried]()
+    assert eventually(lambda: ended.extend(carrier.collect()) or ended)  # type: ignore[func-returns-value]
+    return ended[0].ok
+
+
+@pytest.fixture
+def pool() -> HostPool:
+    """Return a shared pool with random bytes."""
+    made = HostPool(GEOMETRY, SharedSlots(memoryview(bytearray(SLOTS * SLOT_BYTES)), SLOT_BYTES, 0, b"token"))
+    made.flat[:] = torch.randint(0, 256, made.flat.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    return made
+
+
+def test_store_changes_no_byte_of_a_shared_slot(pool: HostPool) -> None:
+    """Another engine may have written the slot. The value's padding is zero all the same."""
+    before, tier = pool.flat.clone(), HeldTier()
+    with _carrier(tier, pool) as carrier:
+        assert _carry(carrier, stores=True, slot=1)
+    assert torch.equal(pool.flat, before)
+    (value,) = tier.values.values()
+    body = value[-SLOT_BYTES:]
+    assert body[:USED] == before[SLOT_BYTES : SLOT_BYTES + USED].numpy().tobytes()
+    assert not any(body[USED:])
+
+
+def test_rank_leaves_a_slot_alone_that_another_rank_fetches(pool: HostPool) -> None:
+    """With equal bytes on all ranks, one rank writes the slot. The others report success without a read."""
+    tier = HeldTier()
+    with _carrier(tier, pool) as carrier:
+        assert _carry(carrier, stores=True, slot=1)
+    before = pool.flat.clone()
+    with _carrier(tier, pool, fetches=False) as carrier:
+        assert _carry(carrier, stores=False, slot=2)
+        assert _carry(carrier, stores=True, slot=1)
+    assert torch.equal(pool.flat, before)
+    with _carrier(tier, pool) as carrier:
+        assert _carry(carrier, stores=False, slot=2)
+    assert torch.equal(pool.slot(2)[:USED], pool.slot(1)[:USED])
+
+
+@pytest.mark.parametrize("fetches", [False, True])
+def test_only_ranks_that_fetch_forbid_a_tier(pool: HostPool, *, fetches: bool) -> None:
+    """If a rank that fetches nothing cannot read a tier, no fetch fails."""
+    with _carrier(HeldTier(), pool, fetches=fetches) as carrier:
+        carrier.shutdown()
+        assert bool(carrier.unreadable) == fetches
+
+
+def test_rank_fails_tier_orders_for_another_pool() -> None:
+    """A slot of the scheduler's memory is another chunk in a rank's private pool."""
+    geometry, tier = small_geometry(), HeldTier()
+    caches = PagedCaches(geometry, make_caches(geometry, 8), 8)
+    side = WorkerSide(RankContext(load_settings()), caches, engine=FakeEngine(), tiers=_guarded(tier))
+    try:
+        orders = tuple(TierOrder(number, number == 1, 0, 0, 0, 1, CHUNK, 0) for number in (1, 2))
+        side.bind(plan()._replace(orders=orders, space=SPACE, pool=b"another memory"))
+        side.unbind()
+        report = side.take_report()
+        assert report is not None
+        assert report.tallies == {1: ONE_BAD, 2: ONE_BAD}
+        assert not tier.values
+    finally:
+        side.shutdown()
