@@ -1,1 +1,1 @@
-"""Counters, the structured log, and traces: recording, reading, replaying and drawing them."""
+"""This package has the counters, the structured log, and the modules that record, read, replay and draw traces."""

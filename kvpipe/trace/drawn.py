@@ -1,4 +1,4 @@
-"""What the writers of timelines share: files that are whole or not there, and values that a browser can hold."""
+"""Helpers for the writers of timelines. `written` writes a file completely or not at all. `plain` converts values."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 _EXACT_MAX = 1 << 53
-"""JavaScript rounds greater integers."""
+"""JavaScript can round integers of this size and larger ones."""
 
 
 @contextlib.contextmanager
 def written(path: Path) -> Iterator[TextIO]:
-    """Write `path` as a whole or not at all: what was there stays until the new text is complete."""
-    if path.exists() and not path.is_file():  # a terminal or a pipe
+    """Write `path` completely or not at all. An existing file is replaced only when the new text is complete."""
+    if path.exists() and not path.is_file():  # `path` is a terminal or a pipe
         with path.open("w", encoding="utf-8") as there:
             yield there
         return
@@ -30,7 +30,10 @@ def written(path: Path) -> Iterator[TextIO]:
 
 
 def plain(value: Any) -> Any:  # noqa: ANN401  (any field of any event)
-    """What JSON and JavaScript can hold of a field: numbers that they would round are text."""
+    """Convert a field's value into a value that JSON and JavaScript can represent exactly.
+
+    Numbers that JavaScript would round or that JSON does not have become text.
+    """
     if isinstance(value, bool | str) or value is None:
         return value
     if isinstance(value, int):

@@ -1,11 +1,11 @@
-"""The events of a trace, beside the moves of machines (`transitions.py`). Each is one line of JSON.
+"""The events of a trace, except the moves of machines (`transitions.py`). Each event is one line of JSON.
 
 `event` is the event's name.
 
-Times are nanoseconds: `t_ns` of the monotonic clock, which all processes of a host share, and `wall_ns` since the epoch
-(1970). `rank` is -1 on the scheduler side. `engine` is the engine's id, `request` is vLLM's own request id: the two
-link the events of one request from scheduler and ranks. `epoch` is the number of an admission, `step` that of the
-scheduler's step.
+Times are in nanoseconds. `t_ns` is the time of the monotonic clock, which all processes of a host share. `wall_ns` is
+the time since the epoch (1970). `rank` is -1 on the scheduler side. `engine` is the engine's id, and `request` is
+vLLM's own request id. These two ids link the events of one request from the scheduler and the ranks. `epoch` is the
+number of an admission, and `step` is the number of the scheduler's step.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import ClassVar
 import msgspec
 
 FORMAT = 1
-"""The number of the format. It is incremented when a reader of the former format would misread a line."""
+"""The number of the trace format. It is incremented when a reader of the old format would misread a line."""
 
 SCHEDULER = -1
-"""`rank` of the scheduler side."""
+"""The value of `rank` on the scheduler side."""
 
 DEBUG, INFO, WARNING = logging.DEBUG, logging.INFO, logging.WARNING
 
 
 class Event(msgspec.Struct, gc=False, tag_field="event", forbid_unknown_fields=True):
-    """The fields of every event. `engine` and `wall_ns` are filled in by the writer."""
+    """The fields of every event. The writer fills in `engine` and `wall_ns`."""
 
     level: ClassVar[int] = DEBUG
-    throttled: ClassVar[bool] = False  # in the log, where it may come by the thousand
+    throttled: ClassVar[bool] = False  # whether only one in a thousand of these events is logged
 
     t_ns: int
     rank: int
@@ -50,7 +50,7 @@ def tag_of(event: Event | type[Event]) -> str:
 class Started(Event, tag="started"):
     """A process began to write a trace, or continued in a new file (`part` > 0).
 
-    `side`: scheduler or worker; `layers`: of one rank; `sample` and `detail`: as configured.
+    `side` is scheduler or worker. `layers` is the number of layers of one rank. `sample` and `detail` are settings.
     """
 
     format: int = FORMAT
@@ -64,13 +64,13 @@ class Started(Event, tag="started"):
 
 
 class Ended(Event, tag="ended"):
-    """A process ended normally. `dropped`: events that it had dropped."""
+    """A process ended normally. `dropped` is the number of events that the process has dropped."""
 
     dropped: int = 0
 
 
 class Dropped(Event, tag="dropped"):
-    """`count` events were lost here: the queue was full, or the file could not be written."""
+    """`count` events are missing at this place of the trace: the queue was full, or the file could not be written."""
 
     level = WARNING
     throttled = True
@@ -82,17 +82,18 @@ class Dropped(Event, tag="dropped"):
 
 
 class RequestAdded(Event, tag="request_added"):
-    """vLLM has a new request. `traceparent`: the W3C header it came with, if any."""
+    """vLLM has a new request. `traceparent` is the W3C header of the request, if any."""
 
     prompt_tokens: int = 0
     traceparent: str = ""
 
 
 class Lookup(Event, tag="lookup"):
-    """A lookup's answer, if it differs from the last one for this request.
+    """A lookup has an answer that differs from the last answer for this request.
 
-    `local_tokens`: held by vLLM; `hit_tokens`: beyond these, held by kvpipe, by tier; `missed_tokens`: held by neither,
-    for the reason `why` (`kvpipe.cache.miss_reasons`). `later`: vLLM was asked to repeat the lookup.
+    vLLM holds the first `local_tokens` tokens. kvpipe holds the next tokens, which `hit_tokens` counts by tier. Neither
+    vLLM nor kvpipe holds the last `missed_tokens` tokens, for the reason `why` (`kvpipe.trace.miss_reasons`). `later`
+    says whether vLLM was asked to repeat the lookup.
     """
 
     local_tokens: int = 0
@@ -103,7 +104,7 @@ class Lookup(Event, tag="lookup"):
 
 
 class RequestAdmitted(Event, tag="request_admitted"):
-    """First admission: blocks are allocated. `waited_ms`: since the request was added; the rest as of `lookup`."""
+    """A request is admitted for the first time, `waited_ms` after it was added. `lookup` explains the other fields."""
 
     level = INFO
     prompt_tokens: int = 0
@@ -116,15 +117,16 @@ class RequestAdmitted(Event, tag="request_admitted"):
 
 
 class RequestReadmitted(RequestAdmitted, tag="request_readmitted"):
-    """A later admission, after a preemption or a failed load."""
+    """A request is admitted again, after a preemption or a failed load."""
 
     level = DEBUG
 
 
 class RequestDone(Event, tag="request_done"):
-    """The request is over; a summary. `status`: vLLM's.
+    """The request is over. The fields summarise its life. `status` is vLLM's status of the request.
 
-    `loading_ms`: how long it waited for async loads; `saved_pages`: blocks of all groups that saves were planned for.
+    `loading_ms` is the time for which the request waited for async loads. `saved_pages` is the number of blocks of all
+    groups for which saves were planned.
     """
 
     level = INFO
@@ -147,13 +149,16 @@ class LeasesTaken(Event, tag="leases_taken"):
 
 
 class LeasesReturned(Event, tag="leases_returned"):
-    """An admission's leases have ended: its chunks can be evicted again."""
+    """The leases of an admission have ended, so that its chunks can be evicted again."""
 
     chunks: int = 0
 
 
 class LoadPlanned(Event, tag="load_planned"):
-    """Job `job` will load `tokens` tokens: `pages` blocks of all groups. `kind`: load_sync or load_async."""
+    """Job `job` will load `tokens` tokens, which are `pages` blocks of all groups together.
+
+    `kind` is load_sync or load_async.
+    """
 
     job: int = 0
     kind: str = ""
@@ -172,7 +177,7 @@ class SavePlanned(Event, tag="save_planned"):
 
 
 class StepRan(Event, tag="step_ran"):
-    """A rank ran a step, from `t_ns` on for `took_ns`, with `jobs` jobs; for `waited_ns` it waited for copies."""
+    """A rank ran a step with `jobs` jobs, for `took_ns` from `t_ns` on. For `waited_ns` the rank waited for copies."""
 
     took_ns: int = 0
     jobs: int = 0
@@ -180,7 +185,7 @@ class StepRan(Event, tag="step_ran"):
 
 
 class LayerSubmitted(Event, tag="layer_submitted"):
-    """The copy of one layer of a step's jobs of one `kind` was handed to the transfer engine, which uses `mover`."""
+    """A rank submitted one layer of a step's jobs of one `kind` to the transfer engine, which copies with `mover`."""
 
     kind: str = ""
     layer: int = 0
@@ -189,7 +194,7 @@ class LayerSubmitted(Event, tag="layer_submitted"):
 
 
 class LayerCopied(Event, tag="layer_copied"):
-    """A layer's copy has ended: submitted at `t_ns`; it took `took_ns`. `failed` names jobs."""
+    """A layer's copy, which was submitted at `t_ns`, ended after `took_ns`. `failed` has the ids of the failed jobs."""
 
     kind: str = ""
     layer: int = 0
@@ -199,7 +204,7 @@ class LayerCopied(Event, tag="layer_copied"):
 
 
 class MoverMeasured(Event, tag="mover_measured"):
-    """A mover was measured at start-up: time per submission, time per copy, and the rate without these."""
+    """A mover was measured at start-up: the time per submission and per copy, and the rate without these times."""
 
     level = INFO
     kind: str = ""
@@ -210,7 +215,7 @@ class MoverMeasured(Event, tag="mover_measured"):
 
 
 class PoolReady(Event, tag="pool_ready"):
-    """All of a rank's pool is resident, `took_ms` after that was begun."""
+    """The whole pool of a rank is resident. Making the pool resident took `took_ms`."""
 
     level = INFO
     slots: int = 0
@@ -219,9 +224,9 @@ class PoolReady(Event, tag="pool_ready"):
 
 
 class PoolShort(Event, tag="pool_short"):
-    """There is no memory to spare for more of the pool than `ready` of its `slots`; that is tried again later.
+    """Memory is free for only `ready` of the pool's `slots`. The rank tries again later.
 
-    `free_mb`: megabytes left, by the limit that `where` names.
+    `free_mb` is the free memory in megabytes, by the limit that `where` names.
     """
 
     level = WARNING
@@ -233,9 +238,10 @@ class PoolShort(Event, tag="pool_short"):
 
 
 class ResumePrefetched(Event, tag="resume_prefetched"):
-    """Before a request that `request` has announced, `tokens` tokens were fetched from tiers.
+    """`request` has announced a next request, for which `tokens` tokens were fetched from tiers in advance.
 
-    It is announced for `left_ms` later; below 0, for earlier. `turn`: whether it is the first time, or the second.
+    The next request is announced for `left_ms` after this event. A negative `left_ms` is a time before this event.
+    `turn` is the number of the fetch for this announcement, from 1 on.
     """
 
     tokens: int = 0
@@ -243,7 +249,27 @@ class ResumePrefetched(Event, tag="resume_prefetched"):
     turn: int = 0
 
 
-# ---- what an operator switches, and what goes wrong -----------------------------------------------------------------
+class TierBlockAnnounced(Event, tag="tier_block_announced"):
+    """Routers were notified that all ranks have a chunk of `units` units in a tier."""
+
+    tier: str = ""
+    group: int = 0
+    units: int = 0
+
+
+class TierBlocksWithdrawn(Event, tag="tier_blocks_withdrawn"):
+    """Routers were notified that a tier does not have `blocks` chunks any more.
+
+    `why` is the reason: `missed` by a lookup, `noticed` by the tier, `no_room` for more known chunks, or `reset`.
+    """
+
+    tier: str = ""
+    group: int = 0
+    blocks: int = 0
+    why: str = ""
+
+
+# ---- switches and failures ------------------------------------------------------------------------------------------
 
 
 class FreezeSwitched(Event, tag="freeze_switched"):
@@ -254,14 +280,14 @@ class FreezeSwitched(Event, tag="freeze_switched"):
 
 
 class CacheReset(Event, tag="cache_reset"):
-    """The cache was reset: every chunk was dropped."""
+    """The cache was reset, which dropped every chunk."""
 
     level = WARNING
     chunks: int = 0
 
 
 class TierSlow(Event, tag="tier_slow"):
-    """A copy from or to a tier did not end within `waited_ms`; its jobs have failed."""
+    """A copy from or to a tier did not end within `waited_ms`, so that the copy's jobs have failed."""
 
     level = WARNING
     throttled = True
@@ -278,7 +304,7 @@ class TierLost(Event, tag="tier_lost"):
 
 
 class TierLeft(Event, tag="tier_left"):
-    """A tier has failed, and is not used until a probe succeeds. `use`: find, read or write."""
+    """A tier has failed, and is not used for `use` (find, read or write) until a probe succeeds."""
 
     level = WARNING
     tier: str = ""
@@ -293,7 +319,7 @@ class TierBack(TierLeft, tag="tier_back"):
 
 
 class Stuck(Event, tag="stuck"):
-    """A job made no progress for `waited_ms` and has failed. `last`: its last transitions."""
+    """A job made no progress for `waited_ms` and has failed. `last` has the job's last transitions."""
 
     level = WARNING
     throttled = True
@@ -304,7 +330,7 @@ class Stuck(Event, tag="stuck"):
 
 
 class Fault(Event, tag="fault"):
-    """A failure that was contained. `name`: its counter, whose value is `seen`."""
+    """A failure was contained. `name` is the failure's counter, and `seen` is the counter's value."""
 
     level = WARNING
     name: str = ""

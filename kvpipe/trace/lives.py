@@ -1,4 +1,4 @@
-"""The life of each request in a trace: its phases, and the marks of single events."""
+"""The lives of the requests in a trace. A life has phases, and marks of single events."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from kvpipe.trace import transitions
 from kvpipe.trace.events import Event
 from kvpipe.trace.spans import LIFE, LOADING, MARKED, PREEMPTED, RUNNING, WAITING, Bundle, Span, mark
 
-Job = tuple[str, int]
-"""Engine, and the job's id."""
+JobKey = tuple[str, int]
+"""An engine, and the id of one of its jobs."""
 _NS_PER_MS = 1_000_000
 _MS_MAX = 1e12
 _BEGINNINGS = (e.RequestAdded, e.Lookup, e.RequestAdmitted)
@@ -34,17 +34,17 @@ OF_A_LIFE = (
 
 
 def _ns(ms: float) -> int:
-    """Nanoseconds of a duration, clamped: a trace may hold any number."""
+    """Return a duration in nanoseconds. The duration is clamped, because a trace may have any number."""
     return int(min(ms, _MS_MAX) * _NS_PER_MS) if ms > 0 else 0
 
 
 class Life:
-    """One request, from its first event to its last."""
+    """The life of one request, from the request's first event to its last event."""
 
     def __init__(self, request: str, begin_ns: int) -> None:
-        """Start without phases, at the first event."""
+        """Start without phases, at the time `begin_ns` of the first event."""
         self.request, self.begin_ns, self.end_ns = request, begin_ns, begin_ns
-        self.whole = self.done = self.finished = False  # `whole`: its beginning is in the trace
+        self.whole = self.done = self.finished = False  # `whole`: whether the trace has the request's beginning
         self.events: list[int] = []
         self.phases: list[Span] = []
         self.marks: list[Span] = []
@@ -52,14 +52,17 @@ class Life:
         self.since_ns, self._since_event, self._admission = 0, -1, -1
 
     def enter(self, phase: str, t_ns: int, i: int, loaded_ns: int | None = None) -> None:
-        """Begin `phase`, and end the one before, at `t_ns`, by event number `i`. `loaded_ns`: see `leave`."""
+        """Begin `phase` and end the phase before, at `t_ns`, by event number `i`. `leave` explains `loaded_ns`."""
         if phase != self.phase:
             self.leave(t_ns, i, loaded_ns)
             self.phase, self.since_ns, self._since_event = phase, t_ns, i
             self._admission = -1
 
     def admit(self, phase: str, t_ns: int, i: int, event: Event, loaded_ns: int | None) -> None:
-        """Begin `phase` with an admission. Several events report one, in any order; it loads if one of them does."""
+        """Begin `phase` with an admission. Several events may report the same admission, in any order.
+
+        If one of these events reports a load, then the phase is loading.
+        """
         if event.step == self._admission:
             self.phase = LOADING if LOADING in {phase, self.phase} else phase
             return
@@ -67,7 +70,7 @@ class Life:
         self._admission = event.step
 
     def leave(self, t_ns: int, i: int, loaded_ns: int | None = None, *, is_open: bool = False) -> None:
-        """End the phase. If it is a load that is known to have ended at `loaded_ns`, it was followed by running."""
+        """End the current phase. If the phase is a load that ended at `loaded_ns`, a running phase follows the load."""
         if self.phase == LOADING and loaded_ns is not None and self.since_ns <= loaded_ns < t_ns:
             self._close(loaded_ns, i, is_open=False)
             self.phase, self.since_ns = RUNNING, loaded_ns
@@ -82,23 +85,23 @@ class Life:
         )
 
     def bundle(self) -> Bundle:
-        """Return its spans. The first is the whole life."""
+        """Return the spans of the life. The first span is the whole life."""
         is_open = not (self.done or self.finished)
         whole = Span(0, 0, LIFE, self.request, self.begin_ns, self.end_ns, (self.request,), tuple(self.events), is_open)
         return [whole, *self.phases, *self.marks]
 
 
 class Lives:
-    """The requests of all engines in a trace. An id may be used again once its request is over."""
+    """The lives of the requests of all engines in a trace. An id may be used again once its request is over."""
 
-    def __init__(self, at_ns: Sequence[int], job_ended_ns: Mapping[Job, int]) -> None:
-        """`at_ns`: when each event happened. `job_ended_ns`: when the ranks reported a job's end."""
+    def __init__(self, at_ns: Sequence[int], job_ended_ns: Mapping[JobKey, int]) -> None:
+        """`at_ns` has the time of each event. `job_ended_ns` has the times at which ranks reported the ends of jobs."""
         self._at_ns, self._job_ended_ns = at_ns, job_ended_ns
         self._of: dict[tuple[str, str], Life] = {}
         self._all: list[tuple[str, Life]] = []
 
     def add(self, i: int, event: Event) -> bool:
-        """Add an event, in order of time. Returns whether it is shown as part of a request's life."""
+        """Add an event. Events must come in order of time. Returns whether the event is shown in a request's life."""
         if not isinstance(event, OF_A_LIFE):
             return False
         t, key = self._at_ns[i], (event.engine, event.request)
@@ -179,7 +182,7 @@ class Lives:
             life.leave(life.end_ns, -1, is_open=True)
 
     def end(self, last_ns: Mapping[str, int]) -> Iterator[Bundle]:
-        """Yield all requests' spans. Those that never end last until their engine's last event, at `last_ns`."""
+        """Yield the spans of all requests. A request without an end lasts until its engine's last time in `last_ns`."""
         for engine, life in self._all:
             if self._of[engine, life.request] is life:
                 self._end(life, last_ns[engine])

@@ -1,11 +1,13 @@
-"""Counters and the log. Only faults cost the forward's path more than an increment.
+"""Counters and the log. On the path of the forward, only a fault costs more than an increment.
 
-A line of the log is a record of Python's `logging`, below vLLM's logger: vLLM's levels, form and handlers apply to it.
+A line of the log is a record of Python's `logging`, below vLLM's logger. So vLLM's levels, format and handlers apply to
+the line.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 from collections import Counter
@@ -14,34 +16,40 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import structlog
 
-from kvpipe.counters import FAULTS, CounterName, Fault
+from kvpipe.trace.counters import FAULTS, CounterName, FaultName
+from kvpipe.trace.durations import Durations
 
 if TYPE_CHECKING:
     from kvpipe.trace.events import Event
 
 _BOUND = ("engine", "request", "epoch")
-_TAKEN = {"event", "exc_info", "level", "method_name", "self"}  # by structlog
+_TAKEN = {"event", "exc_info", "level", "method_name", "self"}  # names of fields that structlog uses
 _FRAMES: Final = 5
-"""From where `logging` is called to the line that logs: structlog's frames and ours."""
+"""The number of stack frames, of structlog and kvpipe, between the line that logs and the call of `logging`."""
 _QUOTED = frozenset(" =\"'")
 LOG_EVERY: Final = 1000
-"""Of the faults of one kind, the first is logged, and then one of so many."""
+"""After the first fault of a kind, only every n-th fault of this kind is logged, where n is this number."""
 ID_CHARS_MAX = 256
-"""The most characters of a request's id in traces and logs. vLLM's ids have less than 100, clients' any number."""
-_HIDDEN = {"t_ns", "wall_ns"}  # the log has a clock of its own
+"""The greatest length of a request's id in traces and logs. vLLM's own ids have less than 100 characters."""
+_HIDDEN = {"t_ns", "wall_ns"}  # fields that the log leaves out, because each line of the log has its own time
 
 
 class Counters(Counter[CounterName]):
-    """Counters by name. Faults are logged too: the first of each kind, then every 1000th."""
+    """Counters by name. The first fault of each kind is logged, and then every 1000th fault of this kind."""
 
-    on_fault: Callable[[Fault, int, dict[str, object]], object] | None = None
-    """Called with (name, count, fields) for those faults instead of logging them: logging would delay a forward."""
-    watcher: Callable[[Fault, dict[str, object]], object] | None = None
-    """Called with (name, fields) for every fault, logged or not."""
+    on_fault: Callable[[FaultName, int, dict[str, object]], object] | None = None
+    """If set, this function gets (name, count, fields) instead of the log, because logging would delay a forward."""
+    watcher: Callable[[FaultName, dict[str, object]], object] | None = None
+    """If set, this function is called with (name, fields) for every fault, logged or not."""
+
+    @functools.cached_property
+    def durations(self) -> Durations:
+        """The durations for histograms of the side that these counters belong to."""
+        return Durations()
 
     @property
     def faults(self) -> dict[str, int]:
-        """The counts of the faults that have happened, by name."""
+        """The counts of the faults that have occurred, by name."""
         return {name: count for name, count in tuple(self.items()) if name in FAULTS}
 
     def totals(self) -> dict[str, int]:
@@ -49,13 +57,13 @@ class Counters(Counter[CounterName]):
         return {str(name): count for name, count in tuple(self.items())}
 
     def count(self, name: CounterName, label: str) -> None:
-        """Count `name`, and `name.label` too if there is a label."""
+        """Count `name`. If there is a label, count `name.label` too."""
         self[name] += 1
         if label:
             self[cast("CounterName", f"{name}.{label}")] += 1
 
-    def fault(self, name: Fault, **fields: Any) -> None:  # noqa: ANN401
-        """Count a fault, and log it if it is the first of its kind or every 1000th."""
+    def fault(self, name: FaultName, **fields: Any) -> None:  # noqa: ANN401
+        """Count a fault. If it is the first of its kind or every 1000th, log it."""
         self[name] += 1
         if self.watcher is not None:
             self.watcher(name, fields)
@@ -68,9 +76,10 @@ class Counters(Counter[CounterName]):
 
 
 def _as_record(_logger: logging.Logger, _method: str, fields: MutableMapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return the arguments for `logging`. The record's message has the fields, and its attribute `kvpipe` their values.
+    """Return the arguments for `logging`. The record's message has the fields as text.
 
-    Equal events have equal templates, by which error trackers group them.
+    The record's attribute `kvpipe` has the fields' values. Equal events have equal templates, so that error trackers
+    group these events.
     """
     event, exc_info = fields.pop("event"), fields.pop("exc_info", None)
     template = " ".join([event, *(f"{key}=%s" for key in fields)])
@@ -80,9 +89,9 @@ def _as_record(_logger: logging.Logger, _method: str, fields: MutableMapping[str
 
 
 class Log(structlog.stdlib.BoundLogger):
-    """A logger of structlog with its own processor, whatever the process has configured. It never raises.
+    """A logger of structlog with its own processor, independent of the process's configuration. It never raises.
 
-    Levels and handlers of the logger below it are left to vLLM and the host application.
+    vLLM and the host application control the levels and handlers of the logger below it.
     """
 
     threshold = logging.NOTSET
@@ -101,12 +110,12 @@ warn, info = log.warning, log.info
 
 
 def configure(level: str) -> None:
-    """Drop lines below `level`. vLLM's own levels apply as well."""
+    """Drop lines below `level`. vLLM's own levels apply too."""
     log.threshold = logging.getLevelNamesMapping()[level.upper()]
 
 
 def log_event(event: Event) -> None:
-    """Log an event of the trace, bound to its request, without its empty fields."""
+    """Log an event of the trace, bound to the event's request, without empty fields."""
     message = {name: getattr(event, name) for name in event.__struct_fields__ if name not in _HIDDEN}
     message = {name: value for name, value in message.items() if isinstance(value, bool) or value}
     if event.rank >= 0:
@@ -123,22 +132,22 @@ def log_event(event: Event) -> None:
 
 
 def bounded(request: str) -> str:
-    """Return a request's id as in traces and logs. One longer than `ID_CHARS_MAX` is cut, and ends in a digest."""
+    """Return a request's id for traces and logs. An id longer than `ID_CHARS_MAX` is cut and ends in a digest."""
     if len(request) <= ID_CHARS_MAX:
         return request
     digest = hashlib.sha256(request.encode("utf-8", "surrogatepass")).hexdigest()[:16]
     return f"{request[: ID_CHARS_MAX - 17]}~{digest}"
 
 
-def printable(value: Any) -> Any:  # noqa: ANN401  (whatever it is)
-    """Return a text with its control characters escaped, as request ids may be anything; other values unchanged."""
+def printable(value: Any) -> Any:  # noqa: ANN401  (a value of any type)
+    """Escape control characters if `value` is a text, such as a request id. Return other values unchanged."""
     if not isinstance(value, str) or value.isprintable():
         return value
     return value.encode("unicode_escape").decode("ascii")
 
 
 def _shown(value: object) -> str:
-    """Return a field's value for a line of text: words as they are, everything else as Python writes it."""
+    """Return a field's value for a line of text. A word is unchanged; any other value is written as by `repr`."""
     if isinstance(value, str) and value and value.isprintable() and _QUOTED.isdisjoint(value):
         return value
     return repr(value)

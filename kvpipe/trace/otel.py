@@ -1,6 +1,6 @@
-"""Requests as OpenTelemetry spans, each a child of the span that vLLM was called in. An extra: `kvpipe[otel]`.
+"""This sink sends requests as OpenTelemetry spans, which are children of the client's spans. Needs `kvpipe[otel]`.
 
-A request's life is known when it is over, so its span is made then, with the times at which things happened.
+A request's span is made when the request is over, with the times of the request's events.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
 OPEN_MAX = 100_000
-EVENTS_MAX = 128  # of one request
+EVENTS_MAX = 128  # the most events of one request's span
 _EXPORTED = (
     e.Lookup,
     e.LoadPlanned,
@@ -32,13 +32,13 @@ _NS_PER_MS = 1_000_000
 
 
 class OtelSink:
-    """Sends a span per request, from the scheduler's side."""
+    """A sink that sends one span per request, from the scheduler's side."""
 
     def __init__(self, engine: str, exporter: SpanExporter | None = None) -> None:
-        """`exporter`: None for OTLP, configured by the `OTEL_EXPORTER_OTLP_` variables.
+        """Without an `exporter` spans are sent by OTLP, which the `OTEL_EXPORTER_OTLP_` variables configure.
 
         Raises:
-            ConfigError: the extra is not installed.
+            ConfigError: the extra `kvpipe[otel]` is not installed.
 
         """
         try:
@@ -101,7 +101,7 @@ class OtelSink:
 
 
 def _attributes(event: e.Event) -> dict[str, str | int | float | bool]:
-    """Return the fields that are the event's own; a dict's entries by their names."""
+    """Return the fields that not every event has. An entry of a dict becomes an attribute `field.key`."""
     common = set(e.Event.__struct_fields__)
     message: dict[str, str | int | float | bool] = {}
     for name in event.__struct_fields__:

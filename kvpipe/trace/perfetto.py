@@ -1,4 +1,4 @@
-"""A timeline as Chrome trace events, for ui.perfetto.dev and chrome://tracing."""
+"""This module writes a timeline as Chrome trace events, for ui.perfetto.dev and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from kvpipe.trace.timeline import spans
 
 _NS_PER_US = 1_000
 _THREADS = {REQUESTS: 1, NOTES: 2, FORWARDS: 3, LOADS: 1000, SAVES: 2000}
-"""The thread number of each lane's first row: rows are threads, for what stands on one thread must be nested."""
+"""The thread number of each lane's first row. Each row is a thread, because spans of one thread must be nested."""
 
 
 def write_perfetto(events: Iterable[Event], path: Path) -> Timeline:
-    """Write the timeline of `events` as Chrome trace events: for ui.perfetto.dev, chrome://tracing. Return it."""
+    """Write the timeline of `events` to `path` as Chrome trace events. Return the timeline."""
     timeline = spans(events)
     with written(path) as out:
         out.write('{"displayTimeUnit":"ms","traceEvents":[\n')
@@ -70,22 +70,23 @@ def _chrome(timeline: Timeline) -> Iterator[dict[str, object]]:
         elif lane.name != REQUESTS:
             took = {"dur": (span.end_ns - span.begin_ns) / _NS_PER_US}
             timed.append((span.begin_ns, {"ph": "X"} | one | took | {"args": _args(timeline, span)}))
-    timed.sort(key=itemgetter(0))  # what begins and ends at one time keeps its order, so it stays nested
+    timed.sort(key=itemgetter(0))  # a stable sort: spans with equal times stay nested
     for t, one in timed:
         yield one | {"ts": t / _NS_PER_US}
 
 
 def _named(what: str, pid: int, tid: int, name: str) -> Iterator[dict[str, object]]:
-    """Name a process or a thread, and keep it in its place."""
+    """Yield the events that give a process or a thread its name and its position."""
     common = {"ph": "M", "pid": pid, "tid": tid, "ts": 0}
     yield common | {"name": f"{what}_name", "args": {"name": name}}
     yield common | {"name": f"{what}_sort_index", "args": {"sort_index": tid or pid}}
 
 
 def _lives_of(timeline: Timeline) -> Iterator[Bundle]:
-    """Yield each request's life, and its phases behind it."""
+    """Yield each request's life, followed by the phases of the life."""
     rows: dict[tuple[int, int], list[Bundle]] = {}
-    for span in timeline.spans:  # of a row: first all lives, then all phases, both in order of time
+    # the spans of a row are sorted: all lives by time, and after them all phases by time
+    for span in timeline.spans:
         if span.kind == LIFE:
             rows.setdefault((span.lane, span.row), []).append([span])
         elif span.kind in PHASES:
@@ -96,7 +97,7 @@ def _lives_of(timeline: Timeline) -> Iterator[Bundle]:
 
 
 def _args(timeline: Timeline, span: Span) -> dict[str, object]:
-    """Return all fields of the events that a span was made of, the earlier's by its tag where there are several."""
+    """Return the fields of the event from which a span was made. If there are several events, return them by tag."""
     reported = [(timeline.events[i], tag_of(timeline.events[i])) for i in span.events]
     fields = [(tag, {name: plain(getattr(event, name)) for name in event.__struct_fields__}) for event, tag in reported]
     return fields[0][1] if len(fields) == 1 else dict(fields)

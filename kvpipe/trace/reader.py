@@ -1,4 +1,4 @@
-"""Reads traces as they are: cut off, mixed with other lines, of other versions. Their content never raises."""
+"""The reader reads traces that are cut off, mixed with other lines or of other versions. It skips unreadable lines."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 import msgspec
 
 from kvpipe.errors import UsageError
-from kvpipe.files import kind_of
+from kvpipe.inputs.files import file_type
 from kvpipe.trace.events import FORMAT, Event, Started
 from kvpipe.trace.log import printable
 from kvpipe.trace.transitions import EVENTS
 
 LINE_BYTES_MAX = 1 << 20
-"""A longer line counts as several that cannot be read."""
+"""The most bytes of a line. A longer line counts as several unreadable lines."""
 ENDLESS_BYTES_MAX = 64 << 20
-"""A file with a line as long as this is no trace."""
+"""The bytes of a line from which on the file is not a trace."""
 LAYERS_MAX = 4096
-"""Layers that a trace may claim of a rank: replay makes a state per layer."""
+"""The most layers of a rank that the reader accepts, because a replay makes a state per layer."""
 _NS_MAX = 1 << 63
-"""Largest time that a trace may claim: 292 years, the range of 64 bits."""
+"""The reader accepts only times below this number of nanoseconds, which is 292 years."""
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _READ_BYTES = 1 << 20
 
@@ -35,7 +35,7 @@ MALFORMED = "damaged"
 
 
 class _Tag(msgspec.Struct):
-    """The field by which a line is recognised as an event."""
+    """The fields by which a line is recognised as an event."""
 
     event: str
     t_ns: int
@@ -45,7 +45,7 @@ class Trace:
     """The events of a file, in the file's order. `unread` counts the lines that are not events, by reason."""
 
     def __init__(self, path: Path, wanted: Callable[[bytes], bool] | None = None) -> None:
-        """`wanted`: a filter of undecoded lines; None: all are wanted.
+        """`wanted` filters undecoded lines. None means that all lines are wanted.
 
         Raises:
             UsageError: the file cannot be read.
@@ -57,7 +57,7 @@ class Trace:
         self._decoder = decoder()
         self._tag = msgspec.json.Decoder(_Tag)
         try:
-            kind = kind_of(path.stat().st_mode)  # first: to open a pipe waits for who writes to it
+            kind = file_type(path.stat().st_mode)  # checked before `open`, which would wait for a pipe's writer
             why = kind and f"it is {kind}"
             if not why:
                 path.open("rb").close()
@@ -67,7 +67,7 @@ class Trace:
             raise self._refusal(f"cannot be read ({why})")
 
     def __iter__(self) -> Iterator[Event]:
-        """Yield what can be read. Raises UsageError at a line without an end: the file is no trace."""
+        """Yield the readable events. Raises UsageError at a line of `ENDLESS_BYTES_MAX`: the file is not a trace."""
         decode, wanted, parts = self._decoder.decode, self._wanted, 0
         with self.path.open("rb", buffering=_READ_BYTES) as file:
             while line := file.readline(LINE_BYTES_MAX):
@@ -107,7 +107,7 @@ class Trace:
         return NEWER if tag.event not in EVENTS or "unknown field" in error else MALFORMED
 
     def unread_summary(self) -> str:
-        """Return one sentence about what could not be read, or nothing."""
+        """Return one sentence about the unreadable lines, or "" if there are none."""
         if not self.unread:
             return ""
         parts = ", ".join(f"{count} {why}" for why, count in self.unread.most_common())
@@ -115,12 +115,12 @@ class Trace:
 
 
 def decoder() -> msgspec.json.Decoder[Event]:
-    """Return a decoder of lines, whatever their event."""
+    """Return a decoder of lines with any event."""
     kind: Any = functools.reduce(operator.or_, EVENTS.values())
     return msgspec.json.Decoder(kind)
 
 
 def files_of(path: Path) -> list[Path]:
-    """Return the parts of a trace, the older one first."""
+    """Return the files of a trace, the older file first."""
     older = path.with_name(path.name + ".1")
     return [older, path] if older.exists() else [path]

@@ -1,8 +1,8 @@
-"""The path of events to the trace file and the log: a bounded queue, and one thread that writes.
+"""The path of events to the trace file and the log is a bounded queue and one thread that writes.
 
-`Recorder.put` appends to a deque and wakes no thread (the writer polls every 50 ms), so it takes the caller less than a
-microsecond whatever the disk does. Events that do not fit are counted; the trace has their number where they are
-missing.
+`Recorder.put` appends to a deque and wakes no thread (the writer polls every 50 ms). So a call takes less than 1 us,
+also with a slow disk. Events that do not fit into the queue are dropped and counted. The trace has the number of
+dropped events at the place where they are missing.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from time import monotonic_ns
-from typing import Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import msgspec
 
-from kvpipe import files
-from kvpipe.cores import bind_this_thread
+from kvpipe.inputs import files
+from kvpipe.machine.cores import bind_this_thread
 from kvpipe.statemachine.core import Cursor, Edge, State
 from kvpipe.trace import log
 from kvpipe.trace.events import SCHEDULER, Dropped, Ended, Event, Fault, RequestAdmitted, RequestDone, Started, tag_of
-from kvpipe.trace.transitions import Taken
+from kvpipe.trace.transitions import TakenEdge
 
 QUEUE_EVENTS_MAX = 1 << 17
 POLL_S = 0.05
@@ -38,14 +38,19 @@ _PASSING = {errno.ENOSPC, errno.EAGAIN, errno.EDQUOT}
 _OPEN = os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
 _LOCK_S_MAX = 1.0
 _WHY_CHARS_MAX = 400
-_SLICE_EVENTS = 64  # encoded at a time: the thread that computes gets the interpreter in between
+_SLICE_EVENTS = 64  # events encoded at a time; in between other threads can take the interpreter's lock
 _HASH_MAX = 1 << 32
+LOSSES: Final = ("queue", "sink")
+"""The places at which events are lost: a full queue, or a sink that could not write the events."""
 _LINES_PER_REQUEST = {RequestAdmitted, RequestDone}
 _T = TypeVar("_T")
 
 
 class Recorder:
-    """Records the events of one side of one process. `lifecycle`, `transitions`, `detail`: which kinds; read only."""
+    """The recorder of the events of one side of one process.
+
+    The read-only attributes `lifecycle`, `transitions` and `detail` say which events are recorded.
+    """
 
     def __init__(
         self,
@@ -57,21 +62,21 @@ class Recorder:
         sample: float = 1.0,
         queue_events_max: int = QUEUE_EVENTS_MAX,
     ) -> None:
-        """`lifecycle`: two events per request. `transitions`: also the moves of requests. `detail`: everything.
+        """`lifecycle` records two events per request, `transitions` also the moves of requests, `detail` all events.
 
-        `rank`: -1 for the scheduler side. `sample`: the share of requests, chosen by their ids, of which `transitions`
-        and `detail` are recorded. `queue_events_max`: beyond so many waiting events, events are dropped.
+        `rank` is -1 for the scheduler side. `sample` is the share of requests, chosen by their ids, for which
+        `transitions` and `detail` are recorded. If `queue_events_max` events wait, further events are dropped.
         """
         self.rank, self.lifecycle, self.transitions, self.detail = rank, lifecycle, transitions, detail
         self._share = int(sample * _HASH_MAX)
         self._max = queue_events_max
-        self._queue: deque[Event | Taken] = deque()
-        self.dropped = self.lost = 0  # in the queue, and at a sink
+        self._queue: deque[Event | TakenEdge] = deque()
+        self.dropped = self.lost = 0  # the numbers of events lost at the full queue, and at a sink
         self._gap = 0
         self.request, self.epoch, self.step = "", 0, 0
 
     def put(self, event: Event) -> None:
-        """Record `event`, or count it as dropped if the queue is full. On any thread."""
+        """Record `event`, or count it as dropped if the queue is full. Any thread may call this method."""
         if len(self._queue) < self._max:
             if self._gap:
                 self._report_gap()
@@ -83,12 +88,12 @@ class Recorder:
     def took(
         self, request: str, epoch: int, step: int, cursor: Cursor, number: int, was: State, edge: Edge, why: str
     ) -> None:
-        """Record that `cursor`, whose number in the trace is `number`, took `edge` in state `was`. As `put`."""
+        """Record that `cursor`, with the number `number` in the trace, took `edge` in state `was`, as `put` does."""
         queue = self._queue
         if len(queue) < self._max:
             if self._gap:
                 self._report_gap()
-            queue.append(Taken(monotonic_ns(), request, epoch, step, cursor.machine, number, was, edge, why))
+            queue.append(TakenEdge(monotonic_ns(), request, epoch, step, cursor.machine, number, was, edge, why))
         else:
             self._gap += 1
             self.dropped += 1
@@ -100,8 +105,8 @@ class Recorder:
         out: list[Event] = []
         for one in taken:
             try:
-                out.append(one.event(self.rank) if isinstance(one, Taken) else one)
-            except Exception:  # noqa: BLE001  (it is lost alone)
+                out.append(one.event(self.rank) if isinstance(one, TakenEdge) else one)
+            except Exception:  # noqa: BLE001  (only this event is lost)
                 self.lost += 1
         return out
 
@@ -112,26 +117,26 @@ class Recorder:
 
     @property
     def losses(self) -> dict[str, int]:
-        """How many events were lost: "queue": it was full; "sink": they could not be written."""
-        return {"queue": self.dropped, "sink": self.lost}
+        """The numbers of lost events, by the places in `LOSSES`."""
+        return dict(zip(LOSSES, (self.dropped, self.lost), strict=True))
 
     def end(self, dropped: int) -> None:
-        """Record the end of this side's events, also in a full queue. `dropped`: events lost so far."""
+        """Record the end of this side's events, even in a full queue. `dropped` is the number of lost events."""
         if self._gap:
             self._report_gap()
         self._queue.append(Ended(monotonic_ns(), self.rank, "", 0, self.step, dropped=dropped))
 
     def _report_gap(self) -> None:
-        """Record how many events are missing here."""
+        """Record how many events are missing at this place."""
         count, self._gap = self._gap, 0
         self._queue.append(Dropped(*self.of("", 0), count=count, why="the queue was full"))
 
     def sampled(self, request: str) -> bool:
-        """Whether `request` is in the sample. The answer is the same on every rank."""
+        """Return whether `request` is in the sample. The answer is the same on every rank."""
         return self._share >= _HASH_MAX or zlib.crc32(request.encode("utf-8", "surrogatepass")) < self._share
 
     def about(self, request: str, epoch: int) -> None:
-        """Attribute later events of chunks to this request; "" and 0: to none."""
+        """Attribute later events of chunks to this request. With "" and 0 these events belong to no request."""
         self.request, self.epoch = request, epoch
 
     def of(self, request: str, epoch: int) -> tuple[int, int, str, int, int]:
@@ -139,35 +144,38 @@ class Recorder:
         return monotonic_ns(), self.rank, request, epoch, self.step
 
     def fault(self, name: str, seen: int, fields: dict[str, object]) -> None:
-        """Record a fault. `seen`: how often it has happened."""
+        """Record a fault. `seen` is the number of times that the fault has occurred."""
         message = {key: str(value)[:400] for key, value in fields.items() if key != "request"}
         self.put(Fault(*self.of(str(fields.get("request", "")), 0), name=name, seen=seen, fields=message))
 
 
 OFF = Recorder(queue_events_max=0)
-"""Records nothing."""
+"""A recorder that records nothing."""
 
 
 class Sink(Protocol):
-    """A destination of events. Called on the writer's thread only."""
+    """A destination of events. Only the writer's thread calls a sink."""
 
     lost: int
-    """How many events it could not write so far."""
+    """The number of events that the sink could not write so far."""
 
     def write(self, events: Sequence[Event]) -> str:
-        """Write `events`, each of which may fail by itself. Returns why some are lost; "" if none is."""
+        """Write `events`. One event may fail while others succeed.
+
+        Returns why some events are lost, or "" if none is lost.
+        """
 
     def close(self) -> None:
-        """Write what is left, and close files or connections."""
+        """Write the remaining events, and close files or connections."""
 
 
 def each(events: Sequence[Event], do: Callable[[Event], _T]) -> tuple[list[_T], str]:
-    """Return (`do(event)` for each event, why it raised for some, or ""). Those are left out."""
+    """Return `do(event)` for each event for which `do` did not raise, and the reason of an exception, or ""."""
     made, why = [], ""
     for event in events:
         try:
             made.append(do(event))
-        except Exception as error:  # noqa: BLE001  (a bad one is lost alone)
+        except Exception as error:  # noqa: BLE001  (only the bad event is lost)
             why = f"{type(event).__name__} cannot be recorded: {error!r}"[:_WHY_CHARS_MAX]
     return made, why
 
@@ -178,7 +186,7 @@ class Writer:
     def __init__(
         self, recorder: Recorder, sinks: Iterable[Sink], engine: str, cpus: frozenset[int] = frozenset()
     ) -> None:
-        """Start the thread, bound to `cpus` if any are given. `engine`: the engine's id, for every event."""
+        """Start the thread, bound to `cpus` if any are given. Every event gets the engine's id `engine`."""
         self._cpus = cpus
         self._recorder, self._sinks, self._engine = recorder, tuple(sinks), engine
         self._wall_ns = time.time_ns() - monotonic_ns()
@@ -187,8 +195,17 @@ class Writer:
         self._thread = threading.Thread(target=self._main, name="kvpipe-trace", daemon=True)
         self._thread.start()
 
+    def set_layers(self, layers: int) -> None:
+        """Set the number of layers of a rank's copies.
+
+        `tracing` makes the writer before the rank has its caches, when this number is not known yet.
+        """
+        for sink in self._sinks:
+            if isinstance(sink, FileSink):
+                sink.layers = layers
+
     def close(self) -> None:
-        """Write what is queued and end the thread, within `CLOSE_S_MAX` if a sink hangs. Idempotent."""
+        """Write the queued events and end the thread. A sink that hangs is given up after `CLOSE_S_MAX`. Idempotent."""
         if not self._stop.is_set():
             self._recorder.end(self.dropped)
             self._stop.set()
@@ -196,7 +213,7 @@ class Writer:
 
     @property
     def dropped(self) -> int:
-        """How many events were lost, in the queue or at a sink."""
+        """The number of events that were lost, at the full queue or at a sink."""
         return self._recorder.dropped + self._recorder.lost
 
     def _main(self) -> None:
@@ -228,7 +245,7 @@ class Writer:
             time.sleep(0)
 
     def _complain(self, why: str) -> None:
-        """Log that events are lost, once a minute at most: the trace itself may not be writable."""
+        """Log that events are lost, at most once a minute, because the trace itself may not be writable."""
         now = time.monotonic()
         if now - self._complained_s >= COMPLAINTS_S:
             self._complained_s = now
@@ -236,20 +253,21 @@ class Writer:
 
 
 class FileSink:
-    """Appends lines of JSON to a file that several processes may share. The older half is kept as `FILE.1`."""
+    """A sink that appends lines of JSON to a file, which processes may share. The older half is kept as `FILE.1`."""
 
     def __init__(self, path: Path, bytes_max: int, started: Started) -> None:
-        """`bytes_max`: of both files together. `started`: this process's first event in every file."""
+        """`bytes_max` is the limit of both files together. `started` is this process's first event in every file."""
         self._path, self._half, self._started = path, bytes_max // 2, started
+        self.layers = started.layers  # if this changes, `started` is written again, before the next events
         self._encoder = msgspec.json.Encoder()
         self._fd = -1
         self._regular = True
         self.lost = 0
-        self._unreported = 0  # of those: not yet reported in the file
+        self._unreported = 0  # the number of lost events that the file does not report yet
         self._why = ""
 
     def write(self, events: Sequence[Event]) -> str:
-        """See `Sink`. It writes whole lines at once, so that lines of several processes do not mix."""
+        """See `Sink`. Whole lines are written at once, so that lines of several processes do not mix."""
         lines, odd = each(events, self._encoder.encode)
         whole = len(lines)
         if odd:
@@ -261,10 +279,10 @@ class FileSink:
                 gap = Dropped(at.t_ns, at.rank, "", 0, at.step, at.wall_ns, at.engine, self._unreported, self._why)
                 lines.insert(0, self._encoder.encode(gap))
             self._put(lines)
-        except Exception as error:  # noqa: BLE001  (whatever it was, the next line has the number of missing events)
+        except Exception as error:  # noqa: BLE001  (the next line has the number of missing events)
             self._loses(whole, f"{self._path}: {getattr(error, 'strerror', None) or error}")
             if not isinstance(error, OSError) or error.errno not in _PASSING:
-                self.close()  # opened anew with the next events
+                self.close()  # the next events open the file again
             return self._why
         self._unreported = 0
         return odd
@@ -279,7 +297,10 @@ class FileSink:
             self._fd = -1
 
     def _open(self, first: Event) -> None:
-        """Open the file; begin a new one if it is full, or if another process has begun one."""
+        """Open the file. If the file is full, or if another process has begun a new file, begin a new file."""
+        if self._started.layers != self.layers:
+            self._started.layers = self.layers
+            self.close()
         if self._fd >= 0:
             if not self._regular:
                 return
@@ -291,7 +312,7 @@ class FileSink:
             except FileNotFoundError:
                 pass
             self._rotate()
-        # a pipe that nobody reads, or that is full, loses events; it does not hold anybody up
+        # If a pipe is full or has no reader, events are lost, and the writer's thread is not blocked.
         piped = self._path.exists() and not self._path.is_file()
         self._fd = os.open(self._path, (os.O_WRONLY if piped else os.O_RDWR) | _OPEN, 0o600)
         self._regular = stat.S_ISREG(os.fstat(self._fd).st_mode)
@@ -300,7 +321,7 @@ class FileSink:
         try:
             self._put([self._encoder.encode(started)])
         except OSError:
-            self.close()  # nothing may follow in a file that does not name its writer
+            self.close()  # no event may be in the file before `started`
             raise
         started.part += 1
 
@@ -308,7 +329,7 @@ class FileSink:
         """Rename the full file to `FILE.1`, unless another process has done so."""
         until = time.monotonic() + _LOCK_S_MAX
         while not files.try_lock(self._fd):
-            if time.monotonic() > until:  # its lock is held by one that does not write: do not wait with every event
+            if time.monotonic() > until:  # the lock's holder may hang, so do not wait again for each event
                 raise BlockingIOError(errno.EAGAIN, "another process keeps the file locked")
             time.sleep(POLL_S / 10)
         try:
@@ -329,22 +350,22 @@ class FileSink:
             done += os.write(self._fd, data[done:])
 
     def _is_torn(self) -> bool:
-        """Whether the file's last line was cut off by a full disk or a crash."""
+        """Return whether a full disk or a crash has cut off the file's last line."""
         size = os.fstat(self._fd).st_size
         return size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
 
 
 class LogSink:
-    """Writes events to kvpipe's log."""
+    """A sink that writes events to kvpipe's log."""
 
     def __init__(self, level: int, *, requests: bool = True) -> None:
-        """`level`: the lowest level to log, as in Python's `logging`. `requests`: log the two lines per request."""
+        """Log events from `level` (of Python's `logging`) on. `requests` says whether to log two lines per request."""
         self._level, self._requests = level, requests
         self.lost = 0
         self._seen: Counter[str] = Counter()
 
     def write(self, events: Sequence[Event]) -> str:
-        """See `Sink`. Of frequent kinds the first is logged, then every thousandth."""
+        """See `Sink`. The first event of a frequent kind is logged, and then every 1000th event of this kind."""
         reported, why = each(events, self._deliver)
         self.lost += len(events) - len(reported)
         return why
@@ -360,4 +381,4 @@ class LogSink:
         log.log_event(event)
 
     def close(self) -> None:
-        """Do nothing: there is nothing to close."""
+        """Do nothing, because this sink has no file or connection."""

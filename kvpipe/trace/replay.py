@@ -1,8 +1,8 @@
-"""A trace fed back through the machines: every transition in it is one that the tables allow, and none is missing.
+"""A replay checks that the machines' tables allow every transition of a trace, and that no transition is missing.
 
-A cursor begins in its machine's initial state, or where the trace finds it if its beginning was cut off (a trace that
-went on in a new file). From then on each transition must start where the last one ended, and lead to the state that the
-table has.
+A cursor begins in its machine's initial state. If the trace lacks the cursor's beginning, because the trace continued
+in a new file, the cursor begins in the state of its first event. Each later transition must start in the state in which
+the last transition ended, and must lead to the state that the table has.
 """
 
 from __future__ import annotations
@@ -12,14 +12,20 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from kvpipe.statemachine.core import Compiled, State
+from kvpipe.statemachine.node_grant import NODE_GRANT
+from kvpipe.statemachine.node_link import NODE_LINK
 from kvpipe.trace.events import Dropped, Ended, Event, Started
 from kvpipe.trace.transitions import MACHINES, Illegal, NoOp, Transition
 
 PROBLEMS_MAX = 1000
+_OF_THE_ENGINE = frozenset({NODE_LINK.name, NODE_GRANT.name})
+"""The machines whose cursors last until the engine ends, when no trace is written any more."""
+_GRANTED_AGAIN = frozenset({NODE_GRANT.name})
+"""The machines with a new cursor each time that a holder grants the slot which numbers the cursors."""
 
 
 class Position(NamedTuple):
-    """Identifies a cursor of a trace, by process, machine and number."""
+    """The identity of a cursor of a trace: process, machine and number."""
 
     engine: str
     rank: int
@@ -27,24 +33,24 @@ class Position(NamedTuple):
     cursor: int
 
     def __str__(self) -> str:
-        """Name it for a report."""
+        """Name the cursor for a report."""
         where = "scheduler" if self.rank < 0 else f"rank {self.rank}"
         return f"{self.machine} {self.cursor} ({where} of {self.engine})"
 
 
 class Replay:
-    """The machines' cursors as a trace has moved them so far."""
+    """The states of the machines' cursors after the events that were fed so far."""
 
     def __init__(self) -> None:
         """Start without cursors."""
         self.transitions = self.no_ops = self.cursors = self.dropped = 0
-        self.cells: Counter[tuple[str, str, str]] = Counter()  # how often each was taken: machine, row, event
+        self.cells: Counter[tuple[str, str, str]] = Counter()  # how often each cell (machine, row, event) was taken
         self.problems: list[str] = []
         self.more_problems = 0
         self._machines: dict[tuple[str, int], Compiled] = {}
         self._at: dict[Position, State] = {}
         self._layers: dict[tuple[str, int], int] = {}
-        self._complete: dict[tuple[str, int], bool] = {}  # whether all of a process's transitions are in the trace
+        self._complete: dict[tuple[str, int], bool] = {}  # whether the trace has all transitions of a process
         self._ended: set[tuple[str, int]] = set()
 
     def feed(self, event: Event) -> None:
@@ -54,7 +60,7 @@ class Replay:
             self._move(event, process)
         elif isinstance(event, Started):
             self._layers[process] = event.layers
-            if event.part == 0:  # a new engine, though perhaps of the same name
+            if event.part == 0:  # a new engine, perhaps with the same name
                 self._complete[process] = event.detail and event.sample >= 1
                 self._at = {at: state for at, state in self._at.items() if (at.engine, at.rank) != process}
                 self._ended.discard(process)
@@ -66,7 +72,7 @@ class Replay:
             self._ended.add(process)
 
     def finish(self) -> None:
-        """End the trace: a job that is still open in a process that ended normally is a problem."""
+        """End the trace. If a process ended normally while a job was open, record a problem."""
         for at, state in self._at.items():
             process = (at.engine, at.rank)
             if (
@@ -78,16 +84,16 @@ class Replay:
                 self._problem(f"{at} was left in {state.name}")
 
     def unfinished(self) -> list[str]:
-        """Return the requests and jobs that are not over at the end of the trace."""
+        """Return the cursors that are not in a final state at the end of the trace, such as requests and jobs."""
         return [
             f"{at} is in {state.name}"
             for at, state in self._at.items()
-            if MACHINES[at.machine].finals and not state.final
+            if MACHINES[at.machine].finals and not state.final and at.machine not in _OF_THE_ENGINE
         ]
 
     @property
     def ok(self) -> bool:
-        """Whether every transition was legal, and none was missing."""
+        """Whether every transition was legal and no transition was missing."""
         return not self.problems
 
     def _move(self, event: Transition, process: tuple[str, int]) -> None:
@@ -96,11 +102,11 @@ class Replay:
         if machine is None:
             return
         here = self._at.get(at)
-        if here is None:
+        if here is None or (here.final and event.machine in _GRANTED_AGAIN):
             self.cursors += 1
             here = machine.initial
             if here.name != event.was and not self._complete.get(process):
-                here = machine.states.get(event.was, here)  # its beginning is not in this trace
+                here = machine.states.get(event.was, here)  # the trace lacks the cursor's beginning
         if here.name != event.was:
             self._problem(f"{at}: {event.on} in {event.was}, but it was in {here.name}: a transition is missing")
             here = machine.states.get(event.was, here)

@@ -1,4 +1,4 @@
-"""A trace for the terminal: what was slow, what was missed and why, and one request's life as a waterfall."""
+"""This module prints a trace in the terminal: slow requests, reasons of misses, and a request's life as a waterfall."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvpipe.cache.miss_reasons import REASONS
 from kvpipe.statemachine import copy
 from kvpipe.trace import events as e
 from kvpipe.trace import transitions
 from kvpipe.trace.log import bounded, printable
+from kvpipe.trace.miss_reasons import REASONS
 from kvpipe.trace.reader import Trace, files_of
 
 SLOWEST = 10
-OPEN_MAX = 200_000  # requests whose end is not yet known; more are counted, not kept
+OPEN_MAX = 200_000  # the most kept requests without an end; further requests are only counted
 _BAR = 40
 _OVERVIEW = tuple(
     f'{{"event":"{e.tag_of(kind)}"'.encode()
@@ -38,7 +38,7 @@ _NS_PER_MS = 1e6
 
 
 class RequestRow(NamedTuple):
-    """One finished request, as the table of the slowest shows it. Ordered by how long it lived."""
+    """One finished request in the table of the slowest requests. Rows are ordered by the time that a request lived."""
 
     lived_ms: float
     request: str
@@ -51,10 +51,10 @@ class RequestRow(NamedTuple):
 
 
 class Overview:
-    """The summary of a trace. Memory is bounded by the requests that live at once."""
+    """The summary of a trace. Its memory is proportional to the number of requests that live at once."""
 
     def __init__(self, slowest: int) -> None:
-        """`slowest`: how many requests to keep."""
+        """`slowest` is the number of slow requests to keep."""
         self._keep = slowest
         self._slowest: list[RequestRow] = []
         self._admitted: dict[tuple[str, str], e.RequestAdmitted] = {}
@@ -64,11 +64,11 @@ class Overview:
         self.misses: Counter[str] = Counter()
         self.missed_tokens: Counter[str] = Counter()
         self._wrong: Counter[str] = Counter()
-        self._seen: dict[tuple[str, int, str], int] = {}  # each side's counter of a fault, at its last event
+        self._seen: dict[tuple[str, int, str], int] = {}  # the last value of each fault's counter, by side
         self.first_ns, self.last_ns = 0, 0
 
     def feed(self, event: e.Event) -> None:
-        """Take one event."""
+        """Add one event to the summary."""
         self.events += 1
         self.first_ns = min(self.first_ns or event.wall_ns, event.wall_ns)
         self.last_ns = max(self.last_ns, event.wall_ns)
@@ -90,7 +90,7 @@ class Overview:
 
     @property
     def wrong(self) -> Counter[str]:
-        """Faults and warnings, with how often each happened at least."""
+        """The faults and warnings, each with the number of times that it has occurred at least."""
         counts = Counter(self._wrong)
         for (_, _, name), seen in self._seen.items():
             counts[name] += seen
@@ -98,7 +98,7 @@ class Overview:
 
     @property
     def slowest(self) -> list[RequestRow]:
-        """The slowest requests, the slowest first."""
+        """The slowest requests. The slowest of them is first."""
         return sorted(self._slowest, reverse=True)
 
     def _admit(self, event: e.RequestAdmitted) -> None:
@@ -127,15 +127,15 @@ class Overview:
 
 
 def _is_of_interest(line: bytes) -> bool:
-    """Whether the overview needs `line`, or it cannot be known."""
+    """Return whether the overview may need `line`, which is not decoded yet."""
     return line.startswith(_OVERVIEW) or not line.startswith(b'{"event":"')
 
 
 def show_overview(path: Path, console: Console, slowest: int) -> int:
-    """Print the summary of a trace; return 0.
+    """Print the summary of a trace and return 0.
 
     Raises:
-        UsageError: the file cannot be read.
+        UsageError: a file of the trace cannot be read.
 
     """
     traces = [Trace(part, _is_of_interest) for part in files_of(path)]
@@ -173,12 +173,13 @@ def show_overview(path: Path, console: Console, slowest: int) -> int:
 
 
 def show_request(path: Path, request: str, console: Console, *, every: bool) -> int:
-    """Print the life of `request`, with `every` event; return 1 when there is no such request.
+    """Print the life of `request`. If the trace has no such request, return 1.
 
-    `request` is vLLM's id of it, or the client's, to which vLLM adds a suffix.
+    `request` is vLLM's id of the request, or the client's id, to which vLLM adds a suffix. `every` says whether to
+    print every event.
 
     Raises:
-        UsageError: the file cannot be read.
+        UsageError: a file of the trace cannot be read.
 
     """
     request = bounded(request)
@@ -198,7 +199,7 @@ def show_request(path: Path, request: str, console: Console, *, every: bool) -> 
         jobs = {one.job for one in events if isinstance(one, e.LoadPlanned | e.SavePlanned)}
         copies = _read(path, lambda line: line.startswith(_COPIES))
         shared = [one for one in copies if isinstance(one, e.LayerSubmitted | e.LayerCopied) and not one.request]
-        events += [one for one in shared if jobs.intersection(one.jobs)]  # of several requests at once
+        events += [one for one in shared if jobs.intersection(one.jobs)]  # copies of several requests at once
     for name in sorted({one.request for one in events if one.request}):
         _waterfall(name, [one for one in events if one.request in {name, ""}], console, every=every)
     return 0
@@ -209,7 +210,7 @@ def _read(path: Path, wanted: Callable[[bytes], bool]) -> Iterator[e.Event]:
 
 
 def _safe(text: object) -> str:
-    """Return a text that neither the terminal nor rich takes for a command."""
+    """Escape `text`, so that neither the terminal nor rich reads a part of it as a command."""
     return escape(str(printable(str(text))))
 
 
@@ -229,11 +230,11 @@ def _waterfall(name: str, events: list[e.Event], console: Console, *, every: boo
 
 
 Line = tuple[int, int, str, str]
-"""First and last nanosecond, a name, and details."""
+"""A line of the waterfall: first and last nanosecond, a name, and details."""
 
 
 def _phases(events: list[e.Event]) -> Iterator[Line]:
-    """Yield a line per thing that a user would name; a job, with all its layers on all ranks, is one."""
+    """Yield a line per event that matters to a user. A job has one line for all layers on all ranks."""
     jobs: dict[tuple[str, int], list[transitions.Transition]] = {}
     planned: dict[int, e.LoadPlanned | e.SavePlanned] = {}
     for event in events:

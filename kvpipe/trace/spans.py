@@ -24,13 +24,16 @@ MARKED: dict[type[Event], str] = {
     e.TierLost: "trouble",
     e.Fault: "trouble",
     transitions.Illegal: "trouble",
+    transitions.HolderLost: "trouble",
+    transitions.HolderReplaced: "good",
+    transitions.NodeStranded: "trouble",
     e.Dropped: "trouble",
     e.FreezeSwitched: "notice",
     e.CacheReset: "notice",
     transitions.Evicted: "calm",
 }
 MARKS = {f"{tag_of(kind)}_mark": grade for kind, grade in MARKED.items()}
-"""Severity of each kind of mark: trouble, notice, good or calm."""
+"""The severity of each kind of mark: trouble, notice, good or calm."""
 
 REQUESTS, FORWARDS, LOADS, SAVES, NOTES = "requests", "forward", "loads", "saves", "marks"
 LANES = (REQUESTS, FORWARDS, LOADS, SAVES, NOTES)
@@ -38,7 +41,7 @@ LANES = (REQUESTS, FORWARDS, LOADS, SAVES, NOTES)
 
 
 class Lane(NamedTuple):
-    """A lane of one side of one engine (`rank` -1: the scheduler's). In a row, spans of one layer do not overlap."""
+    """A lane of one side of one engine. `rank` is -1 for the scheduler. In a row, spans of one layer do not overlap."""
 
     engine: str
     rank: int
@@ -49,7 +52,8 @@ class Lane(NamedTuple):
 class Span(NamedTuple):
     """A span from `begin_ns` to `end_ns`, counted from the trace's start. A mark is a span without length.
 
-    `events`: indices of the timeline's events that it was drawn from. `is_open`: the trace has no end of it.
+    `events` has the indices of the timeline's events from which the span was made. `is_open` says whether the trace
+    lacks the span's end.
     """
 
     lane: int
@@ -64,12 +68,15 @@ class Span(NamedTuple):
 
     @property
     def layer(self) -> int:
-        """What covers what in a row: phases their request's life, marks both."""
+        """The order of drawing in a row. Phases are drawn over their request's life, and marks are drawn on top."""
         return 2 if self.kind in MARKS else 1 if self.kind in PHASES else 0
 
 
 class Timeline(NamedTuple):
-    """A whole trace: its spans by lane, row, layer and time. It starts at `origin_ns` (monotonic), at `wall_ns`."""
+    """A whole trace, with its spans ordered by lane, row, layer and time.
+
+    The trace starts at `origin_ns` of the monotonic clock, which is `wall_ns` of the wall clock.
+    """
 
     origin_ns: int
     wall_ns: int
@@ -78,17 +85,17 @@ class Timeline(NamedTuple):
     spans: list[Span]
     events: list[Event]
     at_ns: list[int]
-    """When each of `events` happened, counted from the trace's start."""
+    """The time of each of `events`, counted from the trace's start."""
     total: int
-    """How many events the trace has, drawn or not."""
+    """The number of the trace's events, drawn or not."""
     left_out: int
-    """How many events that would be drawn were left out, beyond the limit."""
+    """The number of events that were not drawn because of the limit on drawn events."""
 
 
 Side = tuple[str, int, str]
-"""Engine, rank and lane."""
+"""An engine, a rank and the name of a lane."""
 Bundle = list[Span]
-"""Spans that share a row. The first spans the time of all."""
+"""Spans that share a row. The first span covers the time of all spans of the bundle."""
 
 
 def mark(event: Event, t_ns: int, i: int, name: str = "") -> Span:

@@ -1,9 +1,9 @@
-"""A trace as a timeline: lanes of spans, written as one self-contained HTML page or as a file for Perfetto.
+"""This module makes a timeline from a trace. A timeline has lanes of spans.
 
-The scheduler's side has a lane of requests, each with its phases (waiting, loading, running, preempted). A rank has
-lanes of its forwards, loads and saves. What happens at one instant is a mark. A trace may lack anything, for processes
-write on their own and files are rotated: what has no end lasts until its engine's last event, and what has no
-beginning begins with its first event.
+The scheduler's side has a lane of requests. Each request has phases (waiting, loading, running, preempted). A rank has
+lanes of its forwards, loads and saves. An event without a duration is a mark. A trace may lack any event, because
+processes write independently and files are rotated. A span without an end lasts until its engine's last event. A span
+without a beginning starts with its first event.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from kvpipe.trace.spans import (
 )
 
 EVENTS_MAX: Final = 100_000
-"""As many as a browser draws without a pause. They bound the memory here, whatever the length of the trace."""
+"""The most events that are drawn. A browser draws this number without a pause. The limit also bounds the memory."""
 _CLOCKS_DIFFER_NS = 1_000_000_000
 _TOOK_NS_MAX = 10**15
-"""Longest believable duration: eleven days."""
+"""The longest believable duration in nanoseconds, eleven days."""
 
 
 class _DrawnEvents:
-    """The events that are drawn, in order, with what they lack from the others. Only the former are kept."""
+    """The drawn events in order of time, with the data that other events add to them. Other events are not kept."""
 
     def __init__(self, events: Iterable[Event], events_max: int) -> None:
         self.left_out = 0
@@ -86,9 +86,10 @@ class _DrawnEvents:
         self.duration_ns = max(max(ends, default=0), max(self.last_ns.values(), default=0))
 
     def _link(self, event: Event, t: int, *, adds: bool) -> None:
-        """Note the request of a job, and when the job ended. A plan's request counts; else that of the first event.
+        """Record the request and the end of the job of `event`.
 
-        `adds`: otherwise only for jobs that are known: nothing more is drawn, and a long trace has many jobs.
+        The request is that of the job's plan, or that of the job's first event if the trace lacks the plan. If `adds`
+        is false, only jobs that are known already are recorded, because no further event is drawn.
         """
         if isinstance(event, e.LoadPlanned | e.SavePlanned | e.Stuck):
             job = event.engine, event.job
@@ -104,14 +105,18 @@ class _DrawnEvents:
 
 
 class _Clocks:
-    """Puts the events of several hosts on one clock.
+    """One clock for the events of several hosts.
 
-    The processes of a host share a monotonic clock. A clock that stands elsewhere (another host's, or that of an
-    earlier boot) is recognised by the wall clock beside it, and is shifted.
+    The processes of a host share a monotonic clock. Another host, or an earlier boot, has a monotonic clock with
+    another origin. An event's wall clock shows that its monotonic clock is another one. Then the event's time is
+    shifted.
     """
 
     def __init__(self) -> None:
-        """`offset_ns`: from the monotonic clock to the wall clock; `origin_ns`: time of the first event."""
+        """Start without times.
+
+        `offset_ns` is the difference from the monotonic clock to the wall clock. `origin_ns` is the earliest time.
+        """
         self.offset_ns = 0
         self.origin_ns: int | None = None
 
@@ -131,7 +136,7 @@ _JOB_MACHINES = frozenset({copy.LOAD.name, copy.SAVE.name})
 
 
 def _is_drawn(event: Event) -> bool:
-    """Whether a span or a mark is drawn for `event`: most moves of machines are not drawn."""
+    """Return whether a span or a mark is drawn for `event`. Most moves of machines are not drawn."""
     if isinstance(event, e.StepRan | e.LayerCopied) or type(event) in MARKED:
         return True
     return event.rank == SCHEDULER and bool(event.request) and isinstance(event, OF_A_LIFE)
@@ -142,9 +147,9 @@ def _took(event: Event) -> int:
 
 
 def spans(events: Iterable[Event], events_max: int = EVENTS_MAX) -> Timeline:
-    """Make a timeline of `events`, which may come in any order and lack anything.
+    """Make a timeline of `events`, which may come in any order. Any event may be missing.
 
-    At most `events_max` of those that something is drawn for are kept, the first that come.
+    At most the first `events_max` of the drawn events are kept.
     """
     trace = _DrawnEvents(events, events_max)
     sides: dict[Side, list[Bundle]] = defaultdict(list)
@@ -181,7 +186,7 @@ def _lasting(trace: _DrawnEvents, i: int, kind: str, name: str) -> Span:
 
 
 def _evictions(trace: _DrawnEvents) -> Iterator[tuple[Side, Span]]:
-    """Yield one mark for all evictions of a step: a full pool evicts with every save."""
+    """Yield one mark for all evictions of a step, because a full pool evicts with every save."""
     at: dict[tuple[str, int, int], int] = {}
     chunks: Counter[tuple[str, int, int]] = Counter()
     for i, event in enumerate(trace.events):
@@ -200,7 +205,10 @@ def _evictions(trace: _DrawnEvents) -> Iterator[tuple[Side, Span]]:
 
 
 def _place(sides: dict[Side, list[Bundle]]) -> tuple[list[Lane], list[Span]]:
-    """Assign rows to bundles and places to sides: engines in order of appearance, each scheduler above its ranks."""
+    """Give each side a lane, and each of its bundles a row in it.
+
+    Engines are in order of appearance, each scheduler above its ranks.
+    """
     appeared: dict[str, int] = {}
     for (engine, _, _), bundles in sides.items():
         first = min(bundle[0].begin_ns for bundle in bundles)
@@ -220,7 +228,10 @@ def _place(sides: dict[Side, list[Bundle]]) -> tuple[list[Lane], list[Span]]:
 
 
 def _rows(bundles: list[Bundle]) -> list[int]:
-    """Return a row for each bundle, the topmost that is free when it begins. They come in order of their beginnings."""
+    """Return a row for each bundle: the topmost row that is free when the bundle begins.
+
+    The bundles must come in the order of their beginnings.
+    """
     taken: list[tuple[int, int]] = []
     free: list[int] = []
     rows = []

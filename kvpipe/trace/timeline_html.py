@@ -1,4 +1,4 @@
-"""A timeline as one self-contained HTML page: its data by columns, and the one script that may run there."""
+"""This module writes a timeline as one self-contained HTML page, with the data by columns and one script."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _SCRIPT_BEGIN, _SCRIPT_END = "<script>", "</script>"
 
 
 def write_html(events: Iterable[Event], path: Path) -> Timeline:
-    """Write the timeline of `events` as one page that needs nothing else. Return it."""
+    """Write the timeline of `events` as one page that needs no other file. Return the timeline."""
     timeline = spans(events)
     template = resources.files("kvpipe.trace").joinpath(_TEMPLATE).read_text(encoding="utf-8")
     script = template[template.rindex(_SCRIPT_BEGIN) + len(_SCRIPT_BEGIN) : template.rindex(_SCRIPT_END)]
-    # the page's policy runs this one script and nothing else, whatever the data hold
+    # The page's security policy allows only this script, so that a script in the data cannot run.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     before, after = template.replace(_HASH, f"sha256-{digest}", 1).split(_DATA, 1)
     with written(path) as out:
@@ -40,7 +40,10 @@ def write_html(events: Iterable[Event], path: Path) -> Timeline:
 
 
 def _object(pairs: Iterable[tuple[str, object]]) -> Iterator[str]:
-    """Yield a JSON object piece by piece: a value exists only while it is written. Iterators are objects, too."""
+    """Yield a JSON object piece by piece, so that a value exists only while it is written.
+
+    A value that is an iterator of pairs is written as an object, too.
+    """
     for i, (key, value) in enumerate(pairs):
         yield f"{',' if i else '{'}{_json(key)}:"
         if isinstance(value, list) and value and isinstance(value[0], Iterator):
@@ -56,13 +59,13 @@ def _object(pairs: Iterable[tuple[str, object]]) -> Iterator[str]:
 
 
 def _json(value: object) -> str:
-    """JSON that may stand inside an HTML element: pure ASCII and no tags."""
+    """Return JSON that is safe inside an HTML element, because it is ASCII and has no tags."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 class _Strings(dict[str, int]):
-    """Each string once."""
+    """The number of each string. A new string gets the next number."""
 
     def __missing__(self, text: str) -> int:
         number = self[text] = len(self)
@@ -70,7 +73,7 @@ class _Strings(dict[str, int]):
 
 
 def _columns(timeline: Timeline) -> Iterator[tuple[str, object]]:
-    """Yield the timeline by columns, and the events that it shows; a column of one value holds it once."""
+    """Yield the timeline by columns, and the events that the timeline shows."""
     strings = _Strings()
     kinds = _Strings()
     shown = sorted({i for span in timeline.spans for i in span.events}, key=lambda i: (tag_of(timeline.events[i]), i))
@@ -97,7 +100,7 @@ def _columns(timeline: Timeline) -> Iterator[tuple[str, object]]:
 def _spans(
     spans: Sequence[Span], number: dict[int, int], kinds: _Strings, strings: _Strings
 ) -> Iterator[tuple[str, object]]:
-    """Yield the columns of spans. `number`: of each shown event."""
+    """Yield the columns of spans. `number` maps the index of each shown event to its number on the page."""
     begins = [span.begin_ns for span in spans]
     yield "begin", [begin - before for before, begin in pairwise([0, *begins])]
     yield "took", [span.end_ns - span.begin_ns for span in spans]
@@ -109,7 +112,7 @@ def _spans(
 
 
 def _ragged(lists: Iterable[list[int]]) -> list[list[int]]:
-    """Return the lists' lengths, and all of them in one."""
+    """Return the lengths of the lists, and one list with the elements of all lists."""
     lengths, flat = [], list[int]()
     for one in lists:
         lengths.append(len(one))
@@ -118,9 +121,10 @@ def _ragged(lists: Iterable[list[int]]) -> list[list[int]]:
 
 
 def _tables(timeline: Timeline, shown: list[int], strings: _Strings) -> list[Iterator[tuple[str, object]]]:
-    """Return a table for each kind of event: its tag, when each happened, and the columns of all other fields.
+    """Return a table for each kind of event: the kind's tag, the events' times, and the columns of all other fields.
 
-    A column is [form, values]: "one" value for all, "text" as indices of `strings`, or "each" as it is.
+    A column is [form, values]. The form "one" has one value for all events. The form "text" has indices of `strings`.
+    The form "each" has one value per event.
     """
     by_tag: dict[str, list[int]] = defaultdict(list)
     for i in shown:

@@ -1,1 +1,1 @@
-"""Tests of what reads a trace."""
+"""Tests of the modules that write and read traces."""

@@ -1,4 +1,4 @@
-"""The set of events is closed and total: every move of every machine has one, and each survives its own line."""
+"""Every move of every machine has an event, and each event can be written as a line and read back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvpipe.trace.recorder import Recorder
 
 
 def test_every_possible_move_has_its_event() -> None:
-    """No cell of any table leads to a state whose entry has no name."""
+    """Every state to which a cell of a table leads has an event."""
     for machine in transitions.MACHINES.values():
         for was, cells in machine.table.items():
             for cell in cells.values():
@@ -24,7 +24,7 @@ def test_every_possible_move_has_its_event() -> None:
 
 @pytest.mark.parametrize("name", transitions.EVENTS)
 def test_an_event_is_one_line_that_reads_back(name: str) -> None:
-    """The event's name comes first in its line, which is what fast readers look at."""
+    """A line begins with the event's name, so that readers can skip lines without decoding them."""
     kind = transitions.EVENTS[name]
     event = kind(1, 2, "r", 3, 4, 5, "engine")
     line = msgspec.json.encode(event)
@@ -35,7 +35,7 @@ def test_an_event_is_one_line_that_reads_back(name: str) -> None:
 
 @pytest.mark.parametrize("name", transitions.EVENTS)
 def test_every_event_has_when_and_of_whom(name: str) -> None:
-    """Request, epoch, step, rank and both clocks are in every line; a transition's machine and states too."""
+    """Every line has request, epoch, step, rank and both clocks. A transition also has machine and states."""
     message = msgspec.json.decode(msgspec.json.encode(transitions.EVENTS[name](1, 2, "r", 3, 4)))
     assert {"t_ns", "wall_ns", "engine", "request", "epoch", "step", "rank"} <= set(message)
     if issubclass(transitions.EVENTS[name], transitions.Transition):
@@ -43,7 +43,7 @@ def test_every_event_has_when_and_of_whom(name: str) -> None:
 
 
 def test_a_watched_cursor_reports_every_edge() -> None:
-    """Moves, no-ops and what is illegal, with the state before and after."""
+    """The watch reports moves, no-ops and illegal events, with the state before and after."""
     machine, recorder = transitions.MACHINES["request"].compile(), Recorder()
     cursor = Cursor(machine, "r", lambda *taken: recorder.took("r", 1, 2, taken[0], 7, *taken[1:]))
     cursor.fire("ask")

@@ -1,4 +1,4 @@
-"""A trace is read by a person, at a terminal, after something went wrong: whatever is in it does no harm."""
+"""Hostile or damaged traces do no harm to the terminal, the browser or the memory of the person who reads them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pytest
 
 from kvpipe.cli.main import main
 from kvpipe.errors import TransferError
-from kvpipe.testing.synthetic_trace import play
 from kvpipe.trace import events as e
 from kvpipe.trace import timeline, transitions
 from kvpipe.trace.log import ID_CHARS_MAX, bounded
@@ -20,6 +19,7 @@ from kvpipe.trace.perfetto import write_perfetto
 from kvpipe.trace.reader import LINE_BYTES_MAX, Trace
 from kvpipe.trace.recorder import FileSink, Recorder, Writer
 from kvpipe.trace.timeline_html import write_html
+from tests.rigs.synthetic_trace import play
 
 NASTY = "\x1b[2J\x1b]0;owned\x07[bold red]x[/]\x9b31m\r\n\u202egnp"
 HUGE = 10**400
@@ -33,7 +33,7 @@ def _run(command: str, trace: Path, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def _filled(kind: type[e.Event], fill: Callable[[str, Any], Any]) -> bytes:
-    """Return a line of `kind` with every field as in `fill`."""
+    """Return a line of the event `kind`, whose fields have the values of `fill`."""
     message = {field.encode_name: fill(field.encode_name, field.type) for field in msgspec.structs.fields(kind)}
     return msgspec.json.encode({"event": kind.__struct_config__.tag} | message)
 
@@ -55,7 +55,7 @@ def _write(path: Path, lines: list[bytes]) -> Path:
 def test_nothing_in_a_trace_commands_the_terminal(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Not in any text field of any event, nor as an id; and rich takes none of it for markup."""
+    """Control characters and rich's markup in ids and text fields are printed as text."""
     lines = [_filled(kind, _texts) for kind in transitions.EVENTS.values()]
     lines += [
         _filled(kind, lambda n, k: NASTY if n == "request" else _texts(n, k)) for kind in transitions.EVENTS.values()
@@ -71,7 +71,7 @@ def test_nothing_in_a_trace_commands_the_terminal(
     "number", [HUGE, -HUGE, 2**63, -(2**63), 2**53 + 1, 0, -1], ids=lambda n: f"{len(str(n))}-{n % 97}"
 )
 def test_numbers_may_be_nonsense(command: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In any field of any event, of one line among good ones."""
+    """Absurd numbers in any field of one line do not prevent reading the other lines."""
     rng = random.Random(str(number))
     good = [msgspec.json.encode(event) for event in play(3)]
 
@@ -89,7 +89,7 @@ def test_numbers_may_be_nonsense(command: str, number: int, tmp_path: Path, monk
 def test_nesting_without_end(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A line as deep as it is long is one that cannot be read."""
+    """A line with extremely deep nesting counts as unreadable."""
     deep = b"[" * (LINE_BYTES_MAX // 2)
     lines = [b'{"event":"started","t_ns":1,"x":' + deep, b'{"event":"fault","fields":' + deep, deep, b'{"a":' * 9999]
     assert _run(command, _write(tmp_path / "trace.jsonl", lines), monkeypatch) in {0, 1}
@@ -103,7 +103,7 @@ def test_nesting_without_end(
 def test_an_engine_of_very_many_layers(
     layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A machine has a state per layer: a number that no model has is not believed."""
+    """A line with too many layers counts as unreadable, because a replay makes a state per layer."""
     started = e.Started(1, 0, "", 0, 0, engine="x", layers=layers)
     moved = transitions.Finalized(
         2, 0, "r", 0, 1, engine="x", machine="save", cursor=1, was="PENDING", now="FAILED", on="fault"
@@ -118,7 +118,7 @@ def test_an_engine_of_very_many_layers(
 def test_a_timeline_does_not_overwrite_its_trace(
     how: str, more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever the trace is called there."""
+    """The output file must not be the trace, its older part, or a link to the trace."""
     lines = [msgspec.json.encode(event) for event in play(2)]
     trace = _write(tmp_path / "trace.jsonl", lines)
     older = _write(tmp_path / "trace.jsonl.1", lines)
@@ -131,7 +131,7 @@ def test_a_timeline_does_not_overwrite_its_trace(
 
 @pytest.mark.parametrize("write", [write_html, write_perfetto])
 def test_a_page_that_is_not_finished_is_not_there(write: Callable[..., Any], tmp_path: Path) -> None:
-    """What was there before stays, and nothing lies beside it."""
+    """If writing a timeline fails, an older file stays as it was, and no temporary file is left."""
     page = tmp_path / "out"
     page.write_text("before", encoding="utf-8")
 
@@ -148,7 +148,7 @@ def test_a_page_that_is_not_finished_is_not_there(write: Callable[..., Any], tmp
 def test_a_timeline_keeps_what_it_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Not the moves of machines, of which a trace mostly consists; and no more than a page can show."""
+    """A timeline keeps in memory only events that it draws, and no more than a page can show."""
     events = list(play(20))
     made = timeline.spans(events)
     assert made.total == len(events)
@@ -165,7 +165,7 @@ def test_a_timeline_keeps_what_it_draws(
 def test_an_id_of_a_million_characters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It costs the trace as much as another one does, is distinguished from its like, is found by its whole text."""
+    """A long id is shortened in the trace, differs from similar ids, and can be searched by its whole text."""
     ids = [f"{'x' * 1_000_000}{number}" for number in range(2)]
     assert len({bounded(one) for one in ids}) == 2
     assert bounded("y" * ID_CHARS_MAX) == "y" * ID_CHARS_MAX

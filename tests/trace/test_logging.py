@@ -18,7 +18,7 @@ VLLM = logging.getLogger("vllm")
 
 @pytest.fixture(autouse=True)
 def _unconfigured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """VLLM's logger is as before any configuration, and so is kvpipe's."""
+    """Reset the loggers of vLLM and kvpipe to their unconfigured state."""
     monkeypatch.setattr(log.log, "threshold", logging.NOTSET)
     monkeypatch.setattr(VLLM, "handlers", [])
     monkeypatch.setattr(VLLM, "propagate", True)
@@ -36,7 +36,7 @@ def write_some() -> None:
 
 
 def test_structlog_of_the_host_is_unchanged() -> None:
-    """The host's lines go where the host sends them, and kvpipe's do not."""
+    """The host's structlog configuration applies to the host's lines, and not to kvpipe's."""
     before, host = structlog.get_config(), io.StringIO()
     try:
         structlog.configure(
@@ -55,7 +55,7 @@ def test_structlog_of_the_host_is_unchanged() -> None:
 
 
 def test_records_have_the_fields_in_text_and_as_values(caplog: pytest.LogCaptureFixture) -> None:
-    """The name is below vLLM's. Equal events have equal templates, by which an error tracker groups them."""
+    """The logger's name is below vLLM's. Equal events have equal templates, by which error trackers group them."""
     write_some()
     log.Counters().fault("job_failed", why="gone")
     assert [(one.name, one.levelname, one.getMessage()) for one in caplog.records] == [
@@ -81,7 +81,7 @@ def test_records_name_the_line_that_logs(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_text_of_a_field_is_on_one_line_and_without_control_characters(caplog: pytest.LogCaptureFixture) -> None:
-    """A request's id, or a tier's answer, cannot begin a line of its own."""
+    """Line breaks in a request's id or a tier's answer are escaped, so they cannot begin a new line."""
     log.warn("odd", why="a\nb\x1b[31m", request="r\ud800", empty="", percent="5%s")
     (record,) = caplog.records
     assert record.getMessage() == r"odd why='a\nb\x1b[31m' request='r\ud800' empty='' percent=5%s"
@@ -101,7 +101,10 @@ def test_text_of_a_field_is_on_one_line_and_without_control_characters(caplog: p
 def test_levels_of_vllm_and_of_the_host_apply_as_well(
     ours: str, vllms: str, hosts: str, logged: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """`hosts`: what a host's configuration sets for kvpipe's own logger."""
+    """A line is written only if it passes every level.
+
+    `hosts` is the level that the host's configuration sets for kvpipe.
+    """
     VLLM.setLevel(vllms)
     log.log.setLevel(logging.getLevelNamesMapping()[hosts])
     log.configure(ours)
@@ -112,7 +115,7 @@ def test_levels_of_vllm_and_of_the_host_apply_as_well(
 
 
 def test_handler_that_fails_raises_nothing() -> None:
-    """The thread that logs goes on."""
+    """A handler that raises does not affect the thread that logs."""
 
     class Broken(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

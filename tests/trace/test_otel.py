@@ -1,18 +1,21 @@
-"""Requests as OpenTelemetry spans, as an exporter gets them."""
+"""The OpenTelemetry spans of requests that an exporter gets."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from kvpipe.config import load_settings
+from kvpipe.config.settings import load_settings
+from kvpipe.config.tracing import tracing
 from kvpipe.errors import ConfigError
+from kvpipe.testing.waiting import eventually
 from kvpipe.trace import events as e
 from kvpipe.trace import transitions
 from kvpipe.trace.otel import OtelSink
-from kvpipe.trace.setup import tracing
+from tests.rigs.servers.collector import collector
 
 MS = 1_000_000
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -30,7 +33,7 @@ def _life(request: str, parent: str = "") -> list[e.Event]:
 
 
 def test_a_request_is_a_span() -> None:
-    """From its arrival to its end, a child of the span that vLLM was called in, with its events at their times."""
+    """The span lasts from the request's arrival to its end, is a child of the client's span, and has the events."""
     exporter = InMemorySpanExporter()
     sink = OtelSink("e1", exporter)
     lives = zip(_life("r1", PARENT), _life("r2"), strict=True)
@@ -55,8 +58,32 @@ def test_a_request_is_a_span() -> None:
     assert first.resource.attributes["service.name"] == "kvpipe"
 
 
+def test_a_collector_forwards_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real collector takes the span from a scheduler's writer, and forwards the span with all that kvpipe gave it."""
+    monkeypatch.delenv("KVPIPE_TRACE_FILE", raising=False)
+    with collector(tmp_path) as (endpoint, received):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+        recorder, writer = tracing(load_settings({"otel": True}), "engine-1", "scheduler", e.SCHEDULER, 4)
+        for event in _life("r1", PARENT):
+            recorder.put(event)
+        writer.close()
+        assert eventually(lambda: received)
+    (resource,) = received
+    assert {one.key: one.value.string_value for one in resource.resource.attributes}.items() >= {
+        ("service.name", "kvpipe"),
+        ("service.instance.id", "engine-1"),
+    }
+    (span,) = resource.scope_spans[0].spans
+    assert span.name == "kvpipe.request"
+    assert f"{span.trace_id.hex()}-{span.parent_span_id.hex()}" in PARENT
+    assert span.end_time_unix_nano - span.start_time_unix_nano == 40 * MS
+    assert [one.name for one in span.events] == ["request_added", "request_admitted"]
+    admitted = {one.key: one.value for one in span.events[1].attributes}
+    assert (admitted["hit_tokens.memory"].int_value, admitted["why"].string_value) == (64, "evicted")
+
+
 def test_what_is_kept_of_requests_that_do_not_end_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest is let go."""
+    """If too many requests are open, the data of the oldest request are dropped."""
     monkeypatch.setattr("kvpipe.trace.otel.OPEN_MAX", 3)
     exporter = InMemorySpanExporter()
     sink = OtelSink("e1", exporter)
@@ -66,14 +93,18 @@ def test_what_is_kept_of_requests_that_do_not_end_is_bounded(monkeypatch: pytest
     sink.write([e.LoadPlanned(1, -1, "r9", 1, 1, job=i) for i in range(500)])
     assert len(sink._open["r9"]) == 128
     sink.write(
-        [e.RequestDone(1, -1, "r9", 1, 1), transitions.Published(1, -1, "r9", 1, 1), e.SavePlanned(1, -1, "r9", 1, 1)]
+        [
+            e.RequestDone(1, -1, "r9", 1, 1),
+            transitions.ChunkPublished(1, -1, "r9", 1, 1),
+            e.SavePlanned(1, -1, "r9", 1, 1),
+        ]
     )
     assert "r9" not in sink._open, "what comes after the end begins nothing"
     sink.close()
 
 
 def test_a_rank_sends_nothing() -> None:
-    """Requests are the scheduler's."""
+    """Only the scheduler side sends spans of requests."""
     reported, writer = tracing(load_settings({"otel": True}), "e", "worker", 0, 4)
     writer.close()
     assert reported.lifecycle
@@ -81,7 +112,7 @@ def test_a_rank_sends_nothing() -> None:
 
 
 def test_without_the_extra_the_engine_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One sentence names what to install."""
+    """The error names the extra to install."""
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigError, match=r"otel=true needs OpenTelemetry .*pip install 'kvpipe\[otel\]'"):
         tracing(load_settings({"otel": True}), "e", "scheduler", -1, 4)

@@ -1,4 +1,4 @@
-"""What a rank records of its jobs, and the watchdog that fails those that are stuck."""
+"""A rank records its jobs, and the watchdog fails jobs that are stuck."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvpipe.loop import LoopThread
-from kvpipe.messages import Kind
-from kvpipe.testing.pipeline_rig import FakeEngine, Rig, Waiting, job, plan, small_geometry
+from kvpipe.protocol.messages import Kind
 from kvpipe.testing.waiting import PATIENT_MS, WAIT_S, eventually
+from kvpipe.threads.loop import LoopThread
 from kvpipe.trace import events as e
 from kvpipe.trace import transitions
 from kvpipe.trace.recorder import Recorder
@@ -22,16 +21,17 @@ from kvpipe.transfer.cpu import CpuEngine
 from kvpipe.worker import batch, copies, watchdog
 from kvpipe.worker.pipeline import Pipeline
 from kvpipe.worker.watchdog import STUCK
+from tests.rigs.pipeline_rig import FakeEngine, Rig, Waiting, job, plan, small_geometry
 
 SAVE, SYNC, ASYNC = Kind.SAVE, Kind.LOAD_SYNC, Kind.LOAD_ASYNC
 STUCK_MS = PATIENT_MS
 
 
 class Clock:
-    """The real time, and what a test adds to it: until it does nothing is stuck, however slow the machine is."""
+    """The real time plus the time that a test adds. Without added time no job is stuck, even on a slow machine."""
 
     def __init__(self) -> None:
-        """Nothing is added."""
+        """Start with the real time."""
         self.ahead_ns = self.asked = 0
 
     def monotonic_ns(self) -> int:
@@ -41,28 +41,28 @@ class Clock:
 
 
 class Clocks:
-    """What the watchdog takes for the time, and what all others do."""
+    """The watchdog's clock, and the clock of all other modules."""
 
     def __init__(self) -> None:
-        """Both are right."""
+        """Start with the real time on both clocks."""
         self.watchdogs, self.others = Clock(), Clock()
 
     def later(self, limits: float, *, moved: bool = False) -> None:
-        """Let so many times `stuck_ms_max` have passed. `moved`: for what comes from now on, too."""
+        """Add `limits` times `stuck_ms_max` to the watchdog's clock, and with `moved` also to the other clock."""
         passed_ns = int(limits * STUCK_MS * 1e6)
         self.watchdogs.ahead_ns += passed_ns
         self.others.ahead_ns += moved * passed_ns
         self.look()
 
     def look(self) -> None:
-        """Wait until the watchdog has looked some times more."""
+        """Wait until the watchdog has checked all jobs several times more."""
         enough = self.watchdogs.asked + 3
         assert eventually(lambda: self.watchdogs.asked >= enough)
 
 
 @pytest.fixture
 def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
-    """The clocks of all pipelines; watchdogs look each few milliseconds."""
+    """Replace the clocks of all pipelines. Watchdogs then check every few milliseconds."""
     made = Clocks()
     monkeypatch.setattr(watchdog, "LOOKS_PER_LIMIT", STUCK_MS / 5)
     monkeypatch.setattr(watchdog, "time", made.watchdogs)
@@ -72,23 +72,25 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
 
 
 class Noted(Rig):
-    """A pipeline that is traced, over an engine that completes nothing by itself."""
+    """A traced pipeline over an engine that completes copies only on the test's command."""
 
     def __init__(self, engine: FakeEngine | None = None, *, sample: float = 1.0, stuck_ms_max: int = 60_000) -> None:
-        """Start the pipeline anew, with a recorder."""
+        """Start a pipeline with a recorder."""
         super().__init__(engine)
         self.pipeline.shutdown()
         self.recorder = Recorder(3, lifecycle=True, transitions=True, detail=True, sample=sample)
         self._events: list[e.Event] = []
         self.engine.shutdowns = 0
         self.pipeline = Pipeline(
-            self.engine, self.geometry, wait_ms_max=int(WAIT_S * 1000), counters=self.counters,
-            stuck_ms_max=stuck_ms_max, trace=self.recorder, blocks=10,
-        )  # fmt: skip
+            self.context({"wait_ms_max": int(WAIT_S * 1000), "stuck_ms_max": stuck_ms_max}, trace=self.recorder),
+            self.engine,
+            self.geometry,
+            blocks=10,
+        )
 
     @property
     def events(self) -> list[e.Event]:
-        """Everything recorded so far."""
+        """All events recorded so far."""
         self._events += self.recorder.take()
         return self._events
 
@@ -97,7 +99,7 @@ class Noted(Rig):
         return [one for one in self.events if isinstance(one, kind)]
 
     def replay(self) -> Replay:
-        """Everything recorded, fed back through the machines."""
+        """The replay of all events recorded so far."""
         done = Replay()
         done.feed(e.Started(0, 3, "", 0, 0, layers=self.layers))
         for one in self.events:
@@ -106,7 +108,7 @@ class Noted(Rig):
 
 
 def test_every_layer_of_a_save_is_reported() -> None:
-    """Submitted, copied and landed layer by layer, then final; with request, epoch, step and rank."""
+    """Each layer is reported as submitted, copied and landed, then the job as final, with request and step."""
     rig = Noted()
     rig.pipeline.begin(plan(job(1, SAVE, [(0, 0, 0, 3), (1, 1, 0, 5)])))
     rig.save_all()
@@ -128,8 +130,8 @@ def test_every_layer_of_a_save_is_reported() -> None:
     rig.pipeline.shutdown()
 
 
-def test_who_is_not_in_the_sample_is_not_recorded_in_detail() -> None:
-    """But for its failure."""
+def test_only_failures_are_recorded_of_a_request_outside_the_sample() -> None:
+    """If a request is not in the sample, only its failures are recorded."""
     rig = Noted(sample=0.0)
     rig.pipeline.begin(plan(job(1, SAVE, [(0, 0, 0, 3)])))
     rig.save_all()
@@ -164,7 +166,7 @@ def test_a_failure_reports_why() -> None:
 
 
 def test_a_wait_that_times_out_is_a_slow_tier() -> None:
-    """Reported once, with how long it was waited for."""
+    """A timed-out wait for a tier is reported once, with the time that the step has waited."""
     rig = Noted()
     rig.engine.waiting = Waiting.STUCK
     rig.pipeline._wait_s = 0.01
@@ -183,7 +185,7 @@ def test_a_wait_that_times_out_is_a_slow_tier() -> None:
 
 
 class Obliging(FakeEngine):
-    """Takes back what it has not completed, if it is informed that it can."""
+    """An engine that gives up every copy that it has not completed, if `can` is set."""
 
     can = True
 
@@ -193,7 +195,7 @@ class Obliging(FakeEngine):
 
 
 def test_a_stuck_load_is_reported_and_failed(clocks: Clocks) -> None:
-    """With its last transitions; vLLM is notified of it without anybody waiting."""
+    """A stuck load is reported with its last transitions, and fails even if no thread waits for it."""
     engine = Obliging()
     rig = Noted(engine, stuck_ms_max=STUCK_MS)
     rig.pipeline.begin(plan(job(1, ASYNC, [(0, 0, 0, 3)])))
@@ -223,7 +225,7 @@ def test_a_stuck_load_is_reported_and_failed(clocks: Clocks) -> None:
 
 
 def test_a_stuck_load_that_may_still_write_is_not_given_back(clocks: Clocks) -> None:
-    """It is failed, but its blocks are vLLM's again only when nothing can write to them."""
+    """Such a load fails, but vLLM gets its blocks back only when no copy can write to them."""
     engine = Obliging()
     engine.can = False
     rig = Noted(engine, stuck_ms_max=STUCK_MS)
@@ -242,7 +244,7 @@ def test_a_stuck_load_that_may_still_write_is_not_given_back(clocks: Clocks) -> 
 
 
 def test_the_watchdog_begins_when_there_is_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However late whoever makes the thread gets to know it."""
+    """The watchdog works even if the loop's thread starts before the constructor has stored it."""
 
     class Late(LoopThread):
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -257,7 +259,7 @@ def test_the_watchdog_begins_when_there_is_a_loop(monkeypatch: pytest.MonkeyPatc
 
 
 def test_each_stuck_job_is_reported_with_its_own_moves(clocks: Clocks) -> None:
-    """Of many in one batch too."""
+    """Each of many stuck jobs in one batch is reported with its own moves."""
     rig = Noted(Obliging(), stuck_ms_max=STUCK_MS)
     rig.pipeline.begin(plan(*(job(i, ASYNC, [(0, 0, 0, i)]) for i in range(9))))
     rig.pipeline.start_loads()
@@ -275,7 +277,10 @@ def test_each_stuck_job_is_reported_with_its_own_moves(clocks: Clocks) -> None:
 
 
 def test_what_is_submitted_to_a_stuck_batch_is_not_begun(clocks: Clocks) -> None:
-    """Its step goes on, but nothing is copied any more, and it is reported when what was begun is over."""
+    """The step of a stuck batch continues, but no further layer is copied.
+
+    Its job is reported when the copies that have begun end.
+    """
     engine = Obliging()
     engine.can = False
     rig = Noted(engine, stuck_ms_max=STUCK_MS)
@@ -298,7 +303,7 @@ def test_what_is_submitted_to_a_stuck_batch_is_not_begun(clocks: Clocks) -> None
 
 
 def test_what_moves_or_waits_for_its_step_is_not_stuck(clocks: Clocks) -> None:
-    """A save whose copies are all there may wait for the end of a long step."""
+    """A save whose copies have all landed is not stuck while it waits for the end of a long step."""
     rig = Noted(Obliging(), stuck_ms_max=STUCK_MS)
     rig.pipeline.begin(plan(job(1, SAVE, [(0, 0, 0, 3)])))
     for layer in range(rig.layers):
@@ -317,17 +322,17 @@ def test_what_moves_or_waits_for_its_step_is_not_stuck(clocks: Clocks) -> None:
 
 
 class Blocking(CpuEngine):
-    """Copies nothing, and only when it may."""
+    """An engine that copies nothing: each call waits for `gate`, and then notes its layer."""
 
     def __init__(self, threads: int) -> None:
-        """Everything may go."""
+        """Start with a closed gate."""
         super().__init__(threads)
         self.gate = threading.Semaphore(0)
         self.begun = threading.Event()
         self.copied: list[int] = []
 
     def copy_layer(self, plan: CopyPlan, layer: int) -> frozenset[int]:  # noqa: ARG002
-        """Wait, then note the layer."""
+        """Wait for the gate, then note the layer."""
         self.begun.set()
         assert self.gate.acquire(timeout=WAIT_S)
         self.copied.append(layer)
@@ -335,7 +340,7 @@ class Blocking(CpuEngine):
 
 
 def test_a_copy_that_has_not_begun_is_taken_back() -> None:
-    """One that a thread is at is not; neither is begun later, and a taken back one fails."""
+    """A queued copy is withdrawn, and fails. A running copy is not withdrawn. Neither begins again later."""
     engine, done = Blocking(1), list[Ticket]()
     copies = CopyPlan(Direction.LOAD, [job(1, ASYNC, [(0, 0, 0, 3)])], len(small_geometry().groups))
     tickets = [Ticket(None, layer, layer, done.append) for layer in range(2)]
@@ -354,7 +359,7 @@ def test_a_copy_that_has_not_begun_is_taken_back() -> None:
 
 @pytest.mark.parametrize("kind", [SYNC, SAVE])
 def test_what_a_timed_out_wait_leaves_is_taken_back(kind: Kind) -> None:
-    """A copy that begins after its job was given up would write into blocks that are somebody else's."""
+    """After a wait has timed out, all copies are given up, because they could write to blocks of other requests."""
     abandoned: list[int] = []
 
     class Noting(FakeEngine):

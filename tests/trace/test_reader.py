@@ -1,4 +1,4 @@
-"""Reading and replaying: what is readable is read, what is not is counted, and what is wrong is found."""
+"""Reading and replaying traces: unreadable lines are counted, and illegal or missing transitions are found."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Events = list[e.Event]
 
 
 def _moves(machine: str, cursor: int, *ons: str, layers: int = 3, rank: int = 0) -> Events:
-    """What a cursor records as it takes the edges `ons`."""
+    """Return the events that a cursor records as it takes the edges `ons`."""
     compiled = transitions.MACHINES[machine].compile(layers if transitions.MACHINES[machine].layered else 0)
     at, reported = compiled.initial, list[e.Event]()
     for on in ons:
@@ -48,7 +48,7 @@ SAVED = ("landed_next", "landed_next", "landed_next", "landed_again", "confirm")
 
 
 def _whole() -> Events:
-    """A short trace that is a proof."""
+    """Return a short trace without problems."""
     chunk = _moves("chunk", 4, "reserve", "landed_last", "evict_idle", "reserve", "landed_last", rank=-1)
     loads = "admit_load", "dispatch", "finish", "loaded"
     request = _moves("request", 1, "ask", "admit_empty", "preempt", *loads, rank=-1)
@@ -64,7 +64,7 @@ def _write(path: Path, events: Sequence[e.Event]) -> Path:
 
 
 def test_what_is_readable_is_read(tmp_path: Path) -> None:
-    """Other programs' lines, damage, a newer version and a torn end are counted by their kind."""
+    """Lines of other programs, damaged lines, lines of a newer version and a torn end are counted by kind."""
     events = _whole()
     path = _write(tmp_path / "t", events)
     lines = path.read_bytes().splitlines()
@@ -94,14 +94,14 @@ def test_what_is_readable_is_read(tmp_path: Path) -> None:
 
 
 def test_a_newer_format_is_named(tmp_path: Path) -> None:
-    """What of it can be read is read all the same."""
+    """A trace of a newer format is read as far as possible."""
     trace = Trace(_write(tmp_path / "t", [e.Started(0, 0, "", 0, 0, format=e.FORMAT + 1)]))
     assert len(list(trace)) == 1
     assert trace.unread == {NEWER: 1}
 
 
 def test_a_line_without_end_does_not_fill_the_memory(tmp_path: Path) -> None:
-    """It is read in pieces."""
+    """A line without an end is read in pieces, so it takes bounded memory."""
     path = tmp_path / "t"
     path.write_bytes(b"x" * (5 << 20) + b"\n" + msgspec.json.encode(_started()) + b"\n")
     trace = Trace(path)
@@ -112,7 +112,7 @@ def test_a_line_without_end_does_not_fill_the_memory(tmp_path: Path) -> None:
 @given(st.binary(max_size=400), st.integers(0, 2000), st.integers(0, 100))
 @settings(deadline=None, max_examples=150)
 def test_nothing_in_a_file_raises(tmp_path_factory: pytest.TempPathFactory, junk: bytes, at: int, cut: int) -> None:
-    """Whatever the bytes are, and wherever they are."""
+    """`replay` and `show` raise nothing for any bytes at any offset of the file."""
     path = _write(tmp_path_factory.mktemp("junk") / "t", _whole())
     data = path.read_bytes()
     path.write_bytes((data[:at] + junk + data[at + cut :])[: len(data)])
@@ -124,7 +124,7 @@ def test_nothing_in_a_file_raises(tmp_path_factory: pytest.TempPathFactory, junk
 
 @pytest.mark.parametrize("command", ["show", "replay"])
 def test_no_such_file(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One sentence, status 2."""
+    """A missing file gives status 2 and one sentence."""
     with pytest.raises(UsageError):
         Trace(tmp_path)
     assert main(["trace", command, str(tmp_path / "none")]) == 2
@@ -139,7 +139,7 @@ COMMANDS = ("show", "show --request r", "replay", "timeline -o out.html")
 def test_what_is_no_file_is_refused(
     what: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By its name and what it is: it may have no end, or nobody writes to it."""
+    """A device or a pipe is refused with its name and type, because reading it might never end."""
     monkeypatch.chdir(tmp_path)
     Path("a folder").mkdir()
     os.mkfifo("a pipe")
@@ -166,8 +166,8 @@ def test_a_line_without_an_end_is_refused(
 # ---- replaying ------------------------------------------------------------------------------------------------------
 
 
-def test_a_whole_trace_is_a_proof() -> None:
-    """Every cursor of every machine, no-ops too; a slot begins anew when it is free."""
+def test_whole_trace_replays_without_a_problem() -> None:
+    """A replay checks every cursor of every machine, also no-ops. A free slot begins in the initial state."""
     done = replay(_whole())
     assert done.problems == []
     assert (done.transitions, done.no_ops, done.cursors) == (15, 2, 3)
@@ -204,8 +204,8 @@ def _swapped(number: int) -> Callable[[Events], Events]:
         (_changed(13, on="admit_load", now="ALLOCATED"), "admit_empty"),
     ],
 )
-def test_a_spoiled_trace_is_not(spoil: Callable[[Events], Events], stated: str) -> None:
-    """Each names the cursor and what is wrong with it."""
+def test_spoiled_trace_gives_a_problem(spoil: Callable[[Events], Events], stated: str) -> None:
+    """Each change that makes the trace wrong gives a problem that names the cursor and the reason."""
     done = replay(spoil(_whole()))
     assert not done.ok
     if stated != "admit_empty":
@@ -213,16 +213,17 @@ def test_a_spoiled_trace_is_not(spoil: Callable[[Events], Events], stated: str) 
 
 
 def test_an_illegal_transition_is_a_problem() -> None:
-    """Though it was contained, and the cursor has not moved."""
+    """An illegal transition is a problem although it was contained and the cursor has not moved."""
     event = transitions.Illegal(1, -1, "r", 1, 1, 0, "e", "request", 1, "dispatch", "NEW", "NEW", "the table says why")
     (problem,) = replay([_started(-1), event]).problems
     assert (
-        "request 1 (scheduler of e): dispatch is illegal in NEW: this admission has no load, or not any more" in problem
+        "request 1 (scheduler of e): dispatch is illegal in NEW: this admission has no load, or its load has ended"
+        in problem
     )
 
 
 def test_a_trace_whose_beginning_is_gone_begins_where_it_is() -> None:
-    """A later part of a trace, or what follows dropped events; from there on it is a proof."""
+    """The first events may be missing, or events may have been dropped. The replay begins with the next events."""
     saved = _moves("save", 1, *SAVED)
     assert replay([_started(part=1), *saved[2:]]).ok
     assert not replay([_started(part=1), *saved[1:2], *saved[3:]]).ok
@@ -234,7 +235,7 @@ def test_a_trace_whose_beginning_is_gone_begins_where_it_is() -> None:
 
 
 def test_a_restarted_engine_begins_anew() -> None:
-    """Though it has the same name, and its jobs the same numbers."""
+    """A restarted engine has new cursors, although its name and the numbers of its jobs are the same."""
     whole = _whole()
     assert replay([*whole, *whole]).problems == []
     crashed = [one for one in whole if not isinstance(one, e.Ended)][:4]
@@ -242,13 +243,13 @@ def test_a_restarted_engine_begins_anew() -> None:
 
 
 def test_what_is_not_over_is_named() -> None:
-    """Requests and jobs; chunks may stay."""
+    """Requests and jobs that have not ended are named. Chunks need not end."""
     done = replay([_started(), *_moves("save", 1, *SAVED[:2]), *_moves("chunk", 4, "reserve", "landed_last")])
     assert done.unfinished() == ["save 1 (rank 0 of e) is in LAYER_1"]
 
 
 def test_problems_are_bounded() -> None:
-    """What is beyond is counted."""
+    """Problems above the limit are only counted."""
     done = Replay()
     for i in range(3000):
         done.feed(transitions.NoOp(0, 0, "", 0, 0, 0, "e", "toaster", i, "on", "OFF", "OFF", "why"))
@@ -256,10 +257,13 @@ def test_problems_are_bounded() -> None:
 
 
 def test_the_command_reports_whether_it_is_a_proof(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And exits with 1 if not."""
+    """The command exits with 1 if the replay has found a problem."""
     path = _write(tmp_path / "t", _whole())
     assert main(["trace", "replay", str(path)]) == 0
-    assert capsys.readouterr().out == "15 transitions and 2 no-ops of 3 cursors: every one is legal, none is missing\n"
+    assert (
+        capsys.readouterr().out
+        == "15 transitions and 2 no-ops of 3 cursors: every transition is legal, none is missing\n"
+    )
     _write(path, _without(3)(_whole()))
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps({"event": "warped", "t_ns": 1}) + "\n")
@@ -272,7 +276,7 @@ def test_the_command_reports_whether_it_is_a_proof(tmp_path: Path, capsys: pytes
 
 
 def test_both_parts_are_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The older one first."""
+    """A trace's older file `FILE.1` is read first."""
     whole = _whole()
     _write(tmp_path / "t.1", whole[:4])
     _write(tmp_path / "t", whole[4:])

@@ -1,4 +1,4 @@
-"""From `put` to the file and the log: in order, bounded, and never in the way of who records."""
+"""Events pass from `put` to the file and the log in order, in a bounded queue, and without delaying the caller."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpipe.config import load_settings
+from kvpipe.config.settings import load_settings
+from kvpipe.config.tracing import tracing
 from kvpipe.errors import ConfigError
 from kvpipe.testing.logged import capture_logs
 from kvpipe.testing.waiting import WAIT_S, eventually
@@ -25,7 +26,6 @@ from kvpipe.trace import events as e
 from kvpipe.trace import log, recorder
 from kvpipe.trace.reader import Trace, files_of
 from kvpipe.trace.recorder import FileSink, LogSink, Recorder, Writer
-from kvpipe.trace.setup import tracing
 
 BIG = 1 << 30
 
@@ -46,10 +46,10 @@ def _numbers(*paths: Path) -> list[int]:
 
 
 class Memory:
-    """Keeps what it is given, or hangs, or reports that it is lost."""
+    """A sink that keeps events, hangs, or reports events as lost."""
 
     def __init__(self) -> None:
-        """Nothing has come."""
+        """Start without events."""
         self.events: list[e.Event] = []
         self.closed = False
         self.lost = 0
@@ -74,7 +74,7 @@ def _until(true: Callable[[], bool]) -> None:
 
 
 def test_events_arrive_in_order_with_engine_and_both_clocks() -> None:
-    """Every sink gets every event once; wall and monotonic time are of one moment."""
+    """Every sink gets every event once. Wall clock and monotonic clock were read at the same moment."""
     sinks = Memory(), Memory()
     reported = Recorder(0, lifecycle=True)
     writer = Writer(reported, sinks, "engine")
@@ -94,7 +94,7 @@ def test_events_arrive_in_order_with_engine_and_both_clocks() -> None:
 
 
 def test_a_full_queue_drops_and_reports_how_many() -> None:
-    """Nobody waits: what does not fit is counted, and the trace shows it where it is missing."""
+    """`put` never waits. Events that do not fit are counted, and the trace has their number at that place."""
     sink = Memory()
     sink.hold.clear()
     reported = Recorder(0, queue_events_max=10)
@@ -116,7 +116,7 @@ def test_a_full_queue_drops_and_reports_how_many() -> None:
 
 
 def test_a_gap_is_reported_where_it_is() -> None:
-    """Behind what came before it and ahead of what came after, so that a replay begins anew in the right place."""
+    """The gap is reported between the events before and after it, so that a replay begins anew at the right place."""
     reported = Recorder(0, queue_events_max=3)
     for number in range(5):
         reported.put(_event(number))
@@ -132,7 +132,7 @@ def test_a_gap_is_reported_where_it_is() -> None:
 
 
 def test_a_trace_that_cannot_be_written_is_logged(tmp_path: Path) -> None:
-    """Once a minute: the trace itself cannot show it. And counted."""
+    """Lost events are counted, and logged once a minute, because the trace itself cannot report them."""
     reported = Recorder(0)
     with capture_logs() as lines:
         writer = Writer(reported, [_file(tmp_path / "gone" / "trace")], "engine")
@@ -146,8 +146,8 @@ def test_a_trace_that_cannot_be_written_is_logged(tmp_path: Path) -> None:
     assert reported.losses == {"queue": 0, "sink": 6}
 
 
-def test_a_hanging_sink_holds_neither_tellers_nor_the_shutdown_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`put` returns at once, `close` after a bounded time."""
+def test_hanging_sink_delays_neither_put_nor_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a sink hangs, `put` returns at once, and `close` returns within a time limit."""
     monkeypatch.setattr(recorder, "CLOSE_S_MAX", 0.1)
     sink = Memory()
     sink.hold.clear()
@@ -162,7 +162,7 @@ def test_a_hanging_sink_holds_neither_tellers_nor_the_shutdown_up(monkeypatch: p
 
 
 def test_a_sink_that_raises_loses_its_events_only() -> None:
-    """The others go on, and so does the thread."""
+    """The other sinks and the writer's thread continue."""
 
     class Broken(Memory):
         def write(self, events: Sequence[e.Event]) -> str:
@@ -182,7 +182,7 @@ def test_a_sink_that_raises_loses_its_events_only() -> None:
 
 
 def test_the_sample_is_the_same_everywhere_and_of_its_size() -> None:
-    """Whether a request is traced follows from its id alone."""
+    """Only a request's id decides whether the request is traced."""
     names = [f"request-{i}" for i in range(2000)]
     half, other = Recorder(0, sample=0.5), Recorder(3, sample=0.5)
     chosen = [name for name in names if half.sampled(name)]
@@ -197,7 +197,7 @@ def test_the_sample_is_the_same_everywhere_and_of_its_size() -> None:
 
 
 def test_a_file_begins_with_who_writes_it(tmp_path: Path) -> None:
-    """And a second process appends its own beginning."""
+    """A file begins with the event `started`. A second process appends its own `started`."""
     path = tmp_path / "trace"
     for rank in (0, 1):
         sink = FileSink(path, BIG, e.Started(0, rank, "", 0, 0, layers=3))
@@ -208,8 +208,25 @@ def test_a_file_begins_with_who_writes_it(tmp_path: Path) -> None:
     assert _numbers(path) == [0, 1]
 
 
+@pytest.mark.parametrize("events", [0, 1])
+def test_a_file_states_the_layers_of_a_rank_that_has_its_caches_now(tmp_path: Path, events: int) -> None:
+    """A rank learns its number of layers after its first events.
+
+    Then it repeats `started` with this number. Later files have the number in their first line.
+    """
+    path = tmp_path / "trace"
+    sink = _file(path)
+    writer = Writer(Recorder(0), [sink], "engine")
+    assert not events or not sink.write([_event(0)])
+    writer.set_layers(1)
+    for number in (1, 2):
+        assert not sink.write([_event(number)])
+    writer.close()
+    assert [one.layers for one in Trace(path) if isinstance(one, e.Started)] == [3] * events + [1]
+
+
 def test_processes_share_a_file_line_by_line(tmp_path: Path) -> None:
-    """Four processes, one file: no line is torn or lost."""
+    """Four processes append to one file, and no line is torn or lost."""
     path = tmp_path / "trace"
     code = (
         "import sys; from pathlib import Path; sys.path.insert(0, '.')\n"
@@ -228,7 +245,7 @@ def test_processes_share_a_file_line_by_line(tmp_path: Path) -> None:
 
 
 def test_a_full_file_is_put_aside_and_goes_on(tmp_path: Path) -> None:
-    """No more than `trace_bytes_max` is on disk; who finds the file gone follows; each part shows how it begins."""
+    """Both files have at most `trace_bytes_max` bytes. A process that finds the file renamed opens the new file."""
     path = tmp_path / "trace"
     bytes_max = 40_000
     sinks = _file(path, bytes_max), _file(path, bytes_max)
@@ -249,7 +266,7 @@ def test_a_full_file_is_put_aside_and_goes_on(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk() -> Iterator[int]:
-    """A limit on the size of files: what a full disk is to a writer, as it cuts the last write off."""
+    """Limit the size of files. Like a full disk, this cuts off the last write."""
     import signal
 
     old, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -260,7 +277,7 @@ def small_disk() -> Iterator[int]:
 
 
 def test_a_full_disk_loses_events_and_reports_it(tmp_path: Path, small_disk: int) -> None:
-    """Serving goes on; when there is room again, a line has how many are missing, and the torn one is left out."""
+    """When there is room again, a line has the number of missing events, and the reader skips the torn line."""
     path = tmp_path / "trace"
     sink = _file(path)
     lost = [number for number in range(40) if sink.write([_event(number)])]
@@ -278,7 +295,7 @@ def test_a_full_disk_loses_events_and_reports_it(tmp_path: Path, small_disk: int
 
 
 def test_what_a_crash_has_torn_costs_one_line(tmp_path: Path) -> None:
-    """Of whatever process: who writes next begins a line of its own."""
+    """A torn line of any process costs only that line, because the next writer begins a new line."""
     path = tmp_path / "trace"
     path.write_bytes(b'{"event":"step_r')
     sink = _file(path)
@@ -293,7 +310,7 @@ def test_what_a_crash_has_torn_costs_one_line(tmp_path: Path) -> None:
 
 
 def test_every_file_names_who_writes(tmp_path: Path, small_disk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though the disk was full when it was opened."""
+    """The file begins with `started` even if the disk was full when the file was opened."""
     monkeypatch.setattr(recorder, "_PASSING", {errno.EFBIG})  # as ENOSPC, which a test cannot have so easily
     path = tmp_path / "trace"
     path.write_bytes(b"x" * (small_disk - 20) + b"\n")
@@ -306,7 +323,7 @@ def test_every_file_names_who_writes(tmp_path: Path, small_disk: int, monkeypatc
 
 
 def test_what_cannot_be_encoded_is_lost_alone(tmp_path: Path) -> None:
-    """A request id that is no text costs one event, which the file shows to be missing, and no other of its slice."""
+    """A request id that cannot be encoded loses only its own event. The file has the number of missing events."""
     path = tmp_path / "trace"
     sink = _file(path)
     assert "LeasesTaken cannot be recorded" in sink.write([_event(1), _event(2, "\ud800"), _event(3)])
@@ -319,7 +336,7 @@ def test_what_cannot_be_encoded_is_lost_alone(tmp_path: Path) -> None:
 
 
 def test_a_pipe_that_nobody_reads_loses_events(tmp_path: Path) -> None:
-    """Opening, filling and closing it: nothing blocks, nothing raises."""
+    """Opening, filling and closing a pipe without a reader neither blocks nor raises."""
     path = tmp_path / "pipe"
     os.mkfifo(path)
     sink = _file(path)
@@ -350,7 +367,7 @@ def test_a_folder_that_is_gone_loses_events_until_it_is_back(tmp_path: Path) -> 
 
 
 def test_the_log_has_what_its_level_asks_for() -> None:
-    """Bound to engine, request and epoch; fields that show nothing are left out."""
+    """A line of the log has engine, request and epoch, and leaves out empty fields."""
     admitted = e.RequestAdmitted(1, -1, "r1", 2, 3, 4, "e1", prompt_tokens=10, hit_tokens={"memory": 4}, why="evicted")
     fault = e.Fault(1, 0, "r1", 0, 3, 4, "e1", name="job_failed", seen=1, fields={"job": "7"})
     with capture_logs() as lines:
@@ -364,7 +381,7 @@ def test_the_log_has_what_its_level_asks_for() -> None:
 
 
 def test_sink_drops_events_below_its_level() -> None:
-    """A sink at `warning` leaves out what the log's own level would let through."""
+    """A sink with the level `warning` drops lower events, even if the log's own level accepts them."""
     with capture_logs() as lines:
         LogSink(logging.WARNING).write(
             [e.RequestAdmitted(1, -1, "r1", 2, 3, 4, "e1"), e.Stuck(1, 0, "r1", 0, 3, 4, "e1")]
@@ -373,7 +390,7 @@ def test_sink_drops_events_below_its_level() -> None:
 
 
 def test_what_may_come_by_the_thousand_is_reported_now_and_then() -> None:
-    """The first and each thousandth."""
+    """The first and every thousandth event of a frequent kind are logged."""
     with capture_logs() as lines:
         LogSink(logging.INFO).write([e.Dropped(1, 0, "", 0, 0, count=i) for i in range(1, 2002)])
     assert [line["count"] for line in lines] == [1, 1001, 2001]
@@ -402,7 +419,7 @@ def test_a_closed_stderr_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_faults_are_reported_through_the_queue() -> None:
-    """Whoever counts one does not write it: the first and each thousandth."""
+    """The thread that counts a fault only queues it. The first fault and each thousandth after the first are queued."""
     reported = Recorder(2, lifecycle=True)
     counters = log.Counters()
     counters.on_fault = reported.fault
@@ -416,7 +433,7 @@ def test_faults_are_reported_through_the_queue() -> None:
     assert counters.faults == {"job_failed": 1001}
 
 
-# ---- what the settings ask for --------------------------------------------------------------------------------------
+# ---- settings -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -434,7 +451,7 @@ def test_faults_are_reported_through_the_queue() -> None:
 def test_what_is_recorded(
     given: dict[str, object], wanted: tuple[bool, bool, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lifecycle, requests' transitions, everything: only what somebody reads."""
+    """The settings decide whether lifecycle events, transitions of requests, or all events are recorded."""
     monkeypatch.chdir(tmp_path)
     reported, writer = tracing(load_settings(given), "e", "worker", 0, 4)
     writer.close()
@@ -453,7 +470,7 @@ def test_what_is_recorded(
 def test_lines_per_request_are_logged_on_request(
     given: dict[str, object], logged: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other lines of their level are always logged."""
+    """The two lines per request are logged only with `log_requests`. Other lines of this level are always logged."""
     monkeypatch.chdir(tmp_path)
     with capture_logs() as lines:
         reported, writer = tracing(load_settings(given), "e", "scheduler", -1, 4)
@@ -465,6 +482,6 @@ def test_lines_per_request_are_logged_on_request(
 
 
 def test_a_trace_file_without_a_folder_is_refused(tmp_path: Path) -> None:
-    """Before the engine starts."""
-    with pytest.raises(ConfigError, match=r"trace_file='.*missing/t': its folder does not exist; make it"):
+    """The refusal comes before the engine starts."""
+    with pytest.raises(ConfigError, match=r"trace_file='.*missing/t': its folder does not exist; create the folder"):
         tracing(load_settings({"trace_file": str(tmp_path / "missing" / "t")}), "e", "worker", 0, 4)

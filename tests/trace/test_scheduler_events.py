@@ -1,4 +1,4 @@
-"""What the scheduler's side records: why a lookup missed, and each request's life, once."""
+"""The scheduler side records the reason of each miss, and each event of a request's life once."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 
-from kvpipe.cache import miss_reasons
-from kvpipe.cache.miss_reasons import Lost
 from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
-from kvpipe.scheduler.base import LATER
+from kvpipe.protocol.engine import LATER
 from kvpipe.scheduler.gauges import totals
 from kvpipe.scheduler.records import LookupResult
 from kvpipe.trace import events as e
-from kvpipe.trace import transitions
+from kvpipe.trace import miss_reasons, transitions
+from kvpipe.trace.miss_reasons import LostKeys
 from kvpipe.trace.recorder import Recorder
 from kvpipe.trace.replay import Replay
 
@@ -32,7 +31,7 @@ class Noted(SchedulerWorld):
 
     @property
     def events(self) -> list[Any]:
-        """Everything recorded so far."""
+        """All events recorded so far."""
         self._events += self.recorder.take()
         return self._events
 
@@ -41,7 +40,7 @@ class Noted(SchedulerWorld):
         return [one for one in self.events if type(one) is kind]
 
     def why(self, request: Any, local: int = 0) -> tuple[int, int, str]:
-        """Look `request` up; return the hit, what is missed, and why."""
+        """Look up `request`. Return the tokens that hit, the tokens that missed, and the reason."""
         self.ask(request, local)
         answer = self.side.requests.tracked[request.request_id].asking.answer
         return answer.hit, answer.missed, answer.why
@@ -51,7 +50,7 @@ class Noted(SchedulerWorld):
 
 
 def test_nobody_has_saved_it() -> None:
-    """Or not that far."""
+    """The reason is `not_saved` if no request has saved the prompt, or only a shorter prefix."""
     world = SchedulerWorld()
     reported = Noted()
     assert reported.why(reported.request("new", 4)) == (0, 4 * UNIT, miss_reasons.NOT_SAVED)
@@ -61,7 +60,7 @@ def test_nobody_has_saved_it() -> None:
 
 
 def test_the_rest_is_too_short() -> None:
-    """Less than a unit; and the last token, which vLLM computes itself."""
+    """Missing tokens that are less than a unit have the reason `below_minimum`. The last token is not missed."""
     reported = Noted()
     reported.publish(reported.request("old", 4, shared=4))
     assert reported.why(reported.request("short", 0, extra=5)) == (0, 5, miss_reasons.BELOW_MINIMUM)
@@ -75,7 +74,7 @@ def test_the_rest_is_too_short() -> None:
 
 
 def test_a_block_that_vllm_drops_of_its_own_hit_is_not_waited_for() -> None:
-    """It is computed in the step in which a load would begin; more than that is loaded, and all where vLLM has none."""
+    """No load is made for just this block, because the next step computes it. Longer hits are loaded."""
     noted = Noted(windows=(None, 2 * UNIT), load="async", dropped_units=1)
     noted.publish(noted.request("old", 5, shared=5))
     again = noted.request("again", 5, shared=5, extra=1)
@@ -83,14 +82,14 @@ def test_a_block_that_vllm_drops_of_its_own_hit_is_not_waited_for() -> None:
     assert noted.why(again, 3 * UNIT) == (2 * UNIT, 1, miss_reasons.BELOW_MINIMUM)
     noted.publish(noted.request("short", 1))
     assert noted.why(noted.request("short", 1, extra=1)) == (UNIT, 1, miss_reasons.BELOW_MINIMUM)
-    in_step = Noted(dropped_units=1)  # a load within the step costs nobody a step
+    in_step = Noted(dropped_units=1)  # a load within the step delays no step
     in_step.publish(in_step.request("old", 5, shared=5))
     in_step_again = in_step.request("again", 5, shared=5, extra=1)
     assert in_step.why(in_step_again, 4 * UNIT) == (UNIT, 1, miss_reasons.BELOW_MINIMUM)
 
 
 def test_it_is_being_saved() -> None:
-    """Not every rank has it yet; then one of them fails."""
+    """The reason is `being_saved` until every rank has the chunk, and `torn` after a rank has failed."""
     reported = Noted(ranks=2)
     first = reported.request("first", 4, shared=4)
     reported.admit(first)
@@ -103,7 +102,7 @@ def test_it_is_being_saved() -> None:
 
 @pytest.mark.parametrize("windows", [(None,), (None, 2 * UNIT)])
 def test_it_was_evicted_or_reset(windows: tuple[int | None, ...]) -> None:
-    """For a group with a window too."""
+    """The reasons `evicted` and `reset` also apply to a group with a window."""
     reported = Noted(slots=2 * len(windows), windows=windows, load="async" if len(windows) > 1 else "auto")
     old = reported.request("old", 4)
     reported.publish(old)
@@ -116,7 +115,7 @@ def test_it_was_evicted_or_reset(windows: tuple[int | None, ...]) -> None:
 
 
 def test_a_reset_while_it_is_being_saved() -> None:
-    """What was in flight is forgotten with the rest."""
+    """A reset also forgets a chunk whose save is in flight."""
     reported = Noted()
     first = reported.request("first", 4, shared=4)
     reported.admit(first)
@@ -126,7 +125,7 @@ def test_a_reset_while_it_is_being_saved() -> None:
 
 
 def test_what_is_saved_again_is_not_lost_any_more() -> None:
-    """The reason of an earlier loss is forgotten."""
+    """When a chunk is saved again, the reason of its earlier eviction is forgotten."""
     reported = Noted(slots=1)
     old, other = reported.request("old", 4), reported.request("other", 4)
     for request in (old, other, reported.request("old", 4)):
@@ -136,7 +135,7 @@ def test_what_is_saved_again_is_not_lost_any_more() -> None:
 
 
 def test_what_vllm_has_is_not_asked_about() -> None:
-    """The reason is of what neither has."""
+    """The reason of a miss is that of the first token that neither vLLM nor kvpipe holds."""
     reported = Noted(slots=1, chunk_units=2)
     reported.publish(reported.request("old", 2, shared=2))
     reported.publish(reported.request("other", 2))
@@ -146,14 +145,14 @@ def test_what_vllm_has_is_not_asked_about() -> None:
 
 
 def test_a_window_needs_the_last_unit_computed() -> None:
-    """A whole prompt that is held, but for the unit that is given back."""
+    """With a window, a whole prompt in memory is a hit except for its last unit."""
     reported = Noted(windows=(None, 2 * UNIT), load="async")
     reported.publish(reported.request("old", 4, shared=4))
     assert reported.why(reported.request("same", 4, shared=4)) == (3 * UNIT, UNIT, miss_reasons.BELOW_MINIMUM)
 
 
 def test_a_load_that_never_came() -> None:
-    """Nothing was loaded, and it was waited for until the end."""
+    """A request whose load fails or never ends has no loaded tokens, and waits until its end."""
     reported = Noted(load="async", ranks=2)
     reported.publish(reported.request("old", 4, shared=4))
     failing, leaving = reported.request("failing", 6, shared=4), reported.request("leaving", 6, shared=4)
@@ -172,7 +171,7 @@ def test_a_load_that_never_came() -> None:
 
 
 def test_kvpipe_does_not_load_for_it() -> None:
-    """A producer; a bypassed engine; a request whose load failed; a lost tier."""
+    """A producer, a bypassed engine, a failed load and a lost tier have their own reasons."""
     assert Noted(loads=False).why(Noted().request("r", 4)) == (0, 4 * UNIT, miss_reasons.NO_CONSUMER)
     reported = Noted()
     reported.publish(reported.request("old", 4, shared=4))
@@ -193,7 +192,7 @@ def test_kvpipe_does_not_load_for_it() -> None:
 
 
 def test_there_is_no_room() -> None:
-    """Asked to come back, until it is given up."""
+    """Without free blocks, kvpipe asks vLLM to repeat the lookup. After some repetitions it answers with a miss."""
     reported = Noted(load="async")
     reported.publish(reported.request("old", 4, shared=4))
     first, second = reported.request("first", 6, shared=4), reported.request("second", 8, shared=4)
@@ -207,8 +206,8 @@ def test_there_is_no_room() -> None:
 
 
 def test_what_is_remembered_is_bounded() -> None:
-    """The oldest is forgotten first."""
-    lost = Lost(keys_max=3)
+    """If too many reasons are recorded, the oldest is forgotten first."""
+    lost = LostKeys(keys_max=3)
     for i in range(5):
         lost.add(0, bytes([i]), miss_reasons.EVICTED)
     assert [lost.why(0, bytes([i])) for i in range(5)] == [miss_reasons.NOT_SAVED] * 2 + [miss_reasons.EVICTED] * 3
@@ -219,7 +218,7 @@ def test_what_is_remembered_is_bounded() -> None:
 
 
 def test_a_life_with_a_preemption() -> None:
-    """Two events at `info`; the rest is recorded where there is a trace, and replays."""
+    """A request has two events at `info`. A trace has all its events, and the replay finds no problem."""
     reported = Noted()
     reported.publish(reported.request("old", 4, shared=4))
     reported.events.clear()
@@ -255,7 +254,7 @@ def test_a_life_with_a_preemption() -> None:
 
 
 def test_the_trace_of_a_world_replays() -> None:
-    """Requests and chunks, an id that is used again, an eviction."""
+    """A trace with requests, chunks, a reused id and an eviction replays without a problem."""
     reported = Noted(slots=3)
     for i in range(6):
         reported.publish(reported.request(f"r{i % 4}", 4))
@@ -269,7 +268,7 @@ def test_the_trace_of_a_world_replays() -> None:
 
 
 def test_a_lookup_is_reported_when_its_answer_changes() -> None:
-    """VLLM asks in every step while a request waits."""
+    """Repeated lookups of a waiting request are recorded only when the answer changes."""
     reported = Noted()
     request = reported.request("r", 6, shared=4)
     for _ in range(5):
@@ -288,7 +287,7 @@ def test_a_lookup_is_reported_when_its_answer_changes() -> None:
 
 
 def test_a_traced_side_that_is_dropped_goes() -> None:
-    """What its chunks refer to does not hold it: they are no garbage that a collection sees."""
+    """The watch of a chunk holds no strong reference to the scheduler's side, so a dropped side is freed."""
     reported = Noted()
     reported.publish(reported.request("old", 4))
     (chunk,) = {*reported.side.catalog.index(0).values()}
@@ -300,23 +299,23 @@ def test_a_traced_side_that_is_dropped_goes() -> None:
 
 
 def test_without_a_trace_only_the_two_lines_are_reported() -> None:
-    """Nothing else is made for nobody."""
+    """Without a trace, only the events of the two lines per request are made."""
     reported = Noted(transitions=False, detail=False)
     reported.publish(reported.request("old", 4))
     assert [type(one) for one in reported.events] == [e.RequestAdmitted, e.RequestDone]
     assert reported.side.catalog.watch is None
 
 
-def test_who_is_not_in_the_sample_is_reported_in_two_lines() -> None:
-    """And its chunks, which are not one request's."""
+def test_request_outside_the_sample_is_reported_in_two_lines() -> None:
+    """A request outside the sample has only the two lines. Its chunks are not traced, either."""
     reported = Noted(sample=0.0)
     reported.publish(reported.request("old", 4))
     kinds = {type(one) for one in reported.events if one.request}
-    assert kinds - {transitions.Reserved, transitions.Published} == {e.RequestAdmitted, e.RequestDone}
+    assert kinds - {transitions.Reserved, transitions.ChunkPublished} == {e.RequestAdmitted, e.RequestDone}
 
 
 def test_hits_and_misses_are_counted_at_admission() -> None:
-    """Once per admission, however often vLLM asks."""
+    """Hits and misses are counted once per admission, even if vLLM repeats the lookup."""
     reported = Noted()
     reported.publish(reported.request("old", 4, shared=4))
     request = reported.request("r", 6, shared=4)

@@ -1,4 +1,4 @@
-"""What an operator sees of a trace in the terminal."""
+"""`kvpipe trace show` prints a trace in the terminal."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _write(path: Path, events: list[e.Event]) -> Path:
 
 
 def test_the_overview(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Slowest first, misses by reason with what they mean, faults, what was dropped."""
+    """The overview has the slowest requests, misses with their reasons, faults, and the number of dropped events."""
     events: list[e.Event] = [e.Started(0, -1, "", 0, 0, 1_000_000_000, "e")]
     for i in range(30):
         events += _request(f"quick-{i}", 10 + i, i * MS, hit=60, why="below_minimum")
@@ -62,7 +62,7 @@ def test_the_overview(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert rows[slow + 1][-1] == "quick-29"
     assert "quick-26" not in out
     assert ["evicted", "3", "300"] in [row[:3] for row in rows]
-    assert "made room for others" in out
+    assert "the chunk was evicted to make room" in out
     assert ["job_failed", "1"] in rows
     assert ["stuck", "1"] in rows
     assert "12 events were dropped" in out
@@ -70,7 +70,7 @@ def test_the_overview(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_memory_is_bounded_by_the_requests_that_live() -> None:
-    """A request that is over leaves nothing but a row, if it was slow enough."""
+    """A finished request takes no memory, except a row in the table if it was slow enough."""
     found = Overview(slowest=5)
     for i in range(1000):
         for event in _request(f"r{i}", i % 100):
@@ -81,7 +81,7 @@ def test_memory_is_bounded_by_the_requests_that_live() -> None:
 
 
 def test_one_request_as_a_waterfall(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A job with all its layers on all ranks is one line; what others did is not there; times are of the request."""
+    """A job is one line for all layers and ranks. Other requests are left out. Times begin at the request's arrival."""
     events = _request("req-1-abcdef", 40, 100 * MS) + _request("req-10", 40)
     plan = e.SavePlanned(110 * MS, -1, "req-1-abcdef", 1, 1, 0, "e", job=7, pages=5)
     events.append(plan)
@@ -114,14 +114,14 @@ def test_one_request_as_a_waterfall(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_no_such_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Names how to find one."""
+    """The message for an unknown request names the command that lists requests."""
     path = _write(tmp_path / "t", _request("r1", 1))
     assert main(["trace", "show", str(path), "--request", "r2"]) == 1
     assert "has no event of request r2; " in capsys.readouterr().out
 
 
 def test_what_a_request_id_may_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Neither the terminal nor the table takes it for a command."""
+    """Control characters and markup in a request id are printed as text."""
     name = 'a[/x]\x1b[31m"b'
     path = _write(tmp_path / "t", _request(name, 1))
     assert main(["trace", "show", str(path)]) == 0
@@ -133,7 +133,7 @@ def test_what_a_request_id_may_be(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_fault_is_counted_as_often_as_it_happened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its events are the first and each thousandth, of every side."""
+    """The number of a fault is the sum over sides, although only the first and every thousandth fault have an event."""
     seen = [(0, 1), (0, 1001), (1, 1)]
     path = _write(tmp_path / "t", [e.Fault(1, rank, "", 0, 0, 1, "e", name="odd", seen=times) for rank, times in seen])
     assert main(["trace", "show", str(path)]) == 0
@@ -141,7 +141,7 @@ def test_a_fault_is_counted_as_often_as_it_happened(tmp_path: Path, capsys: pyte
 
 
 def test_copies_of_several_requests_are_each_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With --all, by their jobs."""
+    """With --all, a copy of several requests is shown for each of them, by its jobs."""
     events = _request("r1", 40)
     events.append(e.SavePlanned(1, -1, "r1", 1, 1, 0, "e", job=7, pages=5))
     events += [e.LayerCopied(2, 0, "", 0, 1, 0, "e", kind="save", layer=3, jobs=jobs) for jobs in ([6, 7], [8])]
@@ -151,6 +151,6 @@ def test_copies_of_several_requests_are_each_ones(tmp_path: Path, capsys: pytest
 
 
 def test_an_empty_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Names what may be the matter."""
+    """The message for an empty trace names possible causes."""
     assert main(["trace", "show", str(_write(tmp_path / "t", []))]) == 0
     assert "The trace is empty" in capsys.readouterr().out

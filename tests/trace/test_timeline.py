@@ -1,4 +1,4 @@
-"""A trace as a timeline: its spans, the file for Perfetto, and what the page holds."""
+"""A trace as a timeline: its spans, the file for Perfetto, and the data of the page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import msgspec
 import pytest
 
 from kvpipe.statemachine import request
-from kvpipe.testing.synthetic_trace import HOSTILE, MS, ORIGIN_NS, moment, play
 from kvpipe.trace import events as e
 from kvpipe.trace import transitions
 from kvpipe.trace.events import Event
@@ -26,10 +25,11 @@ from kvpipe.trace.reader import Trace
 from kvpipe.trace.spans import LIFE, PHASES, REQUESTS, Timeline
 from kvpipe.trace.timeline import spans
 from kvpipe.trace.timeline_html import write_html
+from tests.rigs.synthetic_trace import HOSTILE, MS, ORIGIN_NS, moment, play
 
 
 def _phases(timeline: Timeline) -> list[tuple[str, float, float]]:
-    """Every phase in order: what, from, to, in ms."""
+    """Return every phase in order: name, begin and end in ms."""
     some = [span for span in timeline.spans if span.kind in PHASES]
     return [(s.kind, s.begin_ns / MS, s.end_ns / MS) for s in sorted(some, key=lambda s: s.begin_ns)]
 
@@ -39,7 +39,7 @@ def _only(timeline: Timeline, kind: str) -> list[Any]:
 
 
 def _moved(ms: float, was: str, now: str, *, step: int = 0, **fields: Any) -> Event:
-    kind = transitions.kind_of("request", was, now)
+    kind = transitions.event_of_move("request", was, now)
     return moment(ms, kind, step=step, machine="request", cursor=1, on="x", was=was, now=now, **fields)
 
 
@@ -47,7 +47,7 @@ def _moved(ms: float, was: str, now: str, *, step: int = 0, **fields: Any) -> Ev
 
 
 def test_a_request_has_its_phases() -> None:
-    """Waiting, an async load, running, preempted, and a second admission that loads again."""
+    """A request has the phases waiting, loading, running, preempted, and then loading and running again."""
     timeline = spans(
         [
             moment(0, e.RequestAdded, step=0),
@@ -79,7 +79,7 @@ def test_a_request_has_its_phases() -> None:
 
 
 def test_a_sync_load_is_not_a_phase() -> None:
-    """Its request computes meanwhile."""
+    """A sync load is not a phase, because its request computes meanwhile."""
     timeline = spans(
         [
             moment(0, e.RequestAdded),
@@ -92,7 +92,7 @@ def test_a_sync_load_is_not_a_phase() -> None:
 
 
 def test_a_load_ends_with_its_job() -> None:
-    """When no transition shows that the request runs: with the last rank's; without ranks, after `loading_ms`."""
+    """Without a transition of its request, a load ends with the last rank's job, or else after `loading_ms`."""
     begin = [moment(0, e.RequestAdded), moment(10, e.RequestAdmitted, load="load_async")]
     planned = moment(10, e.LoadPlanned, job=1, kind="load_async")
     ranks = [moment(20 + rank, transitions.Finalized, rank, machine="load", cursor=1) for rank in range(2)]
@@ -103,7 +103,7 @@ def test_a_load_ends_with_its_job() -> None:
 
 
 def test_what_never_began() -> None:
-    """Without its first event, a request begins when the first that is left shows it."""
+    """A request whose beginning is missing begins at its first event in the trace."""
     first = moment(0, e.Started)
     waited = spans([first, moment(50, e.RequestAdmitted, waited_ms=20.0), moment(60, e.RequestDone)])
     assert _phases(waited) == [("waiting", 30, 50), ("running", 50, 60)]
@@ -114,7 +114,7 @@ def test_what_never_began() -> None:
 
 
 def test_what_never_ended() -> None:
-    """It lasts until the last event of its own engine, and shows it."""
+    """A request without an end lasts until the last event of its engine, and is marked as open."""
     timeline = spans(
         [
             moment(0, e.RequestAdded),
@@ -130,7 +130,7 @@ def test_what_never_ended() -> None:
 
 
 def test_an_id_is_used_again() -> None:
-    """Each use is a life of its own, whether the former one ended or not."""
+    """Each use of a request id is a `LIFE` span of its own, even if the trace lacks the end of the earlier use."""
     for ended in (True, False):
         some = [
             moment(0, e.RequestAdded),
@@ -144,7 +144,7 @@ def test_an_id_is_used_again() -> None:
 
 
 def test_late_news_does_not_revive_a_request() -> None:
-    """Leases may come back after the end, and a fault may name a request that is not in the trace."""
+    """A release of leases after a request's end, and a fault of an unknown request, add no span of a request."""
     timeline = spans(
         [
             moment(0, e.RequestAdded),
@@ -160,7 +160,7 @@ def test_late_news_does_not_revive_a_request() -> None:
 
 
 def test_copies_name_their_requests() -> None:
-    """By the jobs they belong to, of their own engine; those that failed are another kind."""
+    """A copy names the requests of its jobs, of the same engine. Failed copies are a separate kind."""
     timeline = spans(
         [
             moment(0, e.SavePlanned, job=1, request="a"),
@@ -177,13 +177,13 @@ def test_copies_name_their_requests() -> None:
 
 
 def test_evictions_of_a_step_are_one_mark() -> None:
-    """They show how many."""
+    """The mark has the number of evictions."""
     timeline = spans([moment(i, transitions.Evicted, step=i // 3, machine="chunk", cursor=i) for i in range(5)])
     assert [(s.name, s.begin_ns) for s in timeline.spans] == [("evicted: 3", 0), ("evicted: 2", 3 * MS)]
 
 
 def test_the_order_of_the_events_does_not_matter() -> None:
-    """Files of several processes are read one after the other."""
+    """Events may come in any order, because files of several processes are read one after the other."""
     some = play(25)
     shuffled = list({(event.t_ns, type(event), event.rank, i): event for i, event in enumerate(some)}.values())
     random.Random(1).shuffle(shuffled)
@@ -200,7 +200,7 @@ def _content(timeline: Timeline) -> list[object]:
 
 
 def test_lanes_and_rows() -> None:
-    """Each engine's scheduler is above its ranks; in a row nothing overlaps, and rows are used again."""
+    """Each engine's scheduler is above its ranks. Spans in a row do not overlap, and rows are reused."""
     timeline = spans(play(40, ranks=2, engine="b") + play(10, ranks=1, engine="a"))
     sides = [(lane.engine, lane.rank, lane.name) for lane in timeline.lanes]
     assert [side for side in sides if side[2] in {REQUESTS, "forward"}] == [
@@ -220,7 +220,7 @@ def test_lanes_and_rows() -> None:
 
 
 def test_phases_lie_in_their_life() -> None:
-    """One after the other and without gaps; marks stand in the row of their request."""
+    """Phases follow each other without gaps. Marks are in the row of their request."""
     timeline = spans(play(60))
     for life in _only(timeline, LIFE):
         own = [s for s in timeline.spans if s.kind in PHASES and s.requests == life.requests]
@@ -233,7 +233,7 @@ def test_phases_lie_in_their_life() -> None:
 
 
 def test_clocks_of_several_hosts_are_aligned() -> None:
-    """By the wall clock, where the monotonic clocks stand far apart; else by the monotonic clock alone."""
+    """Clocks are aligned by the wall clock only if the monotonic clocks differ by much."""
     here = moment(5000, e.StepRan, 0, step=1)
     there = e.StepRan(77, 1, "", 0, 1, here.wall_ns + 3 * MS, "e", took_ns=MS)
     near = e.StepRan(here.t_ns + 4 * MS, 2, "", 0, 1, here.wall_ns + 6 * MS, "e", took_ns=MS)
@@ -243,7 +243,7 @@ def test_clocks_of_several_hosts_are_aligned() -> None:
 
 
 def _odd_events() -> list[Event]:
-    """Every event with values that no sane engine writes."""
+    """Return every kind of event with absurd values."""
     odd: dict[type, list[Any]] = {
         int: [0, -1, 1 << 62, -(1 << 70), 1 << 80],
         float: [0.0, -1.0, float("nan"), float("inf"), 1e308],
@@ -263,7 +263,7 @@ def _odd_events() -> list[Event]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_odd_data_do_no_harm(seed: int, tmp_path: Path) -> None:
-    """Nothing raises on nonsense, on parts of a trace, or on no trace at all; what is written is JSON."""
+    """Absurd values, parts of a trace and an empty trace raise no error, and give valid JSON."""
     rng = random.Random(seed)
     some = play(20, seed=seed)
     odd = _odd_events()
@@ -295,7 +295,7 @@ def _embedded(page: Path) -> Any:
 
 
 def test_the_page_has_the_whole_trace(tmp_path: Path) -> None:
-    """Its columns, and every field of what it shows; numbers that JavaScript would round are text."""
+    """The page has the columns of spans and all fields of its events. Numbers that JavaScript would round are text."""
     events = [*play(10), moment(ORIGIN_NS / MS, e.CacheReset, chunks=(1 << 53) + 1)]
     timeline = write_html(events, tmp_path / "page.html")
     data = _embedded(tmp_path / "page.html")
@@ -309,7 +309,7 @@ def test_the_page_has_the_whole_trace(tmp_path: Path) -> None:
 
 
 def test_nothing_in_the_data_can_leave_it(tmp_path: Path) -> None:
-    """The data have no tags, and the page's policy runs the template's own script and nothing else."""
+    """The data contain no tags, and the page's security policy allows only the template's script."""
     page = tmp_path / "page.html"
     write_html([moment(i, e.RequestAdded, request=name, traceparent=name) for i, name in enumerate(HOSTILE)], page)
     data = _embedded(page)
@@ -326,7 +326,7 @@ def test_nothing_in_the_data_can_leave_it(tmp_path: Path) -> None:
 
 
 def test_perfetto(tmp_path: Path) -> None:
-    """Processes and threads have names, spans of a thread are nested, requests' spans are balanced, times are in us."""
+    """Processes and threads have names, spans of a thread are nested, requests have both ends, times are in us."""
     path = tmp_path / "trace.json"
     timeline = write_perfetto(play(40, ranks=2), path)
     trace = json.loads(path.read_text(encoding="utf-8"))
@@ -358,7 +358,7 @@ def test_perfetto(tmp_path: Path) -> None:
 
 
 def test_the_memory_does_not_grow_with_the_trace(tmp_path: Path) -> None:
-    """Once as many events are kept as are drawn, nothing more is: no job, no request, no engine."""
+    """After the limit on drawn events, no data of further jobs, requests or engines are kept."""
 
     def peak(requests: int) -> int:
         file = tmp_path / str(requests)

@@ -1,4 +1,4 @@
-"""The trace as a file among others: whose it is, what it may not be, and what a bad event or a held lock costs."""
+"""The trace's file: its mode, forbidden kinds of files, and the cost of a bad event or a held lock."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from kvpipe.config import load_settings
+from kvpipe.config.settings import load_settings
+from kvpipe.config.tracing import tracing
 from kvpipe.errors import ConfigError
 from kvpipe.testing.logged import capture_logs
 from kvpipe.trace import events as e
 from kvpipe.trace import transitions
 from kvpipe.trace.reader import Trace
 from kvpipe.trace.recorder import LogSink, Recorder, Writer
-from kvpipe.trace.setup import tracing
 from tests.trace.test_recorder import Memory
 from tests.trace.test_recorder import _event as event
 from tests.trace.test_recorder import _file as file
@@ -27,12 +27,12 @@ from tests.trace.test_recorder import _numbers as numbers
 
 @pytest.mark.parametrize("where", ["queue", "file", "log"])
 def test_one_bad_event_costs_no_other(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 64 that are written together one that cannot be made, encoded or logged is lost, and counted as one."""
+    """If one of 64 events cannot be made, encoded or logged, only this event is lost and counted."""
     reported, sink = Recorder(0), Memory()
     path = tmp_path / "trace"
     bad: Any = event(31, "\ud800" if where == "file" else "bad")
     if where == "queue":
-        bad = transitions.Taken(1, "r", 1, 1, None, 1, None, None, "")  # type: ignore[arg-type]
+        bad = transitions.TakenEdge(1, "r", 1, 1, None, 1, None, None, "")  # type: ignore[arg-type]
     for one in [*map(event, range(31)), bad, *map(event, range(32, 64))]:
         reported._queue.append(one)
     logged: list[int] = []
@@ -54,7 +54,7 @@ def test_one_bad_event_costs_no_other(where: str, tmp_path: Path, monkeypatch: p
 
 
 def test_a_trace_is_its_owners_alone(tmp_path: Path) -> None:
-    """Whatever the umask, the file is 0600, and so is the one that follows it; one that is there keeps its mode."""
+    """The file and the file that follows it have mode 0600 under any umask. An existing file keeps its mode."""
     before = os.umask(0)
     try:
         path = tmp_path / "trace"
@@ -69,7 +69,7 @@ def test_a_trace_is_its_owners_alone(tmp_path: Path) -> None:
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
-    """A link where the trace should be loses events; what it leads to is not touched, nor made."""
+    """If a link is in the place of the trace, events are lost. The link's target is neither written nor created."""
     path, beyond = tmp_path / "trace", tmp_path / "beyond"
     for _ in range(2):
         path.symlink_to(beyond)
@@ -82,7 +82,10 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_a_lock_on_a_full_trace_is_not_waited_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When somebody keeps the file locked it is not rotated: events are lost and counted, nobody hangs."""
+    """Another process holds the lock of a full trace, so the file cannot be rotated.
+
+    Events are lost and counted, and the writer does not wait long.
+    """
     monkeypatch.setattr("kvpipe.trace.recorder._LOCK_S_MAX", 0.05)
     path = tmp_path / "trace"
     sink = file(path, 2000)
@@ -97,7 +100,7 @@ def test_a_lock_on_a_full_trace_is_not_waited_for_long(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("kind", ["link", "folder", "socket", "no folder"])
 def test_what_cannot_be_a_trace_is_refused(kind: str, tmp_path: Path) -> None:
-    """Before the engine starts, in one sentence."""
+    """The refusal is one sentence, before the engine starts."""
     path = tmp_path / ("a/trace" if kind == "no folder" else "t")
     if kind == "link":
         path.symlink_to(tmp_path / "beyond")
@@ -112,7 +115,7 @@ def test_what_cannot_be_a_trace_is_refused(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "file", "new"])
 def test_what_can_be_a_trace_is_not_refused(kind: str, tmp_path: Path) -> None:
-    """A pipe, a character device and a file are; of a file that others can read the log shows it."""
+    """A pipe, a character device and a file are accepted. A warning reports a file that others can read."""
     path = Path("/dev/null") if kind == "device" else tmp_path / "t"
     if kind == "pipe":
         os.mkfifo(path)
