@@ -1,4 +1,4 @@
-"""Shared by the commands that ask a running engine with `manage`: its address, its token, and printing its answers."""
+"""Functions of the commands that query a running engine: its address, its token, and the printing of its answers."""
 
 from __future__ import annotations
 
@@ -14,23 +14,29 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from kvpipe import config_errors
-from kvpipe.config import load_settings
+from kvpipe.config.settings import load_settings
 from kvpipe.errors import UsageError
-from kvpipe.listening import ENGINE, Address
-from kvpipe.manage.client import ask
+from kvpipe.inputs import config_errors
+from kvpipe.inputs.listening import ENGINE, Address, is_stale, sockets
+from kvpipe.manage.client import send_request
 from kvpipe.tiers.spec import secret
 from kvpipe.trace.log import printable
 
 ASKS_ENGINE: Final = "ask a running engine with `manage`, at --at ADDRESS, with its token"
-"""The heading of such commands in the help."""
+"""The help's heading of the commands that query an engine."""
 _NAME_COLUMNS: Final = 16
+_LISTED_MAX: Final = 8
 
 
 def asking_parser(sub: Any, name: str, description: str) -> argparse.ArgumentParser:  # noqa: ANN401
-    """Add a command that asks an engine to `sub`, argparse's subparsers."""
+    """Add the command `name` to argparse's subparsers `sub`, with the arguments that `ask_and_print` reads."""
     one: argparse.ArgumentParser = sub.add_parser(name, description=description)
-    one.add_argument("--at", metavar="ADDRESS", help="the engine's address; by default the configuration's `manage`")
+    one.add_argument(
+        "--at", metavar="ADDRESS",
+        help="the engine's address; by default the configuration's `manage`. '{engine}' in the path stands for "
+             "the only engine that listens there",
+    )  # fmt: skip
+    one.add_argument("--all-engines", action="store_true", help="ask every engine that '{engine}' stands for")
     add_token(one)
     one.add_argument("--json", action="store_true", help="print the answer as JSON")
     return one
@@ -41,9 +47,9 @@ def list_commands(
     commands: Mapping[str, argparse.ArgumentParser],
     headed: Mapping[str, Sequence[str]],
 ) -> None:
-    """Write `commands` into the help of `parser`, under headings. `headed`: the commands' names, by heading.
+    """Write `commands` into the help of `parser`, under headings. `headed`: the commands' names by heading.
 
-    Of a command's description, the part before the first semicolon is shown.
+    Each command is shown with its description up to the first semicolon.
     """
 
     def row(name: str) -> str:
@@ -54,27 +60,67 @@ def list_commands(
 
 
 def ask_and_print(args: argparse.Namespace, method: str, path: str, body: object = None) -> int:
-    """Send a request to the engine and print its answer. Returns the exit status 0. Raises UsageError as `ask` does."""
-    address = parse_address(args.at or load_settings().manage)
-    if ENGINE in address.path:
-        raise UsageError(f"kvpipe: {address}: give --at with the engine's name, as its log has it")
-    answer = ask(address, token_of(args), method, path, body)
+    """Send a request to one engine, or with `--all-engines` to each, and print the answers.
+
+    Returns the exit status: 2 if one of several engines does not answer or refuses, else 0.
+
+    Raises:
+        UsageError: no engine is found, or several are found and `--all-engines` is not given. For one engine, also the
+            errors of `send_request`.
+
+    """
+    address, token, status = parse_address(args.at or load_settings().manage), token_of(args), 0
+    engines = _engines(address, several=args.all_engines)
+    if engines == [address]:
+        _show(args, send_request(address, token, method, path, body))
+        return 0
+    for engine in engines:
+        try:
+            answer = send_request(engine, token, method, path, body)
+        except UsageError as error:
+            if not args.all_engines:
+                raise
+            sys.stderr.write(f"{error}\n")
+            status = 2
+        else:
+            _show(args, {"at": str(engine), **answer} if args.all_engines else answer)
+    return status
+
+
+def _engines(address: Address, *, several: bool) -> list[Address]:
+    """Return the addresses of the engines that listen at `address`.
+
+    Raises UsageError if no engine listens there, or if more than one does and `several` is false.
+    """
+    if ENGINE not in address.path:
+        return [address]
+    found = [one for one in sockets(address) if not is_stale(one)]
+    if not found:
+        raise UsageError(f"kvpipe: no engine listens at {address}; start one with this `manage`, or give --at")
+    if len(found) > 1 and not several:
+        listed = ", ".join(map(str, found[:_LISTED_MAX])) + (", ..." if len(found) > _LISTED_MAX else "")
+        raise UsageError(
+            f"kvpipe: {len(found)} engines listen at {address}: {listed}; give --at with one, or --all-engines"
+        )
+    return found
+
+
+def _show(args: argparse.Namespace, answer: dict[str, Any]) -> None:
     if args.json:
         sys.stdout.write(json.dumps(answer) + "\n")
     else:
         _print(answer)
-    return 0
 
 
 def add_token(one: argparse.ArgumentParser) -> None:
     """Add the argument that `token_of` reads."""
     one.add_argument(
-        "--token-file", type=Path, metavar="FILE", help="by default the configuration's `manage_token_file` or `_env`"
+        "--token-file", type=Path, metavar="FILE", help="file with the token; by default the configuration's token"
     )
 
 
 def token_of(args: argparse.Namespace) -> str:
-    """Return the token that the engine requires. Raises UsageError if none is configured or it cannot be read."""
+    """Return the token that the engine requires. Raises UsageError if no token is configured or readable."""
     settings = load_settings()
     try:
         file = args.token_file or settings.manage_token_file
@@ -82,22 +128,22 @@ def token_of(args: argparse.Namespace) -> str:
     except ValueError as error:
         raise UsageError(f"kvpipe: {error}") from None
     if token is None:
-        raise UsageError("kvpipe: no token is named; give --token-file, or set KVPIPE_MANAGE_TOKEN_FILE")
+        raise UsageError("kvpipe: no token is given; give --token-file, or set KVPIPE_MANAGE_TOKEN_FILE")
     return token.get_secret_value()
 
 
 def parse_address(text: str) -> Address:
-    """Return the parsed address. Raises UsageError if `text` is empty or is no address."""
+    """Parse an engine's address. Raises UsageError if `text` is empty or is no address."""
     if not text:
-        raise UsageError("kvpipe: no engine is named; give --at, or set KVPIPE_MANAGE")
+        raise UsageError("kvpipe: no address is given; give --at, or set KVPIPE_MANAGE")
     try:
         return Address.parse(text)
     except ValueError as error:
-        raise UsageError(f"kvpipe: --at {config_errors.name(text)}: {error}") from None
+        raise UsageError(f"kvpipe: --at {config_errors.safe_name(text)}: {error}") from None
 
 
 def _print(answer: dict[str, Any]) -> None:
-    """Print an answer as a table of names and values; a list of objects is a table of its own."""
+    """Print an answer as a table of names and values. Each list of objects is printed as another table."""
     console = Console(width=None if sys.stdout.isatty() else 200)
     table, lists = Table("", "", box=None, show_header=False), list[Table]()
     for key, value in _flat(answer):
@@ -114,7 +160,7 @@ def _print(answer: dict[str, Any]) -> None:
 
 
 def _cell(value: object) -> str:
-    """Return a value as a terminal may show it: the ids of requests are what their clients wrote."""
+    """Return a value as text that is safe for a terminal, because clients choose the ids of requests."""
     text = f"{value:.3f}".rstrip("0").rstrip(".") if isinstance(value, float) else "-" if value is None else str(value)
     return escape(str(printable(text)))
 

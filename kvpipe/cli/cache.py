@@ -1,4 +1,4 @@
-"""`kvpipe cache`: the KV that an engine holds (`held.py`), and what tiers hold: count, list, verify and purge it."""
+"""`kvpipe cache`: the KV that an engine holds (see `held.py`), and commands that count, list, verify or purge tiers."""
 
 from __future__ import annotations
 
@@ -21,49 +21,49 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvpipe import config_errors, plugins
 from kvpipe.cli import held
 from kvpipe.cli.asking import ASKS_ENGINE, list_commands
 from kvpipe.cli.judging import DAMAGED, GONE, GOOD, NOT_ENCRYPTED, STALE, UNJUDGED, Judge, Judgement
 from kvpipe.cli.numbers import count_from_1
-from kvpipe.config import load_settings
+from kvpipe.config.settings import load_settings
 from kvpipe.errors import UsageError
+from kvpipe.inputs import config_errors, plugins
 from kvpipe.tiers.base import Entry, Key, Tier, TierError
 from kvpipe.tiers.guard import capacity_of
 from kvpipe.tiers.registry import make_tier, named, parse_tiers
 from kvpipe.tiers.spec import TierSpec
 
 LISTED_MAX: Final = 1000
-BATCH: Final = 256  # keys dropped at a time
+BATCH: Final = 256  # keys that are deleted in one call
 TRIES: Final = 8
-"""How many values of a namespace are read, until one shows its format and key."""
+"""The most values that are read to find a namespace's format and encryption key."""
 PIPE_COLUMNS: Final = 240
 WELL, NOT_WELL, DOUBTFUL, INTERRUPTED = 0, 1, 2, 130
-"""Exit statuses. DOUBTFUL: there are values that cannot be judged from here, so nothing is deleted."""
+"""Exit statuses. DOUBTFUL: some values cannot be judged by this command, so nothing is deleted."""
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
-Report = dict[str, Any]
-"""What a subcommand has found at one tier: one value per name, or a list of rows."""
+Findings = dict[str, Any]
+"""The findings of a subcommand at one tier. Each name has a single value or a list of rows."""
 
 
 class TierCommand(NamedTuple):
-    """One subcommand at one tier, which is open. `tick` is called for every value seen; `show` prints a report."""
+    """One subcommand at one open tier. `tick` is called for every listed value. `show` prints a report."""
 
     tier: Tier
     spec: TierSpec
     args: argparse.Namespace
     tick: Callable[[], None]
-    show: Callable[[Report], None]
+    show: Callable[[Findings], None]
 
     async def entries(self) -> AsyncIterator[Entry]:
-        """Yield what the tier holds, of `--namespace` if that is given."""
+        """Yield the entries of the tier. If `--namespace` is given, yield only entries of that namespace."""
         async for entry in self.tier.scan():
             self.tick()
             if self.args.namespace in {None, entry.key.namespace}:
                 yield entry
 
     async def batches(self, count: int, only: Callable[[Entry], bool] | None = None) -> AsyncIterator[list[Entry]]:
-        """Yield the same, `count` at a time, or `only` some of them."""
+        """Yield the entries for which `only` is true (None: all entries) in lists of `count`."""
         batch: list[Entry] = []
         async for entry in self.entries():
             if only is None or only(entry):
@@ -75,14 +75,14 @@ class TierCommand(NamedTuple):
             yield batch
 
 
-Action = Callable[[TierCommand, Report], Coroutine[Any, Any, int]]
-"""Adds its findings to the report; returns the exit status. Raises TierError."""
+TierAction = Callable[[TierCommand, Findings], Coroutine[Any, Any, int]]
+"""A subcommand. It adds its findings to the report and returns the exit status. Raises TierError."""
 
 
 def add_parsers(cache: argparse.ArgumentParser) -> None:
-    """Add the subcommands of `kvpipe cache`; each sets `run`."""
-    cache.description = "The KV that is kept: by a running engine in its memory, and in tiers."
-    sub = cache.add_subparsers(required=True, metavar="COMMAND", help="one of those below")
+    """Add the subcommands of `kvpipe cache`. Each of them sets `run`."""
+    cache.description = "The KV that a running engine holds in memory, and the KV in tiers."
+    sub = cache.add_subparsers(required=True, metavar="COMMAND", help="one of the commands below")
     held.add_parsers(sub)
     of_engine = list(sub.choices)
     _add_tiers(sub)
@@ -90,52 +90,52 @@ def add_parsers(cache: argparse.ArgumentParser) -> None:
     list_commands(
         cache,
         sub.choices,
-        {ASKS_ENGINE: of_engine, "open tiers from here, by URL or path; they ask no engine": of_tiers},
+        {ASKS_ENGINE: of_engine, "open tiers directly, by URL or path, without an engine": of_tiers},
     )
 
 
 def _add_tiers(sub: Any) -> None:  # noqa: ANN401  (argparse hides its type)
-    _parser(sub, "stats", _stats, "how much is there, of which namespaces, and is the tier well?")
+    _parser(sub, "stats", _stats, "show the number and size of values by namespace, and whether the tier works")
 
     one = _parser(sub, "ls", _ls, "list keys with size and age, sorted by key")
-    one.add_argument("--limit", type=count_from_1, default=LISTED_MAX, help=f"how many to list (default {LISTED_MAX})")
+    one.add_argument("--limit", type=count_from_1, default=LISTED_MAX, help=f"number of keys (default {LISTED_MAX})")
 
-    judges = "status 2, and nothing is deleted, if values cannot be judged: name their key"
+    judges = "if values cannot be judged, nothing is deleted and the status is 2: give their encryption key"
     one = _parser(sub, "verify", _verify, f"read every value and check it; status 1 if any is damaged; {judges}")
-    one.add_argument("--delete", action="store_true", help="print the damaged ones and why they are, then delete them")
+    one.add_argument("--delete", action="store_true", help="print the damaged values and why, then delete them")
 
     one = _parser(sub, "purge", _purge, f"show which values would be dropped, or drop them; {judges}")
-    one.add_argument("--older-than", type=_duration_s, metavar="AGE", help="values of that age: 45s, 30m, 12h, 7d")
     one.add_argument(
-        "--stale", action="store_true", help="values of formats before this one, which this version does not read"
+        "--older-than", type=_duration_s, metavar="AGE", help="values unused for this time: 45s, 30m, 12h, 7d"
     )
-    one.add_argument("--all", action="store_true", help="every value of kvpipe's that is there")
-    one.add_argument("--force", action="store_true", help="with --namespace: also if its values cannot be judged")
+    one.add_argument("--stale", action="store_true", help="values in older formats, which this version does not read")
+    one.add_argument("--all", action="store_true", help="every value of kvpipe in the tier")
+    one.add_argument("--force", action="store_true", help="with --namespace: drop also values that cannot be judged")
     deletes = one.add_mutually_exclusive_group()
-    deletes.add_argument("--delete", action="store_true", help="print which values are to be dropped, then drop them")
-    deletes.add_argument("--dry-run", action="store_true", help="only print which values would be dropped: the default")
+    deletes.add_argument("--delete", action="store_true", help="print the values to be dropped, then drop them")
+    deletes.add_argument("--dry-run", action="store_true", help="only print the values that would be dropped (default)")
 
 
-def _parser(sub: Any, name: str, action: Action, description: str) -> argparse.ArgumentParser:  # noqa: ANN401
+def _parser(sub: Any, name: str, action: TierAction, description: str) -> argparse.ArgumentParser:  # noqa: ANN401
     one: argparse.ArgumentParser = sub.add_parser(name, description=description)
-    one.add_argument("tier", nargs="*", help="URL or path, as in the configuration's `tiers`; none: those of it")
+    one.add_argument("tier", nargs="*", help="URL or path of a tier; default: all tiers of the configuration")
     one.add_argument("--namespace", type=_namespace, help="only values of this namespace, 32 hex digits")
     one.add_argument("--json", action="store_true", help="print a line of JSON per tier")
     one.set_defaults(run=lambda args: run(args, action))
     return one
 
 
-def run(args: argparse.Namespace, action: Action) -> int:
-    """Do `action` at every tier, one after the other. Returns the highest exit status: see `WELL`.
+def run(args: argparse.Namespace, action: TierAction) -> int:
+    """Run `action` on one tier after the other, and return the highest exit status (see `WELL`).
 
     Raises:
-        UsageError: no tier is named, one is named wrongly, or `purge` has no selection or a contradictory one.
+        UsageError: no tier is named, a tier's name is wrong, or the selection of `purge` is missing or contradictory.
 
     """
     if action is _purge and args.all == (bool(args.namespace) or args.older_than is not None or args.stale):
         raise UsageError("kvpipe: purge: choose the values: --all, or any of --namespace, --older-than and --stale")
     if action is _purge and args.force and (args.stale or not args.namespace):
-        raise UsageError("kvpipe: purge: --force drops values that cannot be judged; name theirs with --namespace")
+        raise UsageError("kvpipe: purge: --force deletes values that cannot be judged; give their --namespace")
     specs = parse_tiers(args.tier) if args.tier else load_settings().tiers
     if not specs:
         raise UsageError("kvpipe: no tier is named; write a URL or a path, or set KVPIPE_TIERS or KVPIPE_CONFIG_FILE")
@@ -146,13 +146,13 @@ def run(args: argparse.Namespace, action: Action) -> int:
         return INTERRUPTED
 
 
-async def _at(name: str, spec: TierSpec, args: argparse.Namespace, action: Action) -> int:
-    """Do `action` at one tier and print its report. Returns the exit status. An interrupt cancels it."""
+async def _at(name: str, spec: TierSpec, args: argparse.Namespace, action: TierAction) -> int:
+    """Run `action` on one tier and print its report. Returns the exit status. An interrupt cancels `action`."""
     if task := asyncio.current_task():
-        # asyncio's own handler does not wake a loop that is about to wait: the interrupt would count after the wait
+        # asyncio's own handler does not wake a loop that is about to wait, so the interrupt would be handled late
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
-    spec = spec.model_copy(update={"store": "never"})  # no folder is made, nothing makes room for values to come
-    tier, report = make_tier(name, spec, writes=False), Report(tier=name)
+    spec = spec.model_copy(update={"store": "never"})  # so that `make_tier` creates no folder and evicts no value
+    tier, report = make_tier(name, spec, writes=False), Findings(tier=name)
     try:
         with _progress(name, args) as shown:
             async with _opened(tier):
@@ -163,7 +163,8 @@ async def _at(name: str, spec: TierSpec, args: argparse.Namespace, action: Actio
     except Exception as error:
         if isinstance(error, UsageError) or spec.kind in plugins.own(plugins.TIERS):
             raise
-        sys.stderr.write(f"kvpipe: {name}: {config_errors.reason(repr(error))}, which no tier should raise\n")
+        why = config_errors.pydantic_reason(repr(error))
+        sys.stderr.write(f"kvpipe: {name}: {why}: a bug in the tier, which may raise only TierError\n")
         return NOT_WELL
     _show(report, as_json=args.json)
     if doubts := report.get("unjudged_namespaces"):
@@ -183,15 +184,15 @@ async def _opened(tier: Tier) -> AsyncIterator[None]:
 
 
 @contextmanager
-def _progress(name: str, args: argparse.Namespace) -> Iterator[tuple[Callable[[], None], Callable[[Report], None]]]:
-    """Show a count of values on a terminal. Yields `tick` and `show` of `TierCommand`."""
+def _progress(name: str, args: argparse.Namespace) -> Iterator[tuple[Callable[[], None], Callable[[Findings], None]]]:
+    """Show the number of listed values on a terminal. Yields the functions `tick` and `show` for `TierCommand`."""
     columns = SpinnerColumn(), TextColumn("{task.description}"), TextColumn("{task.completed:,.0f} values")
     quiet = not sys.stderr.isatty()
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True, disable=quiet) as shown:
         task = shown.add_task(escape(name))
 
-        def show(report: Report) -> None:
-            shown.stop()  # it would take stdout, too
+        def show(report: Findings) -> None:
+            shown.stop()  # a running progress display would capture stdout, too
             _show(report, as_json=args.json)
             sys.stdout.flush()
             shown.start()
@@ -199,7 +200,7 @@ def _progress(name: str, args: argparse.Namespace) -> Iterator[tuple[Callable[[]
         yield lambda: shown.advance(task), show
 
 
-async def _stats(job: TierCommand, report: Report) -> int:
+async def _stats(job: TierCommand, report: Findings) -> int:
     held = await capacity_of(job.tier)
     report |= {"kind": job.spec.kind, "items": held.items, "bytes": held.bytes_used, "bytes_max": held.bytes_max}
     try:
@@ -218,12 +219,12 @@ async def _stats(job: TierCommand, report: Report) -> int:
     return WELL
 
 
-async def _ls(job: TierCommand, report: Report) -> int:
+async def _ls(job: TierCommand, report: Findings) -> int:
     limit, seen, first = job.args.limit, 0, list[Entry]()
     async for entry in job.entries():
         seen += 1
         first.append(entry)
-        if len(first) >= 2 * limit:  # of millions only what is listed is kept
+        if len(first) >= 2 * limit:  # keep few entries in memory
             first = sorted(first, key=_by_key)[:limit]
     first = sorted(first, key=_by_key)[:limit]
     report |= {"items": seen, "listed": len(first)}
@@ -235,7 +236,7 @@ def _by_key(entry: Entry) -> str:
     return entry.key.text
 
 
-async def _verify(job: TierCommand, report: Report) -> int:
+async def _verify(job: TierCommand, report: Findings) -> int:
     judge, plain, damaged = Judge(job.tier, job.spec), 0, dict[Key, str]()
     kinds, reasons, unjudged = Counter[str](), Counter[str](), Counter[tuple[str, str]]()
     async for batch in job.batches(job.spec.lanes):
@@ -260,7 +261,10 @@ async def _verify(job: TierCommand, report: Report) -> int:
 
 
 async def _delete_damaged(job: TierCommand, judge: Judge, damaged: Mapping[Key, str]) -> int:
-    """Delete what is still damaged: an engine may have written a value anew since it was judged."""
+    """Delete the values that are still damaged, and return their number.
+
+    Each value is judged again, because an engine may have replaced a damaged value in the meantime.
+    """
     deleted = 0
     async for batch in job.batches(job.spec.lanes, lambda entry: entry.key in damaged):
         verdicts = zip(batch, await judge.judged(batch), strict=True)
@@ -268,7 +272,7 @@ async def _delete_damaged(job: TierCommand, judge: Judge, damaged: Mapping[Key, 
     return deleted
 
 
-async def _purge(job: TierCommand, report: Report) -> int:
+async def _purge(job: TierCommand, report: Findings) -> int:
     args, spaces, ageless = job.args, _Namespaces(job), 0
     items, sizes = Counter[str](), Counter[str]()
 
@@ -301,7 +305,7 @@ async def _purge(job: TierCommand, report: Report) -> int:
 
 
 def _why(args: argparse.Namespace) -> str:
-    """Return which values `purge` is to drop."""
+    """Return a text that names the values that `purge` selects."""
     age = args.older_than
     whys = {
         "of all namespaces": not args.namespace,
@@ -313,10 +317,10 @@ def _why(args: argparse.Namespace) -> str:
 
 
 class _Namespaces:
-    """Judges the namespaces of a tier. A namespace has one format and one key, so one value shows both.
+    """Judges the namespaces of a tier. A namespace has one format and one key, so one value shows the format and key.
 
-    A namespace is GOOD or STALE as soon as one of its values is. Else the first of TRIES values that is not judged
-    counts.
+    A namespace is GOOD or STALE as soon as one of its values is GOOD or STALE. If none of TRIES values is, the verdict
+    on the namespace is that on the first value that cannot be judged.
     """
 
     def __init__(self, job: TierCommand) -> None:
@@ -324,10 +328,10 @@ class _Namespaces:
         self._tries = Counter[str]()
         self.verdicts = defaultdict[str, Judgement](lambda: Judgement(GONE))
         self.read = set[Key]()
-        """Values that were read. A read is a use: their ages start again."""
+        """The keys of values that were read. A read counts as a use, so the ages of these values restart at 0."""
 
     async def look(self, entry: Entry) -> None:
-        """Read and judge a value, unless its namespace is known. Raises `TierError`."""
+        """Read and judge a value, unless the verdict on its namespace is final. Raises `TierError`."""
         space = entry.key.namespace
         if self._args.force or self._tries[space] == TRIES or self.verdicts[space].kind in {GOOD, STALE}:
             return
@@ -338,27 +342,27 @@ class _Namespaces:
             self.verdicts[space] = verdict
 
     def doubt(self, space: str) -> str:
-        """Return why the values of a namespace cannot be judged; "" if they can."""
+        """Return the reason why the values of a namespace cannot be judged, or "" if they can be judged."""
         verdict = self.verdicts[space]
         return verdict.why if verdict.kind == UNJUDGED else ""
 
 
-def _doubts(report: Report, doubts: Counter[tuple[str, str]]) -> int:
-    """Add to the report what cannot be judged: by namespace and reason. Returns DOUBTFUL, or 0 if there is none."""
+def _doubts(report: Findings, doubts: Counter[tuple[str, str]]) -> int:
+    """Report the values that cannot be judged, by namespace and reason. Returns DOUBTFUL, or 0 if there are none."""
     rows = [{"namespace": space, "items": items, "why": why} for (space, why), items in doubts.most_common()]
     report |= {"unjudged_namespaces": rows} if rows else {}
     return DOUBTFUL if rows else 0
 
 
-def _show(report: Report, *, as_json: bool) -> None:
+def _show(report: Findings, *, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps(report) + "\n")
     else:
         _print(report)
 
 
-def _print(report: Report) -> None:
-    """Print single values as one table, and each list of rows as another."""
+def _print(report: Findings) -> None:
+    """Print the single values of a report as one table, and each list of rows as another table."""
     console = Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS)
     lists = {name: rows for name, rows in report.items() if isinstance(rows, list)}
     single = {name: one for name, one in report.items() if name not in lists}
@@ -385,12 +389,12 @@ def _text(name: str, value: object) -> str:
 
 def _namespace(text: str) -> str:
     if not re.fullmatch(r"[0-9a-f]{32}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no namespace: 32 hex digits, as `kvpipe cache stats` shows them")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a namespace: give the 32 hex digits of `kvpipe cache stats`")
     return text
 
 
 def _duration_s(text: str) -> float:
     match = re.fullmatch(r"(\d{1,9})([smhd])", text)
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no age: write 45s, 30m, 12h or 7d")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an age: write 45s, 30m, 12h or 7d")
     return int(match[1]) * _SECONDS[match[2]]

@@ -1,7 +1,7 @@
-"""Verdicts on the values of a tier, for `kvpipe cache`: whole, damaged, or not to be judged from here.
+"""Verdicts on the values of a tier, for `kvpipe cache`: good, damaged, or not judged.
 
-Only damage that is proven is damage. This command may lack a value's encryption key, or be older than the value. Then
-the value may be a good one of another engine's.
+A value is called damaged only if the damage is proven. The value is not judged if this command lacks the value's
+encryption key or is older than the value's format. Such a value may be a good value of another engine.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from kvpipe.tiers.spec import TierSpec
 
 LARGE_BYTES: Final = 256 << 20
 VALUE_BYTES_MAX: Final = 8 << 30
-"""No rank's part of a chunk is longer."""
+"""The longest value in bytes. No rank's part of a chunk is longer."""
 GOOD, GONE, DAMAGED = "good", "gone", "damaged"
 STALE, UNJUDGED = "stale", "unjudged"
 NOT_ENCRYPTED: Final = "not encrypted"
-"""Why of a GOOD value that is plain though a key is named."""
+"""`why` of a GOOD value that is not encrypted although an encryption key is configured."""
 REMEDIES: Final = {
     "encrypted": "name the key",
     "another encryption key": "name the key",
@@ -44,9 +44,9 @@ REMEDIES: Final = {
 
 
 class Judgement(NamedTuple):
-    """The verdict on one value. `why`: what is wrong with it, if anything; with the remedy if it is not judged.
+    """The verdict on one value. `why`: the value's fault, or ""; if the value is not judged, the remedy, too.
 
-    `kind`: GOOD, GONE (deleted meanwhile), DAMAGED, STALE (of a format before this version's), or UNJUDGED.
+    `kind`: GOOD, GONE (deleted since it was listed), DAMAGED, STALE (of an older format), or UNJUDGED.
     """
 
     kind: str
@@ -54,7 +54,7 @@ class Judgement(NamedTuple):
 
     @property
     def judged(self) -> bool:
-        """Whether this version, with the keys that are named, can tell what the value is worth."""
+        """Whether this version of kvpipe, with the configured keys, can tell a good value from a damaged one."""
         return self.kind not in {STALE, UNJUDGED}
 
 
@@ -62,28 +62,34 @@ _LENGTH: Final = Judgement(DAMAGED, "length")
 
 
 class Judge:
-    """Reads values of one tier, `lanes` at once, and judges each. Memory: `lanes` times LARGE_BYTES, or one value."""
+    """Reads values of one tier, `lanes` values at once, and judges each of them.
+
+    The buffers take `lanes` times LARGE_BYTES of memory. A larger value is read alone, into a buffer of its own.
+    """
 
     def __init__(self, tier: Tier, spec: TierSpec) -> None:
-        """Raises `ConfigError` if the encryption keys that `spec` names cannot be used."""
+        """Make the buffers. Raises `ConfigError` if the encryption keys that `spec` names cannot be used."""
         secrets = secrets_of(spec)
         self._tier, self._sealer, self._plain = tier, Sealer(secrets), Sealer()
         self._whole = Judgement(GOOD, NOT_ENCRYPTED if secrets else "")
         self._buffers = [pages(HEADER_BYTES) for _ in range(spec.lanes)]
 
     async def judged(self, batch: list[Entry]) -> list[Judgement]:
-        """Return the verdict on each of at most `lanes` values. Larger ones are read alone. Raises `TierError`."""
+        """Return the verdict on each of at most `lanes` values. Raises `TierError` if the tier fails.
+
+        Values of more than LARGE_BYTES are read one by one.
+        """
         small = [entry for entry in batch if entry.bytes <= LARGE_BYTES]
         found = dict(zip(small, await self._verdicts(small, self._buffers), strict=True))
         for entry in batch:
-            if entry.bytes > VALUE_BYTES_MAX:  # it is not read, whatever reports that size
+            if entry.bytes > VALUE_BYTES_MAX:  # too long to be a value, so it is not read
                 found[entry] = _LENGTH
             elif entry not in found:
                 (found[entry],) = await self._verdicts([entry], [_room(entry)])
         return [found[entry] for entry in batch]
 
     async def _verdicts(self, batch: list[Entry], buffers: list[memoryview]) -> list[Judgement]:
-        """Read and judge values. Too short buffers are replaced in `buffers`."""
+        """Read and judge values. A buffer that is too short is replaced in `buffers`."""
         parts = []
         for at, entry in enumerate(batch):
             size = _padded(entry.bytes)
@@ -119,8 +125,8 @@ def _room(entry: Entry) -> memoryview:
     try:
         return pages(_padded(entry.bytes))
     except OSError:
-        raise TierError(f"{entry.key.text} is {entry.bytes} bytes long, for which there is no memory here") from None
+        raise TierError(f"{entry.key.text} is {entry.bytes} bytes long, more than the free memory") from None
 
 
 def _padded(size: int) -> int:
-    return max(HEADER_BYTES, -(-size // ALIGN_BYTES) * ALIGN_BYTES)  # a torn value will not fit
+    return max(HEADER_BYTES, -(-size // ALIGN_BYTES) * ALIGN_BYTES)  # a torn value has another size

@@ -6,25 +6,22 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
-
-from pydantic import BaseModel
 
 from kvpipe import __version__
 from kvpipe.cli import cache as tiers
-from kvpipe.cli import manage, top
+from kvpipe.cli import check, flag, manage, new_tier, pool, top
 from kvpipe.cli import trace as command
-from kvpipe.cli.engine import connector_part
+from kvpipe.cli.doctor.engine import connector_part
 from kvpipe.cli.numbers import count_from_1
-from kvpipe.config import load_settings, markdown_table, parse_extra
-from kvpipe.control import write_freeze
+from kvpipe.config.control import write_freeze
+from kvpipe.config.settings import markdown_table
 from kvpipe.errors import UsageError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; return its exit status. A usage error is one line on stderr and status 2."""
+    """Run one subcommand, and return its exit status. A usage error prints one line to stderr and returns status 2."""
     parser = _parser()
     if why := manage.misplaced(sys.argv[1:] if argv is None else argv):
         parser.error(why)
@@ -34,11 +31,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.rest, args.is_process = rest, argv is None
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a path need not be text
+            stream.reconfigure(errors="backslashreplace")  # a printed path need not be valid text
     try:
         return int(args.run(args))
     except UsageError as e:
         print(e, file=sys.stderr)  # noqa: T201
+        return 2
+    except ModuleNotFoundError as e:
+        if e.name not in {"torch", "vllm"}:
+            raise
+        print(f"kvpipe: this command needs {e.name}, as an engine does; run it in vLLM's environment", file=sys.stderr)  # noqa: T201
         return 2
 
 
@@ -49,22 +51,23 @@ def _parser() -> argparse.ArgumentParser:
 
     demo = sub.add_parser("demo", help="run a real engine with and without kvpipe and compare")
     demo.add_argument("--json", type=Path, help="also write the rows to this file")
-    demo.add_argument("--log", type=Path, default=Path(".cache/demo.log"), help="where the engines' own output goes")
+    demo.add_argument("--log", type=Path, default=Path(".cache/demo.log"), help="folder for the output of the engines")
     demo.set_defaults(run=_demo)
 
-    check = sub.add_parser("check", help="check a configuration before an engine is started with it")
-    check.add_argument("extra", nargs="?", default="{}", help="kv_connector_extra_config as JSON")
-    check.set_defaults(run=_check)
+    check.add_arguments(sub.add_parser("check", help="check a configuration before an engine is started with it"))
+    flag.add_arguments(sub.add_parser("flag", help="print vLLM's --kv-transfer-config with a checked configuration"))
 
-    freeze = sub.add_parser("freeze", help="let a running engine stop or resume saving; hits are served all the same")
+    new_tier.add_arguments(sub.add_parser("new-tier", help="make a package with a tier of your own, and its tests"))
+
+    freeze = sub.add_parser("freeze", help="let a running engine stop or resume saving; hits are still served")
     freeze.add_argument("state", choices=["on", "off"])
     freeze.add_argument("control_file", type=Path, help="the engine's control_file")
     freeze.set_defaults(run=_freeze)
 
-    fuzz = sub.add_parser("fuzz", help="put any vLLM v1 connector on trial, or replay what was found", add_help=False)
+    fuzz = sub.add_parser("fuzz", help="put any vLLM v1 connector on trial, or replay a finding", add_help=False)
     fuzz.set_defaults(run=_fuzz)
 
-    trace = sub.add_parser("trace", help="read what an engine with trace_file has written: show, replay, timeline")
+    trace = sub.add_parser("trace", help="read the trace of an engine with trace_file: show, replay, timeline")
     command.add_parsers(trace)
 
     cache = sub.add_parser(
@@ -72,17 +75,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     tiers.add_parsers(cache)
 
-    engine = sub.add_parser("engine", help="a running engine with manage: state, counters, switch")
+    engine = sub.add_parser("engine", help="show or switch a running engine with manage: state, counters, switch")
     manage.add_parsers(engine)
 
-    top.add_arguments(sub.add_parser("top", help="running engines with manage, as they go"))
+    pool.add_parsers(sub.add_parser("pool", help="the memory that engines of a node share: start, status"))
 
-    doctor = sub.add_parser("doctor", help="check this environment, and print what to do")
+    top.add_arguments(sub.add_parser("top", help="show running engines with manage, updated every few seconds"))
+
+    doctor = sub.add_parser("doctor", help="check this environment, and print the remedies of problems")
     doctor.add_argument(
         "extra", nargs="?", default="{}", help="kv_connector_extra_config or --kv-transfer-config, as JSON"
     )
     doctor.add_argument(
-        "--ranks", type=count_from_1, default=1, help="ranks on this machine, each with a pool of its own"
+        "--ranks", type=count_from_1, default=1, help="number of ranks on this machine, each with its own pool"
     )
     doctor.add_argument("--json", action="store_true", help="print the findings as JSON")
     doctor.set_defaults(run=_doctor)
@@ -97,37 +102,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    return int(connector_part("demo").run_demo(args.log, args.json))
-
-
-def _check(args: argparse.Namespace) -> int:
-    settings = load_settings(parse_extra(args.extra))
-    public = _public(settings)
-    for key in type(settings).model_fields:
-        value = public[key] if key.startswith("manage_token") else getattr(settings, key)
-        print(f"{key} = {[_public(one) for one in value] if key in {'tiers', 'quotas'} else value}")  # noqa: T201
-    return 0
-
-
-def _public(model: BaseModel) -> dict[str, Any]:
-    """Return keys and values to print, without secrets.
-
-    The name of a variable or a file that does not exist is hidden: a user may have written the secret itself there.
-    """
-    table = {key: getattr(model, key) for key in type(model).model_fields}
-    there: dict[str, Callable[[str], bool]] = {"_env": os.environ.__contains__, "_file": os.path.exists}
-    unknown = [
-        key
-        for key, value in table.items()
-        for end, is_there in there.items()
-        if key.endswith(end) and value and not is_there(value)
-    ]
-    hidden = [
-        key
-        for key, field in type(model).model_fields.items()
-        if not field.repr and not key.endswith("_env") and table[key]
-    ]
-    return table | dict.fromkeys(unknown, "(not there)") | dict.fromkeys(hidden, "(not shown)")
+    return int(connector_part("tiny.demo").run_demo(args.log, args.json))
 
 
 def _freeze(args: argparse.Namespace) -> int:
@@ -138,7 +113,7 @@ def _freeze(args: argparse.Namespace) -> int:
 def _fuzz(args: argparse.Namespace) -> int:
     conformance = connector_part("trial.conformance")
     if args.is_process and "PYTHONHASHSEED" not in os.environ:
-        os.environ["PYTHONHASHSEED"] = "0"  # the order of vLLM's sets is part of a trial: a finding must replay
+        os.environ["PYTHONHASHSEED"] = "0"  # vLLM's sets must have the same order in a replay
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606  (this very command)
     return int(conformance.main(args.rest))
 

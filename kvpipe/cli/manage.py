@@ -1,4 +1,4 @@
-"""`kvpipe engine state|counters|switch`: ask or switch a running engine with `manage`. For its KV see `held.py`."""
+"""`kvpipe engine state|counters|switch`: query or switch a running engine with `manage`. For its KV see `held.py`."""
 
 from __future__ import annotations
 
@@ -15,25 +15,29 @@ _ON: Final = {"on": True, "off": False}
 
 
 def add_parsers(engine: argparse.ArgumentParser) -> None:
-    """Add the subcommands of `kvpipe engine`; each sets `run`."""
-    engine.description = "Ask, or switch, a running engine with `manage`. The KV that it holds: `kvpipe cache`."
-    sub = engine.add_subparsers(required=True, metavar="COMMAND", help="one of those below")
-    state = asking_parser(sub, "state", "what it has and does: pool, requests, jobs, tiers, switches")
+    """Add the subcommands of `kvpipe engine`. Each of them sets `run`."""
+    engine.description = "Show or switch a running engine with `manage`. Its KV: `kvpipe cache`."
+    sub = engine.add_subparsers(required=True, metavar="COMMAND", help="one of the commands below")
+    state = asking_parser(sub, "state", "show the engine's pool, requests, jobs, tiers and switches")
     state.add_argument(
-        "--requests", type=count, default=100, metavar="N", help="how many requests to list (default 100)"
+        "--requests",
+        type=count,
+        default=100,
+        metavar="N",
+        help="the largest number of requests in the list (default 100)",
     )
     state.set_defaults(run=lambda args: ask_and_print(args, "GET", f"/v1/state?requests_max={args.requests}"))
-    counters = asking_parser(sub, "counters", "counters and gauges, by name")
+    counters = asking_parser(sub, "counters", "show the counters and gauges by name")
     counters.set_defaults(run=lambda args: ask_and_print(args, "GET", "/v1/counters"))
     switch = asking_parser(sub, "switch", "stop or resume saving (freeze), or saving and loading (bypass)")
     switch.add_argument("--freeze", choices=_ON, help="on: hits are served, nothing new is saved")
-    switch.add_argument("--bypass", choices=_ON, help="on: neither are hits served, nor is anything saved")
+    switch.add_argument("--bypass", choices=_ON, help="on: no hit is served, and nothing is saved")
     switch.set_defaults(run=_switch)
     list_commands(engine, sub.choices, {ASKS_ENGINE: list(sub.choices)})
 
 
 def misplaced(words: Sequence[str]) -> str:
-    """Return an error message if `words` asks `kvpipe engine` for a subcommand of `kvpipe cache`; else ""."""
+    """Return an error message if `words` calls a subcommand of `kvpipe cache` with `kvpipe engine`, else ""."""
     match list(words[:2]):
         case ["engine", name] if name in held.COMMANDS:
             return f"engine {name}: this is a command of `kvpipe cache`: kvpipe cache {name}"

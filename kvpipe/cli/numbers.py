@@ -1,4 +1,4 @@
-"""Numbers on the command line. Each raises `argparse.ArgumentTypeError`, which argparse prints with the option."""
+"""Parsers of numbers on the command line. They raise `argparse.ArgumentTypeError`, printed with the option's name."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import re
 
 
 def count(text: str) -> int:
-    """Parse a number of things, perhaps none."""
+    """Parse a whole number from 0 on."""
     if not re.fullmatch("[0-9]{1,9}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no count: write a number from 0 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count: write a number from 0 on")
     return int(text)
 
 
 def count_from_1(text: str) -> int:
-    """Parse a number of things, one at least."""
+    """Parse a whole number from 1 on."""
     if not re.fullmatch("[1-9][0-9]{0,8}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no count: write a number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a count: write a number from 1 on")
     return int(text)
 
 
@@ -28,5 +28,5 @@ def seconds(text: str) -> float:
     except ValueError:
         found = math.nan
     if not math.isfinite(found):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds: write a number such as 30")
     return found

@@ -1,4 +1,4 @@
-"""The screen of `kvpipe top`: a block of lines for each engine, then the slowest requests of all."""
+"""The screen of `kvpipe top`: the node's memory, a block of lines for each engine, then the slowest requests."""
 
 from __future__ import annotations
 
@@ -13,36 +13,44 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvpipe.cli import node_view
 from kvpipe.cli.seen import SeenEngine
+from kvpipe.cli.seen_node import SeenNode
 from kvpipe.manage.models import EngineState, Holders, RequestHolds, TierState, slowness
 from kvpipe.trace.log import printable
 
 WIDE: Final = 100
-"""Characters of a line from which on bars are long and every column is shown."""
+"""The width of a screen, in characters, from which on bars are long and every column is shown."""
 BARS: Final = (10, 18)
 USERS_MAX: Final = 5
-"""Users of each engine; fewer where the screen is low."""
+"""The most users that are shown for each engine. Fewer are shown if the screen has too few lines."""
 LEAST_REQUESTS: Final = 4
-"""Of the slowest requests so many have room before users have."""
+"""The number of slowest requests that are shown before any line is used for users."""
 _REASONS: Final = 3
 _QUOTAS: Final = 8
 _LABEL_COLUMNS: Final = 9
 _SECONDS_MAX: Final = 1e10
 
 
-def screen(engines: Sequence[SeenEngine], requests_max: int, console: Console, *, fits: bool = False) -> RenderableType:
-    """Draw the state of `engines`, and at most `requests_max` of their requests, the slowest. `fits`: on `console`."""
+def screen(
+    engines: Sequence[SeenEngine], requests_max: int, console: Console, *, fits: bool = False,
+    node: SeenNode | None = None,
+) -> RenderableType:  # fmt: skip
+    """Draw the state of `engines` and of the `node`'s memory, and at most `requests_max` of the slowest requests.
+
+    `fits`: users and requests are left out until the drawing fits on `console`.
+    """
     wide = console.width >= WIDE
     rows = sorted(_requests(engines), key=lambda row: slowness(row[1].lived_s, row[1].answer_tokens), reverse=True)
     rows = rows[:requests_max]
     many, users = len(engines) > 1, USERS_MAX
     if fits:
-        bare = _height(console, _blocks(engines, 0, wide=wide))
+        bare = _height(console, _blocks(engines, 0, node, wide=wide))
         table = _height(console, _table(rows[:1], many=many, wide=wide)) - 1 if rows else 0
         room = console.height - bare - table
         users = min(users, max(0, room - min(len(rows), LEAST_REQUESTS)) // max(1, len(engines)))
-        rows = rows[: max(0, console.height - _height(console, _blocks(engines, users, wide=wide)) - table)]
-    blocks = _blocks(engines, users, wide=wide)
+        rows = rows[: max(0, console.height - _height(console, _blocks(engines, users, node, wide=wide)) - table)]
+    blocks = _blocks(engines, users, node, wide=wide)
     return Group(blocks, _table(rows, many=many, wide=wide)) if rows else blocks
 
 
@@ -57,27 +65,60 @@ def _requests(engines: Iterable[SeenEngine]) -> Iterator[tuple[str, RequestHolds
                 yield engine.last.engine, request
 
 
-def _blocks(engines: Sequence[SeenEngine], users_max: int, *, wide: bool) -> Group:
+def _blocks(engines: Sequence[SeenEngine], users_max: int, node: SeenNode | None, *, wide: bool) -> Group:
     parts: list[RenderableType] = [Text(time.strftime("kvpipe top  %H:%M:%S"), style="bold"), Text()]
-    if not engines:
-        parts.append(Text("no engine is found there"))
+    shown = node is not None and node.is_shown
+    if node is not None and shown:
+        parts += [*_drawn_node(node, wide=wide), Text()]
+    if not engines and not shown:
+        parts.append(Text("no engine listens there"))
     for engine in engines:
         parts += [*_drawn(engine, users_max, wide=wide), Text()]
     return Group(*parts)
+
+
+def _drawn_node(node: SeenNode, *, wide: bool) -> Iterator[RenderableType]:
+    """Yield the memory of the node: its holder, a bar for each use of its slots, and its engines."""
+    health, late = node.health, f"  no answer for {node.late_s:.1f} s" if node.late_s else ""
+    if health is None:
+        yield Text.assemble(("● ", "red"), ("node", "bold"), f"  {printable(node.error)}{late}")
+        return
+    colour = "red" if health.status is None else "yellow" if late else "green"
+    yield Text.assemble(("● ", colour), ("node", "bold"), f"  {node_view.head(node.folder, health)}", (late, "yellow"))
+    lines = _grid()
+    for memory in health.status.memories if health.status is not None else ():
+        lines.add_row("  memory", Text(node_view.title(memory)))
+        for one in node_view.used(memory):
+            lines.add_row("", _bar(one.share, BARS[wide], f" {one.share:.0%} {one.use}, {one.size}"))
+        lines.add_row("  chunks", Text(f"{node_view.counted(memory)}, since the holder began"))
+        for at, engine in enumerate(memory.clients):
+            name, state = node_view.engine_name(engine), node_view.engine_state(engine)
+            lines.add_row("  engines" if not at else "", Text.assemble((name, "bold"), f"  {state}"))
+            lines.add_row("", Text(node_view.engine_slots(engine, memory.slot_bytes)))
+    if health.status is None:
+        lines.add_row("", Text(health.remedy))
+    elif not health.status.memories:
+        lines.add_row("  memory", Text("none yet: the first engine makes it"))
+    yield lines
+
+
+def _grid() -> Table:
+    lines = Table.grid(padding=(0, 1, 0, 0))
+    lines.add_column(width=_LABEL_COLUMNS + 2)
+    lines.add_column()
+    return lines
 
 
 def _drawn(engine: SeenEngine, users_max: int, *, wide: bool) -> Iterator[RenderableType]:
     state, late = engine.last, f"no answer for {engine.late_s:.1f} s"
     if state is None:
         address = "" if str(engine.address) in engine.error else f"{engine.address}  "
-        why = engine.error or (late if engine.late_s else "it has not been asked")
+        why = engine.error or (late if engine.late_s else "it was not queried yet")
         yield Text.assemble(("● ", "red"), f"{printable(address)}{printable(why)}")
         return
     since = engine.since
     yield _head(state, since, late if engine.late_s else "")
-    lines = Table.grid(padding=(0, 1, 0, 0))
-    lines.add_column(width=_LABEL_COLUMNS + 2)
-    lines.add_column()
+    lines = _grid()
     bar = BARS[wide]
     for label, text in (
         *_hits(state, since, bar),
@@ -105,7 +146,7 @@ def _head(state: EngineState, since: tuple[EngineState, float] | None, late: str
 
 
 def _hits(state: EngineState, since: tuple[EngineState, float] | None, bar: int) -> Iterator[tuple[str, Text]]:
-    """Yield the sources of prompt tokens: over the last seconds, and since the engine's start."""
+    """Yield lines with the sources of prompt tokens, over the last seconds and since the engine's start."""
     hit, missed = state.traffic.hit_tokens, state.traffic.missed_tokens
     when, then = "since it began", ""
     if since is not None:
@@ -148,12 +189,15 @@ def _pool(state: EngineState, since: tuple[EngineState, float] | None, bar: int)
     yield "pool", _bar(pool.bytes_used / max(1, pool.bytes_max), bar, text)
     for one in sorted(pool.quotas, key=lambda one: one.slots, reverse=True)[:_QUOTAS]:
         sure, most = _percent(one.slots_sure, pool.slots), _percent(one.slots_max, pool.slots)
-        text = f" {_percent(one.slots, pool.slots)} {printable(one.name)}, of {sure} that are its own, {most} at most"
+        text = f" {_percent(one.slots, pool.slots)} {printable(one.name)}, {sure} guaranteed, {most} at most"
         yield "", _bar(one.slots / max(1, pool.slots), bar, text)
 
 
 def _users(holders: Holders, state: EngineState, bar: int, users_max: int) -> Iterator[tuple[str, Text]]:
-    """Yield whose chunks are in the pool, those with most first; nothing where all are of one user without a name."""
+    """Yield a line for each user of the pool, those with most chunks first.
+
+    No line is yielded if the only user has neither a salt nor an adapter.
+    """
     shown, slots = holders.tenants_shown[:users_max], max(1, state.pool.slots)
     if not shown or (holders.tenants == 1 and not shown[0].salt_digest and not shown[0].adapter):
         return
@@ -175,7 +219,7 @@ def _idle(idle_s: float) -> str:
 
 
 def _duration(seconds: float) -> timedelta:
-    """Return a time in whole seconds; the longest that can be shown for more than that."""
+    """Return a duration in whole seconds. Durations above `_SECONDS_MAX` are shown as `_SECONDS_MAX`."""
     return timedelta(seconds=int(min(max(0.0, seconds), _SECONDS_MAX)))
 
 
@@ -196,7 +240,7 @@ def _how(tier: TierState) -> str:
     if tier.breaker != "CLOSED":
         return f"left alone ({tier.breaker})"
     if tier.left_by_ranks:
-        return "left alone by a rank"
+        return "not read by a rank"
     read = f" {_size(int(tier.read_bytes_per_s))}/s" if tier.read_bytes_per_s else ""
     return ("slow" if tier.slow else "ok") + read
 
@@ -206,7 +250,7 @@ def _size(size: int) -> str:
 
 
 def _table(rows: Sequence[tuple[str, RequestHolds]], *, many: bool, wide: bool) -> Table:
-    """Return the table of `rows`. `many`: there are several engines. `wide`: there is room for every column."""
+    """Return the table of `rows`. `many`: there are several engines. `wide`: the screen has room for every column."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("slowest requests", overflow="ellipsis", min_width=16)
     names = ["engine"] * many + ["state"] + ["saving"] * wide

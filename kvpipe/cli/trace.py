@@ -21,18 +21,19 @@ PIPE_COLUMNS = 160
 
 
 def add_parsers(trace: argparse.ArgumentParser) -> None:
-    """Add the subcommands of `kvpipe trace`; each sets `run`."""
+    """Add the subcommands of `kvpipe trace`. Each of them sets `run`."""
     sub = trace.add_subparsers(required=True, metavar="COMMAND")
 
-    one = sub.add_parser("show", help="what was slow, what was missed and why; or one request's life")
+    one = sub.add_parser("show", help="show slow requests, and misses with their reasons; or all events of one request")
     one.add_argument("file", type=Path, help="a trace_file")
-    one.add_argument("--request", default="", help="a request id, of vLLM or of the client")
-    one.add_argument("--all", action="store_true", help="of a request: every event, no-ops too")
-    one.add_argument("--slowest", type=count, default=SLOWEST, help="how many requests to list")
+    one.add_argument("--request", default="", help="a request id of vLLM or of the client")
+    one.add_argument("--all", action="store_true", help="with a request: show every event, also events without effect")
+    one.add_argument("--slowest", type=count, default=SLOWEST, help="the largest number of requests in the list")
     one.set_defaults(run=_show)
 
     one = sub.add_parser(
-        "replay", help="feed a trace back through the state machines: is every transition legal, and there?"
+        "replay",
+        help="replay a trace through the state machines, to check that every transition is legal and none is missing",
     )
     one.add_argument("file", type=Path, help="a trace_file")
     one.set_defaults(run=_replay)
@@ -69,7 +70,7 @@ def _replay(args: argparse.Namespace) -> int:
         sys.stdout.write(f"and {more} more\n")
     if done.dropped:
         sys.stdout.write(f"{done.dropped} events were dropped while tracing: cursors begin anew behind each gap\n")
-    verdict = "every one is legal, none is missing" if done.ok else "NOT a proof"
+    verdict = "every transition is legal, none is missing" if done.ok else "NOT a proof"
     sys.stdout.write(f"{done.transitions} transitions and {done.no_ops} no-ops of {done.cursors} cursors: {verdict}\n")
     return 0 if done.ok else 1
 

@@ -1,4 +1,4 @@
-"""Wakes tasks that wait for what another thread does."""
+"""A bell, with which any thread wakes the tasks of an event loop."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from collections.abc import Iterator
 
 
 class Bell:
-    """Rung by any thread, awaited by tasks of one event loop. While nobody waits a ring costs next to nothing."""
+    """Any thread rings the bell. Tasks of one event loop wait for it. While no task waits, `ring` only tests a set."""
 
     def __init__(self) -> None:
-        """Nobody waits."""
+        """Make a bell for which no task waits."""
         self._waiting = set[asyncio.Event]()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[asyncio.Event]:
-        """Yield an event that each ring sets from now on. Clear it before looking at what others may have changed."""
+        """Yield an event that each ring sets from now on.
+
+        Clear the event before you read data that other threads change.
+        """
         event, self._loop = asyncio.Event(), asyncio.get_running_loop()
         self._waiting.add(event)
         try:
@@ -26,9 +29,9 @@ class Bell:
             self._waiting.discard(event)
 
     def ring(self) -> None:
-        """Set the events of all who listen. On any thread; never waits."""
+        """Set the events of all tasks that listen. Any thread may call this. The call never waits."""
         if self._waiting and self._loop is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so no task waits any more
                 self._loop.call_soon_threadsafe(self._set)
 
     def _set(self) -> None:

@@ -1,4 +1,4 @@
-"""Requests to a running engine's management interface, with nothing but the standard library."""
+"""Requests to a running engine's management interface. This module's HTTP client is the standard library's."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import struct
 import time
 from typing import Any, Final
 
-from kvpipe import config_errors, files
 from kvpipe.errors import UsageError
-from kvpipe.listening import UNIX, Address
+from kvpipe.inputs import config_errors, files
+from kvpipe.inputs.listening import UNIX, Address
 from kvpipe.manage.start import check_token
 
 ANSWER_S_MAX: Final = 60.0
@@ -33,14 +33,14 @@ class _OverUnix(http.client.HTTPConnection):
         self._path = path
 
     def connect(self) -> None:
-        """Connect, if the listener may have the token. Raises UsageError if it may not, OSError if nobody listens."""
+        """Connect. Raises UsageError if the listening user must not get the token, OSError if no process listens."""
         until_s = time.monotonic() + (self.timeout or 0)
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.settimeout(self.timeout)
         while True:
             try:
                 self.sock.connect(self._path)
-            except BlockingIOError:  # many are waiting to be taken
+            except BlockingIOError:  # the listener's queue of connections is full
                 if time.monotonic() > until_s:
                     raise
                 time.sleep(_AGAIN_S)
@@ -50,7 +50,10 @@ class _OverUnix(http.client.HTTPConnection):
 
 
 def _check_listener(connected: socket.socket, path: str) -> None:
-    """Raise UsageError unless this user or root listens at `path`: anybody who may write to its folder could."""
+    """Raise UsageError unless this user or root listens at `path`.
+
+    Any user who can write to the folder of `path` could listen there.
+    """
     listens, trusted = _listener(connected), dict.fromkeys((os.geteuid(), _ROOT))
     if listens not in trusted:
         who = _name(listens)
@@ -62,7 +65,7 @@ def _check_listener(connected: socket.socket, path: str) -> None:
 
 
 def _listener(connected: socket.socket) -> int:
-    """Return the id of the user who listens at a Unix socket, as the kernel reports it (SO_PEERCRED)."""
+    """Return the id of the user who listens at a Unix socket. The kernel reports the id (SO_PEERCRED)."""
     credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(credentials)
     return int(user)
@@ -72,22 +75,22 @@ def _name(user: int) -> str:
     try:
         return pwd.getpwuid(user).pw_name
     except KeyError:
-        return f"#{user}"  # as sudo takes it
+        return f"#{user}"  # the form in which sudo accepts the id of a user
 
 
 class _NumberError(ValueError):
-    """A number that no engine has: nobody could draw it."""
+    """A number in an answer that is too large to be an engine's, or not finite."""
 
 
 def _integer(text: str) -> int:
-    """Parse a whole number. Raises `_NumberError` for one of 64 bits or more."""
+    """Parse a whole number. Raises `_NumberError` if its absolute value is 2**63 or more."""
     if len(text) > len(str(_NUMBER_END)) or abs(int(text)) >= _NUMBER_END:
         raise _NumberError(f"a number of {len(text)} digits")
     return int(text)
 
 
 def _real(text: str) -> float:
-    """Parse a number. Raises `_NumberError` for one that is as large, or none."""
+    """Parse a number. Raises `_NumberError` if its absolute value is 2**63 or more, or if it is NaN."""
     value = float(text)
     if not abs(value) < _NUMBER_END:
         raise _NumberError(f"the number {text[:_SHOWN_DIGITS]}")
@@ -95,7 +98,7 @@ def _real(text: str) -> float:
 
 
 def connect(address: Address, answer_s_max: float = ANSWER_S_MAX) -> http.client.HTTPConnection:
-    """Return a connection object for the engine at `address`; it connects at the first request.
+    """Return a connection object for the engine at `address`. The object connects at its first request.
 
     `answer_s_max`: the timeout, in seconds, of each operation on the socket.
     """
@@ -104,41 +107,42 @@ def connect(address: Address, answer_s_max: float = ANSWER_S_MAX) -> http.client
     return http.client.HTTPConnection(address.host, address.port, timeout=answer_s_max)
 
 
-def ask(
+def send_request(
     address: Address, token: str, method: str, path: str, body: object = None, answer_s_max: float = ANSWER_S_MAX
 ) -> dict[str, Any]:
     """Send one request and return the decoded JSON of the answer. `answer_s_max`: seconds per operation on the socket.
 
     Raises:
-        UsageError: no engine answers at `address`; another user listens there; the answer has a number that no engine
-            has; the status is neither 200 nor 202; or the token has characters that no HTTP header can hold.
+        UsageError: no engine answers at `address`, or another user listens there. The answer has a number that is too
+            large or not finite, or a status other than 200 and 202. The token has characters that no HTTP header can
+            hold.
 
     """
-    check_token(token)  # a header's error would show it
+    check_token(token)  # http.client's error about a header would show the token
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
     content = None if body is None else json.dumps(body, separators=(",", ":"))
     connection = connect(address, answer_s_max)
     try:
         connection.connect()
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused before it was read: that is answered
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused before the body was read
             connection.request(method, path, content, headers)
         answer = connection.getresponse()
         found = json.loads(answer.read(ANSWER_BYTES_MAX), parse_int=_integer, parse_float=_real, parse_constant=_real)
         if not isinstance(found, dict):
-            raise http.client.HTTPException("its answer is none of an engine's")  # noqa: TRY301
+            raise http.client.HTTPException("the answer is not an engine's")  # noqa: TRY301
     except UsageError:
         raise
     except _NumberError as error:
         raise UsageError(f"kvpipe: {address}: its answer is unreadable ({error})") from None
     except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
-        why = config_errors.reason(files.why(error))  # whoever listens there may have written it
+        why = config_errors.pydantic_reason(files.why(error))  # the text may be of any program
         raise UsageError(f"kvpipe: no engine answers at {address} ({why})") from None
     finally:
         connection.close()
     if answer.status not in {http.client.OK, http.client.ACCEPTED}:
         if "error" in found:
-            why = config_errors.reason(str(found["error"]))
+            why = config_errors.pydantic_reason(str(found["error"]))
             raise UsageError(f"kvpipe: the engine has refused ({answer.status}): {why}")
-        why = "this is no management interface; its address is what the engine's `manage` is set to"
+        why = "this is not a management interface; use the address in the engine's `manage`"
         raise UsageError(f"kvpipe: {address}: status {answer.status}: {why}")
     return found

@@ -1,4 +1,8 @@
-"""uvicorn's connections, bounded in number and time. Clients without the token take no places from those with it."""
+"""uvicorn's connections, bounded in number and time.
+
+Connections of clients without the token have a limit of their own, so that they do not use up the connections of
+clients with the token.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +16,35 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from kvpipe.trace.log import Counters
 
 CONNECTIONS_MAX: Final = 32
-"""Connections of clients that have sent the token."""
+"""The most open connections of clients that have sent the token."""
 UNKNOWN_MAX: Final = 128
-"""Connections of which no request with the token has come yet."""
+"""The most open connections over which no request with the token was received yet."""
 ACCEPTED_MAX: Final = 32
-"""How many connections the loop accepts at once. It accepts up to 3 times as many before it reads the first request."""
+"""The most connections that the loop accepts at once. The loop may accept 3 times this number before it reads a
+request."""
 CONNECTION_S_MAX: Final = 30.0
-"""The longest life of a connection, in seconds, busy or not."""
+"""The longest life of a connection in seconds, also if a request is in progress."""
 HEADERS_S_MAX: Final = 5.0
-"""How long a connection may be without a complete header, in seconds: from its beginning, or after an answer."""
+"""The deadline of a header in seconds: from the connection's start, or from the first byte of a later header.
 
-_SILENT: Final = logging.getLogger("kvpipe-manage-http")  # no other's child: whoever configures one resets its children
-"""uvicorn's logger, which would write lines without bound about what clients send."""
+An idle connection is closed this number of seconds after its last answer.
+"""
+
+_SILENT: Final = logging.getLogger("kvpipe-manage-http")  # no child of a logger: configuring that resets its children
+"""The logger of uvicorn's connections. It is silent, because clients could cause any number of lines."""
 _SILENT.propagate = False
 _SILENT.addHandler(logging.NullHandler())
 
 
 class Places:
-    """The open connections of one server. Two kinds are counted apart: those that have sent the token, and others.
+    """The open connections of one server. Connections that have sent the token are counted apart from the others.
 
-    If there are too many others, the oldest is closed. If too many have sent the token, the oldest idle one is closed.
+    If more than `UNKNOWN_MAX` connections have not sent the token, the oldest of them is closed. If more than
+    `CONNECTIONS_MAX` connections have sent the token, the oldest idle one of these is closed.
     """
 
     def __init__(self, admits: Callable[[MutableMapping[str, Any]], bool], counters: Counters) -> None:
-        """`admits(scope)`: whether a request has the token."""
+        """`admits(scope)` tells whether a request has the token."""
         self.admits, self._counters = admits, counters
         self._unknown, self._known = (
             dict[BoundedConnection, None](),
@@ -47,13 +56,13 @@ class Places:
         return type("Connection", (BoundedConnection,), {"places": self})
 
     def enter(self, one: BoundedConnection) -> None:
-        """Count a new connection."""
+        """Add a new connection. Closes the oldest connection without the token if there are too many."""
         if len(self._unknown) >= UNKNOWN_MAX:
             self._close(next(iter(self._unknown)))
         self._unknown[one] = None
 
     def asks(self, one: BoundedConnection) -> None:
-        """A connection has sent the whole header of a request."""
+        """Handle a complete request header of the connection `one`. With the token the connection becomes known."""
         if one not in self._unknown or not self.admits(one.scope):  # type: ignore[arg-type]
             return
         del self._unknown[one]
@@ -65,7 +74,7 @@ class Places:
         self._known[one] = None
 
     def leave(self, one: BoundedConnection) -> None:
-        """Count a connection no more."""
+        """Remove a connection."""
         self._unknown.pop(one, None)
         self._known.pop(one, None)
 
@@ -80,7 +89,7 @@ class Places:
 
 
 class BoundedConnection(H11Protocol):
-    """A connection with a bounded life, and a deadline for the header of each request."""
+    """A connection with a bounded lifetime, and a deadline for the header of each request."""
 
     places: Places
 
@@ -93,18 +102,18 @@ class BoundedConnection(H11Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether no request is being answered: its header has not come, or the answer is complete."""
+        """Whether no request is being answered: no header is complete, or the last request's answer is complete."""
         return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: Any) -> None:  # noqa: ANN401
-        """Take a place, and begin the deadlines."""
+        """Add this connection to `places`, and start its deadlines."""
         super().connection_made(transport)
         self._end = self.loop.call_later(CONNECTION_S_MAX, self._over)
         self._late = self.loop.call_later(HEADERS_S_MAX, self._over)
         self.places.enter(self)
 
     def data_received(self, data: bytes) -> None:
-        """Begin the header's deadline with its first byte, and end it with its last."""
+        """Start the header's deadline at the header's first byte, and cancel the deadline at the header's end."""
         super().data_received(data)
         if self.idle:
             self._late = self._late or self.loop.call_later(HEADERS_S_MAX, self._over)
@@ -113,7 +122,7 @@ class BoundedConnection(H11Protocol):
             self.places.asks(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Give the place back."""
+        """Remove this connection from `places`, and cancel its deadlines."""
         self.places.leave(self)
         self._cancel_late()
         if self._end is not None:
@@ -121,11 +130,11 @@ class BoundedConnection(H11Protocol):
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
-        """Count a malformed request, and answer it."""
+        """Count a malformed request, and answer it with status 400."""
         self.places.refused("request")
         try:
             super().send_400_response(msg)
-        except LocalProtocolError:  # a HEAD, whose answer has no body, or an answer that has begun
+        except LocalProtocolError:  # the request is a HEAD, whose answer has no body, or an answer has begun
             self.transport.close()
 
     def _cancel_late(self) -> None:

@@ -1,4 +1,4 @@
-"""Digests that stand for salts where a salt must not be shown. Needs no extra."""
+"""Digests that stand for salts where a salt must not be shown. This module needs none of the optional packages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvpipe.cache.tenants import kept_salt
 
 
 def salt_digest(token: bytes, salt: str) -> str:
-    """Return the digest of a salt, 16 hex digits, keyed by the operators' token; "" for an empty salt."""
+    """Return the digest of a salt in 16 hex digits, keyed with the operators' token. An empty salt gives ""."""
     if not salt:
         return ""
     message = b"kvpipe cache_salt\0" + kept_salt(salt).encode("utf-8", "surrogatepass")

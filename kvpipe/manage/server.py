@@ -1,4 +1,4 @@
-"""uvicorn on a loop thread of kvpipe's own, behind a guard that checks the token and bounds bytes."""
+"""uvicorn on a loop thread of kvpipe's own. A guard checks the token and the size of each request."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any, Final, Literal
 import uvicorn
 from uvicorn.config import Config
 
-from kvpipe.listening import OperatorSocket
-from kvpipe.loop import LoopThread
+from kvpipe.inputs.listening import OperatorSocket
 from kvpipe.manage.connections import ACCEPTED_MAX, HEADERS_S_MAX, Places
+from kvpipe.threads.loop import LoopThread
 from kvpipe.trace.log import Counters
 
 BODY_BYTES_MAX: Final = 1 << 20
 HEADER_BYTES_MAX: Final = 16 << 10
 
-Refusal = Literal["body", "connections", "request", "slow", "token"]
+RefusalReason = Literal["body", "connections", "request", "slow", "token"]
 AsgiScope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -28,19 +28,22 @@ AsgiApp = Callable[[AsgiScope, Receive, Send], Awaitable[None]]
 
 
 class _BrokenOffError(Exception):
-    """A client has disconnected before its body's end."""
+    """A client has disconnected before it sent its whole body."""
 
 
 class Guard:
-    """Passes requests with the token and a body within bounds to `app`. Exceptions of `app` are counted, not raised."""
+    """Passes requests with the token and a short enough body to `app`. Exceptions of `app` are counted, not raised."""
 
     def __init__(self, app: AsgiApp, token: bytes, counters: Counters) -> None:
-        """`token`: what must follow `Bearer` in the header `Authorization`."""
+        """`token`: the text that must follow `Bearer` in the header `Authorization`."""
         self._app, self._counters = app, counters
         self._wanted = hashlib.sha256(b"Bearer " + token).digest()
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
-        """Serve one ASGI request: 401 for a wrong token, 413 for a body that is too long, else what `app` answers."""
+        """Serve one ASGI request.
+
+        A wrong token is answered with 401, a too long body with 413; `app` answers all other requests.
+        """
         if scope["type"] != "http":
             return
         self._counters["manage_requests"] += 1
@@ -54,19 +57,19 @@ class Guard:
                 await self._refuse(send, 413, "body", f"a body has at most {BODY_BYTES_MAX} bytes")
                 return
             await self._app(scope, _replay(body, receive), send)
-        except _BrokenOffError:  # nobody is there to be answered
+        except _BrokenOffError:  # the client has disconnected, so no answer is sent
             return
-        except Exception as error:  # noqa: BLE001  (the engine goes on)
+        except Exception as error:  # noqa: BLE001  (the engine must continue)
             self._counters.fault("contained_error", where="manage", error=repr(error))
 
     def admits(self, scope: AsgiScope) -> bool:
         """Whether a request has the token."""
-        tokens = b", ".join(value for name, value in scope["headers"] if name == b"authorization")  # two are none
-        given = hashlib.sha256(tokens).digest()  # as long as the other
+        tokens = b", ".join(value for name, value in scope["headers"] if name == b"authorization")  # two match none
+        given = hashlib.sha256(tokens).digest()  # of the same length as the wanted digest
         return hmac.compare_digest(given, self._wanted)
 
     async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
-        """Return the body; None if it is too long (then the rest is not read). Raises _BrokenOffError."""
+        """Return the body. Returns None, and stops reading, if the body is too long. Raises _BrokenOffError."""
         length = headers.get(b"content-length", b"0")
         if len(length) > len(str(BODY_BYTES_MAX)) or int(length) > BODY_BYTES_MAX:
             return None
@@ -81,11 +84,11 @@ class Guard:
                 return None
         return b"".join(parts)
 
-    async def _refuse(self, send: Send, status: int, why: Refusal, message: str) -> None:
+    async def _refuse(self, send: Send, status: int, why: RefusalReason, message: str) -> None:
         self._counters.count("manage_refused", why)
         text = json.dumps({"error": message}).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(text)).encode())]
-        with contextlib.suppress(Exception):  # it may be gone
+        with contextlib.suppress(Exception):  # the client may have disconnected
             await send(
                 {"type": "http.response.start", "status": status, "headers": [*headers, (b"connection", b"close")]}
             )
@@ -93,7 +96,7 @@ class Guard:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Return a `Receive` that yields `body`, and then what `receive` does."""
+    """Return a `Receive` that returns `body` at its first call, and the result of `receive` at each later call."""
     first = [body]
 
     async def replayed() -> MutableMapping[str, Any]:
@@ -105,11 +108,11 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 class OperatorServer:
-    """Serves one engine's operators until `stop`."""
+    """Serves one engine's operators until `stop` is called."""
 
     def __init__(self, listener: OperatorSocket, app: AsgiApp, token: bytes, counters: Counters) -> None:
-        """Start the thread. `stop` closes `listener`."""
-        self._listener, self._counters = listener, counters
+        """Start the server's thread. `stop` closes `listener`."""
+        self._listener, self._counters, self.address = listener, counters, listener.address
         guard = Guard(app, token, counters)
         config = Config(
             guard, http=Places(guard.admits, counters).protocol(), interface="asgi3", loop="none", ws="none",
@@ -120,13 +123,13 @@ class OperatorServer:
         self.loop = LoopThread("kvpipe-manage", tasks=(self._serve,))
 
     def stop(self) -> None:
-        """Stop serving, and close the listener. Idempotent."""
+        """Stop the server, and close the listener. Idempotent."""
         self.loop.stop()
         self._listener.close()
 
     async def _serve(self) -> None:
         try:
-            await self._server.serve(sockets=[self._listener.socket.dup()])  # it closes what it is given
+            await self._server.serve(sockets=[self._listener.socket.dup()])  # uvicorn closes its sockets
         finally:
             for server in getattr(self._server, "servers", ()):
                 server.close()

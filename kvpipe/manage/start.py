@@ -1,12 +1,12 @@
-"""Starts the management interface of an engine. Only `start` imports its extra (FastAPI, uvicorn)."""
+"""Starts the management interface of an engine. Only `start` imports the optional packages FastAPI and uvicorn."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvpipe.config import Settings
+from kvpipe.config.settings import Settings
 from kvpipe.errors import ConfigError
-from kvpipe.listening import Address, OperatorSocket
+from kvpipe.inputs.listening import Address, listen
 from kvpipe.tiers.spec import secret
 
 if TYPE_CHECKING:
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
 
 TOKEN_CHARS_MIN: Final = 16
 TOKEN_CHARS_MAX: Final = 4096
-"""A longer one would not fit into a request's header."""
+"""The most characters of a token. A longer token would not fit into a request's header."""
 
 
 def read_token(settings: Settings) -> bytes:
     """Return the token that every request must carry.
 
     Raises:
-        ConfigError: it is not configured, cannot be read, may be read by others, has too few characters or too
-            many, or no header can hold it.
+        ConfigError: the token is not configured or cannot be read, or other users may read its file. The token has too
+            few or too many characters, or characters that no header can hold.
 
     """
     file, why = settings.manage_token_file, ""
     try:
         if file is not None and file.stat().st_mode & 0o077:
-            why = "manage_token_file: it may be read by others than its owner; chmod 0600 it"
+            why = "manage_token_file: other users may read the file; run chmod 0600 on it"
     except (OSError, ValueError):
         pass  # `secret` reports it
     try:
@@ -53,20 +53,21 @@ def check_token(token: str) -> None:
     """Check that a header can hold `token`.
 
     Raises:
-        ConfigError: it has other than printable ASCII characters, or a blank. The message does not show it.
+        ConfigError: `token` has other than printable ASCII characters, or a blank. The message does not show `token`.
 
     """
     if not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError(
-            "kvpipe: manage_token: it has other than printable ASCII characters, or a blank; use `openssl rand -hex 32`"
+            "kvpipe: manage_token: it has a blank, or a character that is not printable ASCII; make a token with "
+            "`openssl rand -hex 32`"
         )
 
 
-def start(settings: Settings, engine: ManagedEngine, name: str, counters: Counters) -> OperatorServer:
-    """Start the thread that serves `engine`'s operators. `name`: of the engine, in the socket's path.
+def start(settings: Settings, engine: ManagedEngine, counters: Counters, *, numbered: bool = False) -> OperatorServer:
+    """Start the thread that serves `engine`'s operators. `numbered`: `listen` may append a number to the engine's name.
 
     Raises:
-        ConfigError: the token or the address cannot be used, or the extra is not installed.
+        ConfigError: the token or the address cannot be used, or FastAPI or uvicorn is not installed.
 
     """
     token = read_token(settings)
@@ -77,7 +78,8 @@ def start(settings: Settings, engine: ManagedEngine, name: str, counters: Counte
         raise ConfigError(f"kvpipe: manage needs {error.name}; pip install 'kvpipe[manage]'") from None
     engine.name_salts(token)
     app = make_app(engine, counters)
-    listener = OperatorSocket(Address.parse(settings.manage), name, "manage")
+    listener = listen(Address.parse(settings.manage), engine.name, "manage", numbered=numbered)
+    engine.name = listener.name
     try:
         return OperatorServer(listener, app, token, counters)
     except BaseException:

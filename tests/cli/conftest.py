@@ -1,4 +1,4 @@
-"""Commands are tested without the settings of whoever runs the tests."""
+"""Tests of commands ignore the kvpipe settings of the user who runs the tests."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No variable of kvpipe's is set."""
+    """Remove every environment variable of kvpipe."""
     for name in [n for n in os.environ if n.upper().startswith("KVPIPE_")]:
         monkeypatch.delenv(name)

@@ -1,4 +1,4 @@
-"""Machines of facts that a test names, for the checks of `kvpipe doctor`."""
+"""Fake machines, whose facts a test sets, for the checks of `kvpipe doctor`."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ CUDA, CPU = DeviceFacts("cuda", "CUDA, 1 x GPU"), DeviceFacts("cpu", "CPU")
 
 
 def unasked(*_: object) -> Any:
-    """A fact that must not be asked for."""
+    """Return a fact that fails the test when a check asks for it."""
     pytest.fail("a fact that this check does not need was asked for")
 
 
 def machine_of(tmp_path: Path, **facts: Any) -> HostFacts:
-    """A machine of `facts` only: what is not given is absent, or must not be asked for."""
+    """Return a machine with `facts`. All other facts are absent, or must not be asked for."""
     made = HostFacts(
         environ={},
         proc=tmp_path / "proc",
         cgroups=tmp_path / "cgroup",
         cpu_topology=tmp_path / "cpu",
+        huge_pages=tmp_path / "huge",
         torch_version=unasked,
         vllm_version=unasked,
         plugins=unasked,
@@ -44,7 +45,7 @@ def machine_of(tmp_path: Path, **facts: Any) -> HostFacts:
 
 
 def raising(error: Exception) -> Any:
-    """A fact that cannot be had."""
+    """Return a fact that raises `error` when a check asks for it."""
 
     def fact(*_: object, **__: object) -> Any:
         raise error
@@ -53,24 +54,24 @@ def raising(error: Exception) -> Any:
 
 
 def broken(tmp_path: Path) -> HostFacts:
-    """A machine where every question fails."""
+    """Return a machine on which every fact raises an error."""
     facts = {name: raising(OSError("no")) for name, value in HostFacts()._asdict().items() if callable(value)}
     return machine_of(tmp_path, **facts)
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file, and its folder."""
+    """Write a file, and create its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
 
 
 def answer_of(answer: PendingFinding | None) -> PendingFinding:
-    """Return a finding that there is; it has a remedy unless all is well."""
+    """Return `found`, which must not be None, and which must have a remedy unless its status is ok."""
     assert answer is not None
     assert bool(answer.remedy) == (answer.status != "ok")
     return answer
 
 
 def free_bytes_of(size: int) -> Any:
-    """So many bytes are free, everywhere."""
+    """Return a function that reports the same number of free bytes for every folder."""
     return lambda _: size

@@ -1,4 +1,4 @@
-"""`kvpipe cache` at real files and a real server: what it prints, what it drops, how it ends."""
+"""`kvpipe cache` on real files and a real server: its output, its deletions, and its exit status."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from typing import Any
 import anyio
 import pytest
 
-from kvpipe.cli.cache import Report, TierCommand, _purge, _stats
+from kvpipe.cli.cache import Findings, TierCommand, _purge, _stats
 from kvpipe.cli.main import main
 from kvpipe.testing.buffers import content, filled, some_key
 from kvpipe.testing.dict_tier import DictTier
-from kvpipe.testing.interrupts import interrupts_enabled
-from kvpipe.testing.servers.redis import polite, pretending, serving
-from kvpipe.testing.servers.sockets import LOCAL, free_port
 from kvpipe.testing.waiting import WAIT_S
 from kvpipe.tiers.base import ALIGN_BYTES, Key, Put, TierError
 from kvpipe.tiers.envelope import HEADER_BYTES, Sealer
 from kvpipe.tiers.keyring import secrets_of
 from kvpipe.tiers.registry import parse_tier
+from tests.rigs.interrupts import interrupts_enabled
+from tests.rigs.servers.redis import polite, pretending, serving
+from tests.rigs.servers.sockets import LOCAL, free_port
 
 ONE, TWO = "1" * 32, "2" * 32
 BODY = 4 * ALIGN_BYTES
@@ -88,7 +88,7 @@ class Stated:
         self.plan: dict[str, Any] | None = None
 
     def __call__(self, *args: str) -> int:
-        """Return the exit status; what was printed is in `out` and `err`."""
+        """Run a command and return its exit status. `out` and `err` have its output."""
         try:
             status = main(["cache", *args])
         except SystemExit as end:  # argparse's
@@ -97,7 +97,10 @@ class Stated:
         return status
 
     def json(self, *args: str, status: int = 0) -> dict[str, Any]:
-        """Return what is printed about the one tier with `--json`; `plan` is what is printed before a deletion."""
+        """Return the report of `--json` about the only tier.
+
+        `plan` has the report that is printed before a deletion.
+        """
         assert self(*args, "--json") == status
         assert bool(self.err) == (status == 2)
         *plans, report = map(json.loads, self.out.splitlines())
@@ -107,12 +110,12 @@ class Stated:
 
 @pytest.fixture
 def cache(capsys: pytest.CaptureFixture[str]) -> Stated:
-    """Return what runs `kvpipe cache`."""
+    """Return a `Stated`, which runs `kvpipe cache`."""
     return Stated(capsys)
 
 
 def test_every_subcommand_works_on_redis(cache: Stated, server: str) -> None:
-    """What holds on disk holds on a server: count, list, verify, purge."""
+    """The count, list, verify and purge commands work on a server as on a disk."""
     fill(server)
     assert cache.json("stats", server)["items"] == 10
     assert len(cache.json("ls", server)["values"]) == 10
@@ -123,7 +126,7 @@ def test_every_subcommand_works_on_redis(cache: Stated, server: str) -> None:
 
 
 def test_stats_reports_how_much_is_there(cache: Stated, disk: str) -> None:
-    """Items and bytes, the limit, health, and each namespace with its share."""
+    """`stats` prints items, bytes, the limit, the health, and the share of each namespace."""
     found = cache.json("stats", f"{disk}?bytes_max=1PiB")
     size = HEADER_BYTES + BODY
     assert found["namespaces"] == [{"namespace": space, "items": 5, "bytes": 5 * size} for space in (ONE, TWO)]
@@ -136,7 +139,7 @@ def test_stats_reports_how_much_is_there(cache: Stated, disk: str) -> None:
 
 
 def test_ls_lists_keys(cache: Stated, disk: str) -> None:
-    """Keys with size and age, sorted; `--limit` is how many, `--namespace` of what; the number of all is shown."""
+    """`ls` prints sorted keys with size and age, as `--limit` and `--namespace` select, and the number of keys."""
     found = cache.json("ls", disk)
     assert [one["key"] for one in found["values"]] == sorted(key.text for key in KEYS)
     assert {one["bytes"] for one in found["values"]} == {HEADER_BYTES + BODY}
@@ -150,14 +153,17 @@ def test_ls_lists_keys(cache: Stated, disk: str) -> None:
 
 
 def test_verify_reads_and_checks_every_value(cache: Stated, disk: str) -> None:
-    """What is whole is good: status 0, and nothing is dropped with `--delete`."""
+    """An undamaged value counts as good: the status is 0, and `--delete` drops nothing."""
     wanted = {"tier": "disk", "good": 10, "damaged": 0, "unjudged": 0, "gone_meanwhile": 0, "deleted": 0}
     assert cache.json("verify", disk, "--delete") == wanted | {"reasons": [], "damaged_values": []}
     assert cache.json("verify", disk, "--namespace", ONE)["good"] == 5
 
 
 def test_verify_reports_what_is_damaged(cache: Stated, disk: str) -> None:
-    """Flipped bytes, torn and stretched files, zeros and another's value are distinguished; foreign files stay."""
+    """`verify` distinguishes flipped bytes, torn or too long files, zeros, and the value of another key.
+
+    Files of other programs stay.
+    """
     files = [file_of(disk, key) for key in KEYS]
     flip(files[0], HEADER_BYTES + 100)
     flip(files[1], 20)
@@ -185,7 +191,7 @@ def test_verify_reports_what_is_damaged(cache: Stated, disk: str) -> None:
 
 
 def test_values_are_checked_each_by_itself(cache: Stated, disk: str) -> None:
-    """Values that are read at once are not mixed up: headers that have lost their bodies are all just too short."""
+    """Values that are read in parallel are not mixed up: a header without a body is too short in every position."""
     for key in KEYS:
         os.truncate(file_of(disk, key), HEADER_BYTES)
     assert cache.json("verify", disk, status=1)["reasons"] == [{"why": "length", "items": len(KEYS)}]
@@ -201,7 +207,7 @@ def flip(file: Path, at: int) -> None:
 
 
 def test_verify_shows_a_table(cache: Stated, disk: str) -> None:
-    """Without `--json` the counts, the reasons and the damaged keys are printed."""
+    """Without `--json`, `verify` prints the counts, the reasons and the damaged keys."""
     flip(file_of(disk, KEYS[0]), HEADER_BYTES)
     assert cache("verify", disk) == 1
     assert KEYS[0].text in cache.out
@@ -210,7 +216,7 @@ def test_verify_shows_a_table(cache: Stated, disk: str) -> None:
 
 
 def test_verify_decrypts(cache: Stated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the right key values are good. A key that cannot be used is refused, and not shown."""
+    """With the right key, values are good. An unusable key is refused, and the message does not show it."""
     text = base64.b64encode(bytes(range(32))).decode()
     monkeypatch.setenv("GOOD_KEY", text)
     monkeypatch.setenv("SHORT_KEY", text[:20])
@@ -223,7 +229,7 @@ def test_verify_decrypts(cache: Stated, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 class Sick(DictTier):
-    """A tier that answers what it holds, but cannot be used."""
+    """A tier that reports its capacity, but whose health check fails."""
 
     async def health(self) -> None:
         """See `Tier.health`."""
@@ -231,16 +237,16 @@ class Sick(DictTier):
 
 
 def test_stats_reports_why_a_tier_is_not_well() -> None:
-    """What is held is reported, and the reason beside it; the status is 1."""
-    report = Report()
+    """The items of an unhealthy tier are reported together with the reason, and the status is 1."""
+    report = Findings()
     args = argparse.Namespace(namespace=None)
     assert anyio.run(_stats, TierCommand(Sick(), parse_tier("/x"), args, lambda: None, print), report) == 1
     assert (report["items"], report["health"]) == (0, "dict: it is sick")
 
 
 def test_values_of_unknown_age_are_kept() -> None:
-    """Where a tier does not know how old its values are, `--older-than` drops none, and reports how many it left."""
-    tier, report = DictTier(), Report()
+    """If a tier does not know the ages of its values, `--older-than` deletes none and reports their number."""
+    tier, report = DictTier(), Findings()
     tier.values = {key.text: bytes(HEADER_BYTES) for key in KEYS}
     args = argparse.Namespace(namespace=ONE, older_than=0.0, delete=True, stale=False, force=False)
     assert anyio.run(_purge, TierCommand(tier, parse_tier("/x"), args, lambda: None, print), report) == 0
@@ -257,22 +263,22 @@ def test_values_of_unknown_age_are_kept() -> None:
         (["purge", "/x", "--all", "--older-than", "0s"], "--all, or any of --namespace, --older-than and --stale"),
         (
             ["purge", "/x", "--all", "--force"],
-            "--force drops values that cannot be judged; name theirs with --namespace",
+            "--force deletes values that cannot be judged; give their --namespace",
         ),
-        (["purge", "/x", "--namespace", ONE, "--stale", "--force"], "--force drops values that cannot be judged"),
+        (["purge", "/x", "--namespace", ONE, "--stale", "--force"], "--force deletes values that cannot be judged"),
         (["purge", "/x", "--all", "--delete", "--dry-run"], "not allowed with argument"),
-        (["purge", "/x", "--older-than", "soon"], "'soon' is no age: write 45s, 30m, 12h or 7d"),
-        (["ls", "/x", "--namespace", "abc"], "'abc' is no namespace: 32 hex digits"),
-        (["ls", "/x", "--limit", "0"], "'0' is no count"),
+        (["purge", "/x", "--older-than", "soon"], "'soon' is not an age: write 45s, 30m, 12h or 7d"),
+        (["ls", "/x", "--namespace", "abc"], "'abc' is not a namespace: give the 32 hex digits"),
+        (["ls", "/x", "--limit", "0"], "'0' is not a count"),
         (["stats"], "no tier is named; write a URL or a path, or set KVPIPE_TIERS"),
         (["stats", "reddis://h"], "did you mean 'redis://'?"),
-        (["stats", "/x", "/x"], "tier 2 (disk) is the same place as tier 1"),
+        (["stats", "/x", "/x"], "tier 2 (disk) is the same store as tier 1"),
         (["burn", "/x"], "invalid choice"),
         ([], "required"),
     ],
 )
 def test_wrong_usage_is_refused(cache: Stated, args: list[str], wanted: str) -> None:
-    """Status 2 and a sentence on stderr, before anything is touched."""
+    """Wrong usage gives status 2 and one sentence on stderr, and no tier is opened."""
     assert cache(*args) == 2
     assert wanted in cache.err
     assert not cache.out
@@ -282,7 +288,7 @@ def test_wrong_usage_is_refused(cache: Stated, args: list[str], wanted: str) -> 
 def test_the_configurations_tiers_are_the_default(
     where: str, cache: Stated, disk: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With no tier named, those of KVPIPE_TIERS or of the file in KVPIPE_CONFIG_FILE are meant."""
+    """Without a tier on the command line, the tiers of KVPIPE_TIERS or of KVPIPE_CONFIG_FILE are used."""
     (tmp_path / "file").write_text(f"tiers: [{{kind: disk, path: {disk}}}]", encoding="ascii")
     monkeypatch.setenv(
         *{"environment": ("KVPIPE_TIERS", disk), "file": ("KVPIPE_CONFIG_FILE", str(tmp_path / "file"))}[where]
@@ -291,7 +297,7 @@ def test_the_configurations_tiers_are_the_default(
 
 
 def test_a_tier_that_cannot_be_used_is_one_sentence(cache: Stated, disk: str) -> None:
-    """Status 1, one line on stderr; the other tiers are done all the same."""
+    """A tier that fails gives status 1 and one line on stderr. The command still handles the other tiers."""
     port = free_port()
     assert cache("stats", f"redis://{LOCAL}:{port}", disk, "--json") == 1
     assert json.loads(cache.out)["tier"] == "disk"
@@ -301,7 +307,7 @@ def test_a_tier_that_cannot_be_used_is_one_sentence(cache: Stated, disk: str) ->
 
 
 def test_a_folder_that_is_not_there_is_not_made(cache: Stated, tmp_path: Path) -> None:
-    """To look at a tier, or to empty it, makes nothing: a path with a typo stays a typo."""
+    """No subcommand creates a folder, so a misspelt path is an error."""
     for args in (["stats"], ["ls"], ["verify"], ["purge", "--all"]):
         assert cache(*args, str(tmp_path / "typo")) == 1
         assert len(cache.err.splitlines()) == 1
@@ -314,11 +320,11 @@ from kvpipe.cli.main import main; threading.Thread(target=time.sleep, args=(600,
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
 sys.exit(main())
 """
-"""Another thread gets the interrupts: none ends a wait of the thread that acts on them."""
+"""The program of a command in which another thread gets the interrupts, so they do not end the main thread's waits."""
 
 
 def command(*args: str, code: str = "", **kwargs: Any) -> subprocess.Popen[str]:
-    """Start `kvpipe cache` in a process of its own, which gets interrupts. `code`: that does the same."""
+    """Start `kvpipe cache` in a process that gets interrupts. `code`: a program that runs the command instead."""
     words = [sys.executable, *(["-c", code] if code else ["-m", "kvpipe"]), "cache", *args]
     with interrupts_enabled():
         return subprocess.Popen(words, text=True, **kwargs)
@@ -326,7 +332,7 @@ def command(*args: str, code: str = "", **kwargs: Any) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("code", ["", ELSEWHERE], ids=["here", "elsewhere"])
 def test_an_interrupt_ends_it_cleanly(code: str) -> None:
-    """Ctrl-C while a tier does not answer, or just before that: status 130, one word on stderr and no traceback."""
+    """An interrupt while a tier does not answer, or just before, gives status 130 and one word on stderr."""
     with socket.create_server((LOCAL, 0)) as silent:
         silent.settimeout(WAIT_S)
         url = f"redis://{LOCAL}:{silent.getsockname()[1]}?timeout_ms_max=600000"
@@ -344,7 +350,7 @@ def test_an_interrupt_ends_it_cleanly(code: str) -> None:
 
 
 def test_progress_is_for_terminals(disk: str) -> None:
-    """On a terminal, stderr counts the values; stdout has the result and nothing else."""
+    """On a terminal, stderr shows the number of listed values. stdout has only the result."""
     ours, theirs = pty.openpty()
     process = command(
         "verify", disk, "--json", stdout=subprocess.PIPE, stderr=theirs, env=os.environ | {"TERM": "xterm"}
@@ -361,7 +367,7 @@ def test_progress_is_for_terminals(disk: str) -> None:
 
 @pytest.mark.parametrize("size", [1 << 60, (1 << 63) - 1, -5, (8 << 30) + 1, 0])
 def test_absurd_lengths_are_damage(cache: Stated, size: int) -> None:
-    """A value that is announced to be of a length that no value has is not read, and no memory is taken for it."""
+    """A value that a tier lists with an impossible length is not read, and no memory is allocated for it."""
     key = KEYS[0].text.encode()
 
     def answer(words: list[bytes]) -> bytes:
@@ -379,7 +385,7 @@ def test_absurd_lengths_are_damage(cache: Stated, size: int) -> None:
 
 
 def test_a_long_file_without_content_is_damage(cache: Stated, disk: str) -> None:
-    """A file that is longer than any value, and empty, takes no memory; the others are checked all the same."""
+    """An empty file that is longer than any value takes no memory. The other values are still checked."""
     os.truncate(file_of(disk, KEYS[3]), 9 << 30)
     found = cache.json("verify", disk, status=1)
     assert (found["good"], found["reasons"]) == (9, [{"why": "length", "items": 1}])

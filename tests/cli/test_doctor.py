@@ -1,4 +1,4 @@
-"""What `kvpipe doctor` makes of its findings: the list, the verdict, the exit status."""
+"""`kvpipe doctor` turns its findings into a list, a verdict and an exit status."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kvpipe.cli.doctor import print as printing
 from kvpipe.cli.doctor.checks import examine
 from kvpipe.cli.doctor.facts import HostFacts
 from kvpipe.cli.doctor.findings import Check, Finding
-from kvpipe.config import Settings, load_settings
+from kvpipe.config.settings import Settings, load_settings
 from kvpipe.testing.waiting import WAIT_S
 from tests.cli.doctor_machines import CUDA, broken, machine_of, raising
 
 
 def test_a_check_that_raises_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever it raises, with the status it names, in one line; the tiers come last, and any can be added."""
+    """A check that raises becomes a one-line finding with its own status. Tier checks run last, and can be added."""
     monkeypatch.setattr(checks, "CHECKS", [Check("one", raising(KeyError("a\nb")), "warn")])
     monkeypatch.setattr(checks, "TIERS", [*checks.TIERS, Check("store", raising(OSError("x" * 9999)), "fail")])
     first, memory, store = examine(load_settings(), machine_of(tmp_path))
@@ -45,6 +45,8 @@ def test_nothing_known_is_no_traceback(tmp_path: Path) -> None:
         "tiers",
         "connectors",
         "first hash",
+        "node pool",
+        "huge pages",
     }
     assert all(f.remedy for f in found if f.status != "ok")
     assert {f.name for f in found if f.status == "ok"} == {"python", "VLLM_PLUGINS", "shared memory", "memory pool"}
@@ -58,7 +60,7 @@ FINDINGS = {
 
 
 def _run(monkeypatch: pytest.MonkeyPatch, extra: str, *found: str, as_json: bool = False) -> int:
-    """Run the command on a machine where this is found, beside the configuration."""
+    """Run the command with checks that return `findings`, and with the check of the configuration."""
 
     def fake(_: Settings, __: HostFacts) -> list[Finding]:
         print("noise of an engine")
@@ -85,7 +87,7 @@ def _run(monkeypatch: pytest.MonkeyPatch, extra: str, *found: str, as_json: bool
 def test_verdict_and_exit_status(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], found: list[str], status: int, last: str
 ) -> None:
-    """Warnings are allowed, failures are not."""
+    """The exit status is 1 if a check has failed, and 0 with warnings only."""
     assert _run(monkeypatch, "{}", *found) == status
     assert capsys.readouterr().out.splitlines()[-1] == last
 
@@ -93,14 +95,14 @@ def test_verdict_and_exit_status(
 def test_tiers_and_quotas_are_given_by_their_names(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Their keys are what `kvpipe check` prints."""
+    """The finding has the names of tiers and quotas. Their keys are in the output of `kvpipe check`."""
     tiers = f'["{tmp_path}/a?bytes_max=1GiB", "{tmp_path}/b?bytes_max=1GiB"]'
     _run(monkeypatch, f'{{"tiers": {tiers}, "quotas": [{{"name": "one", "salt": "s", "share": 0.5}}]}}', "ok")
     assert "valid (quotas=one, tiers=disk,disk-2)" in capsys.readouterr().out
 
 
 def test_output_is_a_line_per_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Remedies are indented below; long lines stay whole in a pipe; what others print is not among them."""
+    """A remedy is indented below its check. Long lines are not wrapped in a pipe. Output of other code is left out."""
     monkeypatch.setenv("COLUMNS", "40")
     _run(monkeypatch, '{"chunk_tokens": 512}', "ok", "warn", "fail")
     out, err = capsys.readouterr()
@@ -117,7 +119,7 @@ def test_output_is_a_line_per_check(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """One object: the worst status, the verdict and every finding."""
+    """`--json` prints one object with the worst status, the verdict and every finding."""
     assert _run(monkeypatch, "{}", "warn", "fail", as_json=True) == 1
     assert json.loads(capsys.readouterr().out) == {
         "status": "fail",
@@ -137,13 +139,13 @@ def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
         ('{"chunk_sizee": 4}', "kvpipe: unknown key 'chunk_sizee' in the kv_connector_extra_config; did you mean"),
         ('{"chunk_tokens": 0}', "kvpipe: chunk_tokens=0 is not valid"),
         ("{", "kvpipe: extra is not JSON ("),
-        ("[1]", "kvpipe: extra is no JSON object but of type list"),
+        ("[1]", "kvpipe: extra is of type list, not a JSON object"),
     ],
 )
 def test_a_wrong_configuration_is_a_finding(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], extra: str, detail: str
 ) -> None:
-    """It fails with its own sentence, and the other checks are still made."""
+    """A wrong configuration is a failed check with its own message. The other checks still run."""
     assert _run(monkeypatch, extra, "ok", as_json=True) == 1
     first, second = json.loads(capsys.readouterr().out)["findings"]
     assert (first["name"], first["status"], first["detail"].startswith(detail)) == ("configuration", "fail", True), (
@@ -154,7 +156,7 @@ def test_a_wrong_configuration_is_a_finding(
 
 
 def test_a_wrong_environment_leaves_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other checks are made with the table's defaults and with the ranks that were asked for."""
+    """The other checks run with the default settings and with the given number of ranks."""
     asked: list[tuple[Settings, HostFacts]] = []
 
     def fake(*args: Any) -> list[Finding]:
@@ -171,7 +173,10 @@ def test_a_wrong_environment_leaves_the_defaults(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_engines_log_level_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """VLLM is quiet while it is asked, unless its level was set."""
+    """VLLM logs only errors during the checks, unless VLLM_LOGGING_LEVEL is set.
+
+    Afterwards the former level applies.
+    """
     key, seen = "VLLM_LOGGING_LEVEL", list[str | None]()
 
     def fake(*_: Any, **__: Any) -> list[Finding]:
@@ -189,7 +194,7 @@ def test_the_engines_log_level_is_given_back(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_without_torch_and_vllm() -> None:
-    """In a process that has neither, the command answers: no traceback, and JSON alone on stdout."""
+    """In a process without torch and vLLM the command prints no traceback, and only JSON on stdout."""
     code = (
         "import sys; sys.modules['torch'] = sys.modules['vllm'] = None; from kvpipe.cli.doctor.print import main; "
         "sys.exit(main('{}', as_json=True))"
@@ -210,7 +215,7 @@ def test_without_torch_and_vllm() -> None:
 
 
 def test_this_environment_passes() -> None:
-    """What the tests run on is good: real facts, nothing fails. vLLM itself agrees with what is detail of it."""
+    """The real facts of the test environment fail no check, and vLLM agrees with the details about vLLM."""
     settings = load_settings({})
     found = {f.name: f for f in examine(settings)}
     assert not [f for f in found.values() if f.status == "fail"]

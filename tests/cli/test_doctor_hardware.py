@@ -1,4 +1,4 @@
-"""What `kvpipe doctor` finds of the device, of processors and of memory."""
+"""`kvpipe doctor` checks the device, the processors and the memory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from kvpipe.cli.doctor import hardware
 from kvpipe.cli.doctor.checks import examine
 from kvpipe.cli.doctor.facts import DeviceFacts, HostFacts
 from kvpipe.cli.doctor.findings import PendingFinding
-from kvpipe.config import load_settings
+from kvpipe.config.settings import load_settings
 from tests.cli.doctor_machines import CPU, CUDA, GIB, ROOT, answer_of, broken, machine_of, raising, unasked, write
 
 
 def test_device(tmp_path: Path) -> None:
-    """CUDA and CPU are served, nothing else."""
+    """The device check accepts CUDA and CPU, and refuses other devices."""
     for device in (CUDA, CPU):
         machine = machine_of(tmp_path, device=lambda device=device: device)
         assert hardware.check_device(load_settings(), machine) == ("ok", device.label, "")
@@ -38,7 +38,7 @@ def test_device(tmp_path: Path) -> None:
     ],
 )
 def test_graphs(tmp_path: Path, device: DeviceFacts, mode: str, detail: str) -> None:
-    """The mode decides which graphs a CUDA device gets."""
+    """The finding names the kind of CUDA graphs for each `mode`."""
     answer = answer_of(
         hardware.check_graphs(load_settings({"mode": mode}), machine_of(tmp_path, device=lambda: device))
     )
@@ -51,13 +51,13 @@ def test_graphs(tmp_path: Path, device: DeviceFacts, mode: str, detail: str) -> 
     [
         (None, None, "ok", "the limit is none"),
         (GIB, None, "ok", "the limit is 1.0GiB, the pool 1.0GiB"),
-        (8 << 20, True, "ok", "but the driver pins 24.0MiB all the same"),
+        (8 << 20, True, "ok", "but the driver still pins 24.0MiB"),
         (8 << 20, False, "warn", "24.0MiB could not be pinned (CUDA error 2)"),
-        (GIB - 1, None, "warn", "if the driver obeys it"),
+        (GIB - 1, None, "warn", "if the driver enforces the limit"),
     ],
 )
 def test_locked_memory(tmp_path: Path, limit: int | None, pins: bool | None, status: str, detail: str) -> None:
-    """A limit below the pool is put to the test with a piece just above it, unless that is too large a piece."""
+    """If the limit is below the pool, a piece just above the limit is pinned as a test, unless it is too large."""
     asked: list[int] = []
     pin = {None: unasked, True: asked.append, False: raising(RuntimeError("CUDA error 2"))}[pins]
     machine = machine_of(tmp_path, device=lambda: CUDA, locked_bytes_max=lambda: limit, pin=pin)
@@ -69,7 +69,7 @@ def test_locked_memory(tmp_path: Path, limit: int | None, pins: bool | None, sta
 
 
 def test_locked_memory_is_the_systems_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The soft limit counts, and no limit is none. Without a CUDA device it does not matter."""
+    """The soft RLIMIT_MEMLOCK is used; "unlimited" is reported as None. Without a CUDA device it does not matter."""
     for soft, most in ((65_536, 65_536), (resource.RLIM_INFINITY, None)):
         limits = {resource.RLIMIT_MEMLOCK: (soft, resource.RLIM_INFINITY)}
         monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
@@ -94,7 +94,7 @@ def test_locked_memory_is_the_systems_limit(tmp_path: Path, monkeypatch: pytest.
     ],
 )
 def test_copy_core(tmp_path: Path, environ: dict[str, str], cpus: int, siblings: int, ranks: int, spare: int) -> None:
-    """What vLLM's binding leaves is what kvpipe's threads get."""
+    """Cores to which vLLM binds no thread are free for kvpipe's copy threads."""
     for cpu in range(cpus) if siblings > 1 else ():
         write(tmp_path / "cpu" / f"cpu{cpu}" / "topology" / "thread_siblings_list", f"{cpu // siblings}\n")
     machine = machine_of(
@@ -110,7 +110,7 @@ def test_copy_core(tmp_path: Path, environ: dict[str, str], cpus: int, siblings:
 
 
 def test_copy_core_remedies(tmp_path: Path) -> None:
-    """The remedy names cores that this machine has; a choice that was made is no warning."""
+    """The remedy names cores of this machine. If `copy_threads` is set to 0, there is no warning."""
     machine = machine_of(tmp_path, device=lambda: CPU, cpus=lambda: frozenset({4, 6}))
     answer = answer_of(hardware.check_copy_core(load_settings(), machine))
     assert "VLLM_CPU_OMP_THREADS_BIND=4;" in answer.remedy
@@ -118,7 +118,7 @@ def test_copy_core_remedies(tmp_path: Path) -> None:
     answer = answer_of(hardware.check_copy_core(load_settings({"copy_threads": 1}), machine))
     assert (answer.status, "compete with the forward" in answer.detail) == ("warn", True)
     answer = answer_of(hardware.check_copy_core(load_settings(), machine._replace(cpus=lambda: frozenset({4}))))
-    assert answer.remedy == "set copy_threads to 0 if that is meant"
+    assert answer.remedy == "set copy_threads to 0 to accept this"
     assert answer_of(hardware.check_copy_core(load_settings({"copy_threads": 0}), machine)).status == "ok"
     assert (
         answer_of(hardware.check_copy_core(load_settings(), machine_of(tmp_path, device=lambda: CUDA))).status == "ok"
@@ -145,12 +145,12 @@ def _memory(tmp_path: Path, available: int, ranks: int = 1, pool: int = 4 * GIB)
     ],
 )
 def test_memory(tmp_path: Path, available: int, ranks: int, status: str) -> None:
-    """Above 80 % of what is free is a warning, above 100 % a failure, for all ranks together."""
+    """All pools together may take 80 % of the free memory. More is a warning, and more than 100 % a failure."""
     assert _memory(tmp_path, available, ranks).status == status
 
 
 def test_memory_sentences(tmp_path: Path) -> None:
-    """Sizes, where the limit comes from, and a size that would do."""
+    """The finding has the sizes, the source of the limit, and a size that fits."""
     assert _memory(tmp_path, 20 * GIB) == (
         "ok",
         "pool_bytes_max is 4.0GiB, 20.0GiB are free (MemAvailable): 20%; there is room for 4 ranks",
@@ -175,7 +175,10 @@ def test_memory_sentences(tmp_path: Path) -> None:
     ],
 )
 def test_memory_in_a_cgroup(tmp_path: Path, group: str, folder: str, names: tuple[str, str, str]) -> None:
-    """The limit less what is used counts, where it is less than what the system has; idle file pages are free."""
+    """Free memory is a cgroup's limit minus its use, if this is less than the system's.
+
+    Idle file pages count as free.
+    """
     limit, usage, idle = names
     write(tmp_path / "proc" / "self" / "cgroup", group + "\n")
     write(tmp_path / "x" / limit, "1\n")  # not of this namespace
@@ -196,15 +199,30 @@ def test_memory_in_a_cgroup(tmp_path: Path, group: str, folder: str, names: tupl
 
 
 def test_memory_that_cannot_be_read_is_a_warning(tmp_path: Path) -> None:
-    """Systems without /proc are not refused."""
+    """On a system without /proc the result is a warning, not a failure."""
     found = {f.name: f for f in examine(load_settings(), broken(tmp_path))}
     assert found["free memory"].status == "warn"
     assert "meminfo" in found["free memory"].detail
 
 
 def test_shared_memory(tmp_path: Path) -> None:
-    """There is nothing to do about /dev/shm, and nothing of kvpipe opens it."""
+    """The check of shared memory is always ok, because kvpipe does not use shared memory."""
     answer = hardware.check_shared_memory(load_settings(), machine_of(tmp_path))
     assert (answer.status, "not used" in answer.detail) == ("ok", True)
     sources = [p for p in (ROOT / "kvpipe").rglob("*.py") if not {"doctor", "testing"} & {*p.parts}]
     assert not [p for p in sources if re.search(r"dev.shm|shared_memory|shm_open", p.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize(
+    ("mode", "status", "said"),
+    [("never", "warn", "echo advise | sudo tee"), ("advise", "ok", "pages of 2.0MiB"), ("", "ok", "no huge pages")],
+)
+def test_huge_pages(tmp_path: Path, mode: str, status: str, said: str) -> None:
+    """The remedy is the command that allows huge pages. Without `pool: node` nothing is checked."""
+    machine = machine_of(tmp_path)
+    if mode:
+        write(machine.huge_pages / "hpage_pmd_size", str(2 << 20))
+        write(machine.huge_pages / "shmem_enabled", f"always [{mode}] deny")
+    assert hardware.check_huge_pages(load_settings(), machine) is None
+    found = answer_of(hardware.check_huge_pages(load_settings({"pool": "node"}), machine))
+    assert (found.status, said in found.detail + found.remedy) == (status, True), found

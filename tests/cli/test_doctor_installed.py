@@ -1,4 +1,4 @@
-"""What `kvpipe doctor` finds of what is installed."""
+"""`kvpipe doctor` checks the installed versions of Python, PyTorch and vLLM, the plugin, and the hash seed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 
 from kvpipe.cli.doctor import installed
 from kvpipe.cli.doctor.facts import HashSeeds
-from kvpipe.config import load_settings
+from kvpipe.config.settings import load_settings
 from tests.cli.doctor_machines import ROOT, answer_of, machine_of, raising, unasked
 
 LOADS = EntryPoint("kvpipe", "builtins:dict", "vllm.general_plugins")
 
 
 def test_python(tmp_path: Path) -> None:
-    """The version that the package asks for is the first that is good enough."""
+    """The least version of Python is accepted, and an older version is refused."""
     assert installed.check_python(load_settings(), machine_of(tmp_path, python=(3, 11, 0))) == ("ok", "3.11.0", "")
     old = answer_of(installed.check_python(load_settings(), machine_of(tmp_path, python=(3, 10, 14))))
     assert (old.status, old.detail) == ("fail", "3.10.14 is too old")
@@ -27,10 +27,10 @@ def test_python(tmp_path: Path) -> None:
 
 
 def test_the_least_versions_are_the_packages() -> None:
-    """`pyproject.toml` asks for the same."""
+    """The least versions equal those in `pyproject.toml`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["requires-python"] == ">={}.{}".format(*installed.PYTHON_MIN)
-    assert "torch>={}.{}".format(*installed.TORCH_MIN) in project["dependencies"]
+    assert "torch>={}.{}".format(*installed.TORCH_MIN) in project["optional-dependencies"]["vllm"]
 
 
 @pytest.mark.parametrize(
@@ -38,18 +38,18 @@ def test_the_least_versions_are_the_packages() -> None:
     [
         ("2.9.0", "ok", "2.9.0"),
         ("2.13.0+cpu", "ok", "2.13.0+cpu"),
-        ("2.8.1+cu126", "fail", "2.8.1+cu126 is too old or no release"),
-        ("main", "fail", "main is too old or no release"),
+        ("2.8.1+cu126", "fail", "2.8.1+cu126 is too old, or not a release"),
+        ("main", "fail", "main is too old, or not a release"),
     ],
 )
 def test_torch(tmp_path: Path, version: str, status: str, detail: str) -> None:
-    """Versions are compared as numbers."""
+    """Versions are compared as numbers, not as text."""
     answer = answer_of(installed.check_torch(load_settings(), machine_of(tmp_path, torch_version=lambda: version)))
     assert (answer.status, answer.detail) == (status, detail)
 
 
 def test_torch_that_cannot_be_imported(tmp_path: Path) -> None:
-    """A broken library is a finding with the error in one line."""
+    """If importing torch fails, the finding has the error in one line."""
     machine = machine_of(tmp_path, torch_version=raising(OSError("libgomp:\n  not found")))
     answer = answer_of(installed.check_torch(load_settings(), machine))
     assert (answer.status, answer.detail) == ("fail", "it cannot be imported (libgomp: not found)")
@@ -67,7 +67,7 @@ def test_torch_that_cannot_be_imported(tmp_path: Path) -> None:
     ],
 )
 def test_vllm(tmp_path: Path, fact: Any, status: str, detail: str) -> None:
-    """Absent, broken and unsupported are distinguished; the remedy names the releases."""
+    """An absent, a broken and an unsupported vLLM are distinguished. The remedy names the supported releases."""
     answer = answer_of(installed.check_vllm(load_settings(), machine_of(tmp_path, vllm_version=fact)))
     assert answer.status == status
     assert detail in answer.detail
@@ -86,7 +86,7 @@ def test_vllm(tmp_path: Path, fact: Any, status: str, detail: str) -> None:
     ],
 )
 def test_plugin(tmp_path: Path, plugins: list[EntryPoint], known: bool, status: str, detail: str) -> None:
-    """The entry point is installed, loads, can be called, and leads to the connector."""
+    """The check fails unless the entry point is installed, loads, can be called, and registers the connector."""
     machine = machine_of(tmp_path, plugins=lambda: plugins, connector_known=lambda: known)
     answer = answer_of(installed.check_plugin(load_settings(), machine))
     assert answer.status == status
@@ -105,7 +105,7 @@ def test_plugin(tmp_path: Path, plugins: list[EntryPoint], known: bool, status: 
     ],
 )
 def test_plugin_filter(tmp_path: Path, value: str | None, status: str, remedy: str) -> None:
-    """Names count only as vLLM reads them, spaces and all; the remedy keeps what was there."""
+    """Names in VLLM_PLUGINS are compared as vLLM does, including spaces. The remedy keeps the other names."""
     environ = {} if value is None else {"VLLM_PLUGINS": value}
     answer = answer_of(installed.check_plugin_filter(load_settings(), machine_of(tmp_path, environ=environ)))
     assert answer.status == status
@@ -118,14 +118,14 @@ def test_plugin_filter(tmp_path: Path, value: str | None, status: str, remedy: s
         ("0", None, "docs", "ok", "PYTHONHASHSEED=0 seeds"),
         ("11", None, "", "ok", "only engines with the same value find each other's KV"),
         ("", None, "docs", "ok", "PYTHONHASHSEED="),  # vLLM takes this too as a seed
-        (None, "sha256", "docs", "ok", "sha256 (vLLM's default) hashes alike in every process where it is not set"),
+        (None, "sha256", "docs", "ok", "sha256 (vLLM's default) gives equal hashes in all processes without it"),
         (None, "sha256", "", "ok", "a shared cache would need PYTHONHASHSEED with xxhash"),
-        (None, "xxhash", "", "ok", "of no matter for a cache in one engine's memory"),
+        (None, "xxhash", "", "ok", "does not matter for a cache in one engine's memory"),
         (None, "xxhash", "docs", "warn", "vLLM seeds xxhash at random, so engines named 'docs' differ"),
     ],
 )
 def test_hash_seed(tmp_path: Path, seed: str | None, default: str | None, name: str, status: str, detail: str) -> None:
-    """A random seed matters to engines that share a name."""
+    """A random hash seed is a failure only if engines share a name."""
     environ = {} if seed is None else {"PYTHONHASHSEED": seed}
     seeds = unasked if default is None else (lambda: HashSeeds(default, frozenset({"xxhash"})))
     answer = answer_of(
@@ -139,7 +139,7 @@ def test_hash_seed(tmp_path: Path, seed: str | None, default: str | None, name: 
 
 
 def test_otel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked for, it must be there."""
+    """If `otel` is set, OpenTelemetry must be installed."""
     assert installed.check_otel(load_settings({}), machine_of(tmp_path)) is None
     asked = load_settings({"otel": True})
     assert answer_of(installed.check_otel(asked, machine_of(tmp_path))).status == "ok"

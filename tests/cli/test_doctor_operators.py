@@ -1,4 +1,4 @@
-"""`kvpipe doctor` on what operators set: what would end the engine's start is found before."""
+"""`kvpipe doctor` finds wrong settings for operators, which would make an engine's start fail."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from kvpipe.cli.doctor.checks import examine
 from kvpipe.cli.doctor.findings import Finding
-from kvpipe.config import load_settings
+from kvpipe.config.settings import load_settings
 from tests.cli.doctor_machines import broken
 
 
@@ -20,7 +20,7 @@ def _found(tmp_path: Path, name: str, **keys: Any) -> list[Finding]:
 
 @pytest.fixture
 def token(tmp_path: Path) -> Path:
-    """A token that can be used."""
+    """Write a usable token and return its file."""
     file = tmp_path / "token"
     file.touch(0o600)
     file.write_text("t0" * 16, encoding="utf-8")
@@ -28,7 +28,7 @@ def token(tmp_path: Path) -> Path:
 
 
 def test_manage(tmp_path: Path, token: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The token, the socket's folder and the extra; nothing where it is off."""
+    """The check needs the token, the socket's folder and the extra. Without `manage` there is no finding."""
     at = f"unix:{tmp_path}/{{engine}}.sock"
     assert _found(tmp_path, "manage") == []
     (good,) = _found(tmp_path, "manage", manage=at, manage_token_file=token)
@@ -38,7 +38,7 @@ def test_manage(tmp_path: Path, token: Path, monkeypatch: pytest.MonkeyPatch) ->
     (bad,) = _found(tmp_path, "manage", manage=at)
     assert (bad.status, "without a token; set manage_token_file" in bad.detail) == ("fail", True)
     (bad,) = _found(tmp_path, "manage", manage=f"unix:{tmp_path}/none/x.sock", manage_token_file=token)
-    assert (bad.status, bad.detail) == ("fail", f"{tmp_path}/none, the socket's folder, is not there")
+    assert (bad.status, bad.detail) == ("fail", f"the socket's folder {tmp_path}/none does not exist")
     token.chmod(0o644)
     (bad,) = _found(tmp_path, "manage", manage=at, manage_token_file=token)
     assert (bad.status, "chmod 0600" in bad.detail) == ("fail", True)
@@ -49,14 +49,14 @@ def test_manage(tmp_path: Path, token: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_quotas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each salt can be read, and is no other's."""
+    """Each quota's salt must be readable, and different from the other salts."""
     alice = {"name": "alice", "salt_env": "ALICE_SALT"}
     assert _found(tmp_path, "quotas") == []
     (bad,) = _found(tmp_path, "quotas", quotas=[alice])
     assert (bad.status, "alice: environment variable that salt_env names is not set" in bad.detail) == ("fail", True)
     monkeypatch.setenv("ALICE_SALT", "a salt")
     (good,) = _found(tmp_path, "quotas", quotas=[alice, {"name": "others", "limit": 0.5}])
-    assert (good.status, good.detail) == ("ok", "every salt can be read, and is no other's")
+    assert (good.status, good.detail) == ("ok", "every salt can be read, and no two quotas have the same salt")
     (bad,) = _found(tmp_path, "quotas", quotas=[alice, {"name": "bob", "salt": "a salt"}])
     assert (bad.status, "alice and bob have the same salt" in bad.detail) == ("fail", True)
     assert "a salt" not in bad.detail

@@ -1,4 +1,4 @@
-"""What `kvpipe doctor` finds of folders, files, the pool and tiers."""
+"""`kvpipe doctor` checks folders, files, the pool and tiers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpipe.cli.doctor import storage
 from kvpipe.cli.doctor.checks import examine
 from kvpipe.cli.doctor.facts import HostFacts
 from kvpipe.cli.doctor.findings import Finding, PendingFinding
-from kvpipe.config import Settings, load_settings
+from kvpipe.config.settings import Settings, load_settings
 from kvpipe.tiers.envelope import DamagedError
 from kvpipe.tiers.first_hash import ANY, leave_first_hash
 from kvpipe.tiers.guard import WRITE, guarded
@@ -23,8 +23,11 @@ from tests.cli.doctor_machines import GIB, answer_of, broken, free_bytes_of, mac
 
 
 def test_state_dir(tmp_path: Path) -> None:
-    """The folder is needed for a name only; one that cannot be made there is a failure."""
-    unused = ("ok", "not used without a name, or tiers", "")
+    """The state folder is needed only for a name or for tiers.
+
+    With a name, a folder that cannot be created is a failure.
+    """
+    unused = ("ok", "not used, because neither `name` nor `tiers` is set", "")
     assert storage.check_state_dir(load_settings(), machine_of(tmp_path)) == unused
     good, bad = tmp_path / "to" / "be" / "made", tmp_path / "file" / "folder"
     bad.parent.write_text("", encoding="utf-8")
@@ -48,7 +51,7 @@ def test_state_dir(tmp_path: Path) -> None:
 
 
 def test_the_default_state_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name without a folder is registered where `kvpipe.names` has its folder."""
+    """A name without a folder is registered where `kvpipe.inputs.cache_names` has its folder."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     answer = storage.check_state_dir(
         load_settings({"name": "docs"}), machine_of(tmp_path, free_bytes=free_bytes_of(GIB))
@@ -57,7 +60,7 @@ def test_the_default_state_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_folder_that_refuses_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the system answers to an attempt counts, not the permission bits: root passes those."""
+    """The result of an attempt to write counts, not the permission bits, because root passes the permission bits."""
     monkeypatch.setattr("tempfile.TemporaryFile", raising(OSError(30, "Read-only file system")))
     settings = load_settings({"name": "docs", "state_dir": tmp_path})
     traced = cast("Settings", SimpleNamespace(trace_file=tmp_path / "trace.jsonl"))
@@ -70,7 +73,7 @@ def test_a_folder_that_refuses_writes(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_trace_file(tmp_path: Path) -> None:
-    """Only a file that is named is checked; its folder must be there; a trace wants room."""
+    """A trace file is checked only if it is set. Its folder must exist, and should have room for the trace."""
 
     def ask(path: Path | None, free: int = 2 * GIB, **others: int) -> PendingFinding | None:
         settings = cast("Settings", SimpleNamespace(trace_file=path, **{"trace_bytes_max": 1 << 30} | others))
@@ -93,7 +96,7 @@ def test_trace_file(tmp_path: Path) -> None:
 
 
 def test_control_file(tmp_path: Path) -> None:
-    """The engine only reads it, so a folder that cannot be written to from here is a warning."""
+    """The engine only reads the control file, so a folder that this user cannot write to is only a warning."""
 
     def ask(path: Path | None) -> PendingFinding | None:
         settings = load_settings({"control_file": path})
@@ -109,20 +112,20 @@ def test_control_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("pool", "probe"), [("4GiB", "16.0MiB"), ("3MiB", "3.0MiB"), (8192, "8.0KiB")])
 def test_memory_tier(tmp_path: Path, pool: str | int, probe: str) -> None:
-    """A small pool of the project's own is used, never the whole."""
+    """The check allocates a small pool, never the configured one."""
     answer = answer_of(storage.check_memory_pool(load_settings({"pool_bytes_max": pool}), machine_of(tmp_path)))
     assert answer.status == "ok"
     assert answer.detail.startswith(f"a pool of {probe} was allocated, written and read")
 
 
 def test_memory_tier_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that is refused, that forgets, or that is less than a page."""
+    """A pool that is too small, that the system refuses, or that loses bytes is a failure."""
 
     def found(extra: dict[str, Any] | None = None) -> Finding:
         return next(f for f in examine(load_settings(extra), broken(tmp_path)) if f.name == "memory pool")
 
     small = found({"pool_bytes_max": 100})
-    assert (small.status, "pool_bytes_max=100 holds not even one chunk" in small.detail) == ("fail", True)
+    assert (small.status, "pool_bytes_max=100B is smaller than one chunk" in small.detail) == ("fail", True)
     with monkeypatch.context() as patch:
         patch.setattr("kvpipe.transfer.pool.mmap.mmap", raising(OSError(12, "Cannot allocate memory")))
         refused = found()
@@ -130,11 +133,11 @@ def test_memory_tier_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with monkeypatch.context() as patch:
         patch.setattr("kvpipe.transfer.pool.HostPool.slot", lambda pool, index: pool.tensor[index].clone())
         forgets = found()
-    assert (forgets.status, forgets.detail) == ("fail", "15 of 16 slots did not hold what was written to them")
+    assert (forgets.status, forgets.detail) == ("fail", "15 of 16 slots returned other bytes than were written to them")
 
 
 def test_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tier that works is detail to; one that is down is named, with the reason; none is no finding."""
+    """A working tier is listed, and a failing tier is named with the reason. Without tiers there is no finding."""
 
     def found(*tiers: object) -> PendingFinding | None:
         return storage.check_tiers(load_settings({"tiers": list(tiers)}), machine_of(tmp_path))
@@ -142,7 +145,7 @@ def test_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found() is None
     disk = {"kind": "disk", "path": str(tmp_path / "kv")}
     answer = answer_of(found(disk))
-    assert (answer.status, answer.detail) == ("ok", "a value was written, read and dropped: disk")
+    assert (answer.status, answer.detail) == ("ok", "a value was written, read and deleted: disk")
     assert not (tmp_path / "kv").exists()
     (tmp_path / "kv").mkdir()
     assert answer_of(found(disk)).status == "ok"
@@ -155,7 +158,7 @@ def test_tiers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert answer.detail.startswith("redis: ")
     assert "disk" not in answer.detail
     monkeypatch.setattr("kvpipe.tiers.envelope.Sealer.unseal", raising(DamagedError("checksum")))
-    assert answer_of(found(disk)).detail == "disk: a value came back damaged (checksum)"
+    assert answer_of(found(disk)).detail == "disk: the check read its value back damaged (checksum)"
 
 
 async def _leave(settings: Settings, first: str) -> None:
@@ -168,12 +171,15 @@ async def _leave(settings: Settings, first: str) -> None:
 
 
 def test_the_first_hash_of_another_engine_is_named(tmp_path: Path) -> None:
-    """A tier whose engines have another PYTHONHASHSEED looks empty to an engine of this environment."""
+    """An engine here would find no chunk of engines with another PYTHONHASHSEED, so the tier gets a warning."""
     settings = load_settings({"tiers": str(tmp_path / "kv")})
     machine = machine_of(tmp_path, first_hash=lambda algorithm: f"{algorithm} a")
     assert storage.check_first_hash(load_settings(), machine) is None
     assert storage.check_first_hash(settings, machine) is None
-    for first, status, text in (("xxhash a", "ok", "begin as those"), ("sha256 b", "warn", "another PYTHONHASHSEED")):
+    for first, status, text in (
+        ("xxhash a", "ok", "have the same seed as those"),
+        ("sha256 b", "warn", "another PYTHONHASHSEED"),
+    ):
         anyio.run(_leave, settings, first)
         answer = answer_of(storage.check_first_hash(settings, machine))
         assert answer.status == status

@@ -1,4 +1,4 @@
-"""`kvpipe cache` and `kvpipe doctor` at a tier of another package that raises what no tier should: it is named."""
+"""`kvpipe cache` and `kvpipe doctor` name a tier of another package that raises forbidden exceptions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from kvpipe.cli import cache
 from kvpipe.cli.doctor import storage
 from kvpipe.cli.main import main
-from kvpipe.config import load_settings
+from kvpipe.config.settings import load_settings
 from kvpipe.testing.dict_tier import DictTier
 from kvpipe.testing.held_tier import DictSpec
 from tests.cli.doctor_machines import machine_of
@@ -23,7 +23,7 @@ def _bug(*_: object, **__: object) -> Any:
 
 @pytest.fixture
 def breaks(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Let a method of the only tier that can be named raise."""
+    """Make a method of the only tier raise an exception."""
     made: Callable[..., DictTier] = lambda name, *_, **__: DictTier(name)  # noqa: E731
     monkeypatch.setattr(cache, "parse_tiers", lambda _: (DictSpec.model_validate({}),))
     monkeypatch.setattr(cache, "make_tier", made)
@@ -33,7 +33,7 @@ def breaks(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 @pytest.mark.parametrize("method", ["open", "capacity", "health", "scan", "close"])
 def test_it_is_one_sentence(method: str, breaks: Callable[[str], None], capsys: pytest.CaptureFixture[str]) -> None:
-    """Of one line, with the tier's name, and status 1."""
+    """A method that raises gives an error message of one line with the tier's name, and status 1."""
     breaks(method)
     assert main(["cache", "stats", "dict://"]) == 1
     err = capsys.readouterr().err
@@ -45,7 +45,7 @@ def test_it_is_one_sentence(method: str, breaks: Callable[[str], None], capsys: 
 
 @pytest.mark.parametrize("method", ["open", "health", "write", "read", "delete"])
 def test_the_doctor_names_it(method: str, breaks: Callable[[str], None], tmp_path: Path) -> None:
-    """An engine would run without it."""
+    """The finding is a warning, because an engine would run without the tier."""
     breaks(method)
     settings = load_settings({}).model_copy(update={"tiers": (DictSpec.model_validate({}),)})
     answer = storage.check_tiers(settings, machine_of(tmp_path))

@@ -1,4 +1,4 @@
-"""`kvpipe cache purge` drops what it was told to drop, after it has printed that, and nothing else."""
+"""`kvpipe cache purge` prints the selected values, and then deletes exactly these."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import anyio
 import pytest
 import xxhash
 
-from kvpipe.cli.cache import Report, TierCommand, _purge
+from kvpipe.cli.cache import Findings, TierCommand, _purge
 from kvpipe.testing.buffers import some_key
 from kvpipe.testing.dict_tier import DictTier
-from kvpipe.testing.servers.redis import serving
-from kvpipe.testing.servers.sockets import LOCAL
 from kvpipe.tiers.base import Key
 from kvpipe.tiers.envelope import HEADER_BYTES, VERSION
 from kvpipe.tiers.registry import parse_tier
 from tests.cli.test_cache import BODY, KEYS, ONE, TWO, Stated, file_of, fill, flip
+from tests.rigs.servers.redis import serving
+from tests.rigs.servers.sockets import LOCAL
 
 
 @pytest.fixture
 def cache(capsys: pytest.CaptureFixture[str]) -> Stated:
-    """Return what calls the command, and remembers what it printed."""
+    """Return an object that runs the command and keeps its output."""
     return Stated(capsys)
 
 
@@ -38,7 +38,7 @@ def disk(tmp_path: Path) -> str:
 
 
 def test_purge_drops_what_was_reported(cache: Stated, disk: str) -> None:
-    """By namespace, by age, both, or all; without `--delete` it only counts."""
+    """Values are selected by namespace, by age, by both, or all. Without `--delete` they are only counted."""
     hours_ago = time.time() - 7200
     for key in (KEYS[0], KEYS[1], KEYS[5]):
         os.utime(file_of(disk, key), (hours_ago, hours_ago))
@@ -81,7 +81,10 @@ def first_format(key: Key, body: bytes) -> bytes:
 
 
 def test_purge_drops_what_is_of_an_older_format(cache: Stated, disk: str) -> None:
-    """One value shows the format of its namespace. This version's values stay, and all but those that were read age."""
+    """One value of a namespace shows the namespace's format.
+
+    Values of this version stay. Only the values that were read count as used.
+    """
     for key in OLD:
         file = Path(disk) / key.namespace / key.chunk[:1].hex() / key.text
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -102,7 +105,7 @@ def test_purge_drops_what_is_of_an_older_format(cache: Stated, disk: str) -> Non
 
 
 def later_format(key: Key, body: bytes) -> bytes:
-    """Return a value of the format after this one, as far as it can be known."""
+    """Return a value of a later format, as far as that format can be guessed."""
     value = bytearray(first_format(key, body))
     value[8:10] = (VERSION + 1).to_bytes(2, "little")
     value[HEADER_BYTES - 8 : HEADER_BYTES] = xxhash.xxh3_64_digest(bytes(value[: HEADER_BYTES - 8]))
@@ -110,8 +113,8 @@ def later_format(key: Key, body: bytes) -> bytes:
 
 
 def test_purge_keeps_formats_to_come() -> None:
-    """`--stale` selects what is proven to be old, and nothing else: the rest is counted and kept."""
-    tier, report = DictTier(), Report()
+    """`--stale` selects only values that are certainly of an older format. It counts and keeps all others."""
+    tier, report = DictTier(), Findings()
     keys = [some_key(i, str(i) * 32) for i in range(3, 6)]
     values = later_format(keys[0], bytes(BODY)), first_format(keys[1], bytes(BODY)), b"not kvpipe's".ljust(BODY)
     tier.values = {key.text: value for key, value in zip(keys, values, strict=True)}
@@ -122,7 +125,7 @@ def test_purge_keeps_formats_to_come() -> None:
 
 
 def test_purge_drops_older_formats_from_redis(cache: Stated) -> None:
-    """From whatever tier can list its values."""
+    """`--stale` works with every tier that can list its values, such as Redis."""
     name, value = f"kvpipe:{OLD[0].text}".encode(), first_format(OLD[0], bytes(BODY))
     with serving("redis") as server, socket.create_connection((LOCAL, server.port)) as wire:
         where = f"redis://{LOCAL}:{server.port}"

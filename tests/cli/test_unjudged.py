@@ -1,4 +1,4 @@
-"""`kvpipe cache verify` and `purge` at values that cannot be judged: none is deleted, and the status is 2."""
+"""If `kvpipe cache verify` or `purge` finds values that cannot be judged, they delete none and have status 2."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 
 from kvpipe.testing.buffers import some_key
-from kvpipe.testing.servers.redis import serving
-from kvpipe.testing.servers.sockets import LOCAL
 from kvpipe.tiers.base import ALIGN_BYTES, Key
 from kvpipe.tiers.envelope import HEADER_BYTES
 from tests.cli.test_cache import BODY, KEYS, ONE, TWO, Stated, file_of, fill, flip
 from tests.cli.test_purge import first_format, later_format
+from tests.rigs.servers.redis import serving
+from tests.rigs.servers.sockets import LOCAL
 
 OTHERS = [some_key(i, "5" * 32) for i in range(5)]
 
 
 @pytest.fixture
 def cache(capsys: pytest.CaptureFixture[str]) -> Stated:
-    """Return what calls the command, and remembers what it printed."""
+    """Return an object that runs the command and keeps its output."""
     return Stated(capsys)
 
 
@@ -36,7 +36,7 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def held(path: str) -> dict[str, bytes]:
-    """Return every file of the tier's folder but its account."""
+    """Return every file of the tier's folder except the account."""
     return {str(one): one.read_bytes() for one in Path(path).rglob("*-g*") if one.is_file()}
 
 
@@ -48,7 +48,7 @@ def held(path: str) -> dict[str, bytes]:
 def test_encrypted_values_are_kept_when_their_key_is_not_named(
     command: list[str], query: str, why: str, cache: Stated, disk: str
 ) -> None:
-    """All of them, with `--delete` and without; the message says what to do."""
+    """With and without `--delete` all values are kept. The message has the remedy."""
     before = held(disk)
     for arguments in (command, [*command, "--delete"]):
         assert cache(*arguments, disk + query) == 2
@@ -66,7 +66,7 @@ def test_encrypted_values_are_kept_when_their_key_is_not_named(
 def test_encrypted_values_on_a_server_are_kept_when_their_key_is_not_named(
     command: list[str], cache: Stated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rule is the command's, not the disk's."""
+    """The command decides what to delete, so a server's values are kept as a disk's are."""
     monkeypatch.setenv("GOOD_KEY", base64.b64encode(bytes(range(32))).decode())
     with serving("redis") as server:
         where = f"redis://{LOCAL}:{server.port}"
@@ -77,29 +77,29 @@ def test_encrypted_values_on_a_server_are_kept_when_their_key_is_not_named(
 
 
 def of_a_newer_version(file: Path, key: Key) -> None:
-    """Replace a value by one of a version to come."""
+    """Replace a value by a value of a later version."""
     file.write_bytes(later_format(key, bytes(BODY)))
 
 
 def of_another_layout(file: Path, _: Key) -> None:
-    """Change only the version's number: its header's checksum may be elsewhere."""
+    """Change only the version's number, because a later version may have its checksum at another place."""
     with file.open("r+b") as opened:
         opened.seek(8)
         opened.write(b"\3\0")
 
 
 def of_an_older_version(file: Path, key: Key) -> None:
-    """Replace a value by one of the first version."""
+    """Replace a value by a value of the first version."""
     file.write_bytes(first_format(key, bytes(BODY)))
 
 
 def of_an_unknown_envelope(file: Path, _: Key) -> None:
-    """Replace a value by something that is not kvpipe's."""
+    """Replace a value by bytes of another program."""
     file.write_bytes(b"another tool's file".ljust(HEADER_BYTES + BODY, b"."))
 
 
 def of_another_namespace(file: Path, key: Key) -> None:
-    """Replace a value by one that was moved here from another namespace."""
+    """Replace a value by a value that was moved here from another namespace."""
     other = next(one for one in KEYS if one.namespace != key.namespace)
     shutil.copyfile(file_of(str(file.parents[2]), other), file)
 
@@ -117,7 +117,7 @@ STRANGE: list[tuple[Callable[[Path, Key], None], str]] = [
 def test_values_that_cannot_be_judged_are_kept(
     change: Callable[[Path, Key], None], why: str, cache: Stated, tmp_path: Path
 ) -> None:
-    """One is enough: nothing is deleted, not what is damaged either, unless a namespace without it is named."""
+    """A single such value prevents every deletion, even of damaged values, unless another namespace is selected."""
     disk = str(tmp_path / "kv")
     fill(f"{disk}?bytes_max=1GiB")
     change(file_of(disk, KEYS[0]), KEYS[0])
@@ -135,7 +135,7 @@ def test_values_that_cannot_be_judged_are_kept(
 def test_purge_keeps_namespaces_that_cannot_be_judged(
     change: Callable[[Path, Key], None], cache: Stated, tmp_path: Path
 ) -> None:
-    """Of whatever age; `--force` drops them, of one namespace that is named."""
+    """A namespace with values that cannot be judged is kept at any age, unless `--force` is given with its name."""
     disk = str(tmp_path / "kv")
     fill(f"{disk}?bytes_max=1GiB", KEYS + OTHERS)
     for key in OTHERS:
@@ -151,7 +151,7 @@ def test_purge_keeps_namespaces_that_cannot_be_judged(
 
 
 def test_values_of_the_named_key_are_judged_beside_others(cache: Stated, disk: str) -> None:
-    """In a folder that plain and encrypted engines share, the key of the one judges both; plain values are counted."""
+    """In a folder of plain and encrypted engines, the command with the key judges both. Plain values are counted."""
     fill(f"{disk}?bytes_max=1GiB", OTHERS)
     found = cache.json("verify", f"{disk}?encryption_key_env=GOOD_KEY")
     assert (found["good"], found["not_encrypted"], found["damaged"]) == (15, 5, 0)
@@ -174,7 +174,7 @@ def test_damage_under_the_right_key_is_damage(cache: Stated, disk: str) -> None:
 
 
 def test_values_written_anew_are_kept(cache: Stated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine may replace a damaged value after it was judged: the value is judged again before it is deleted."""
+    """A damaged value is judged again before its deletion, because an engine may have replaced it."""
     disk = str(tmp_path / "kv")
     fill(f"{disk}?bytes_max=1GiB")
     whole = file_of(disk, KEYS[0]).read_bytes()
@@ -191,7 +191,7 @@ def test_values_written_anew_are_kept(cache: Stated, tmp_path: Path, monkeypatch
 
 
 def test_purge_drops_only_what_it_has_announced(cache: Stated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A namespace that appears after the list was printed was not judged, and stays."""
+    """A namespace that appears after the list was printed stays, because it was not judged."""
     disk, late = str(tmp_path / "kv"), OTHERS[0]
     fill(f"{disk}?bytes_max=1GiB")
 

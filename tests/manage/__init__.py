@@ -1,1 +1,1 @@
-"""The management interface: what it answers, what it refuses, and that serving does not notice."""
+"""Tests of the management interface: its answers and refusals, and that it does not slow serving down."""

@@ -1,18 +1,20 @@
-"""A scheduler side that is served to its operators, and a client."""
+"""Fixtures: a scheduler side that serves its operators, and a client."""
 
 from __future__ import annotations
 
 import http.client
 import json
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvpipe.config import Settings, load_settings
+from kvpipe.config.settings import Settings, load_settings
 from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
-from kvpipe.listening import Address
+from kvpipe.inputs.listening import Address
 from kvpipe.manage import connections, models, survey
 from kvpipe.manage.client import connect
 from kvpipe.manage.engine import ManagedEngine
@@ -20,10 +22,11 @@ from kvpipe.manage.start import start
 from kvpipe.testing.waiting import WAIT_S
 
 TOKEN = "t0" * 16
+READS = {"/v1/state", "/v1/holders", "/v1/counters", "/v1/pins", "/v1/lookup"}
 
 
 def hashes(prompt: models.Prompt) -> Iterator[Sequence[bytes]]:
-    """The world's: a prompt is that of the request that its salt names."""
+    """Yield more and more block hashes of a prompt. The prompt is that of the request that its salt names."""
     whole = [f"{prompt.cache_salt}/{unit}".encode() for unit in range(len(prompt.tokens) // UNIT)]
     for stop in range(2, len(whole), 2):
         yield whole[:stop]
@@ -31,29 +34,57 @@ def hashes(prompt: models.Prompt) -> Iterator[Sequence[bytes]]:
 
 
 class Managed:
-    """`world.side`, served."""
+    """A world's scheduler side with a management server."""
 
-    def __init__(self, folder: Path, world: SchedulerWorld | None = None, **keys: Any) -> None:
-        """Serves from now on. `keys`: of the configuration."""
+    def __init__(self, folder: Path, world: SchedulerWorld | None = None, name: str = "e1", **keys: Any) -> None:
+        """Serve an idle engine. `keys` are keys of its configuration."""
         self.world = world or SchedulerWorld()
         self.side = self.world.side
         self.engine = ManagedEngine(
             self.side,
-            "e1",
+            name,
             hash_tokens=UNIT,
             hash_prompt=hashes,
             set_freeze=lambda on: setattr(self.side.switches, "freeze", on),
             set_bypass=lambda on: setattr(self.side.switches, "bypass", on),
         )
-        self.engine.wait_s_max = WAIT_S
+        self.engine.wait_s_max = self.engine.read_s_max = self.engine.count_s_max = WAIT_S
+        self._engine_thread = threading.current_thread()
         self.settings = settings(folder, **keys)
-        self.address = Address.parse(self.settings.manage).of("e1")
-        self.server = start(self.settings, self.engine, "e1", self.side.counters)
+        self.address = Address.parse(self.settings.manage).of(name)
+        self.server = start(self.settings, self.engine, self.side.counters)
+        self.side.orders.turns.give()
 
     def ask(
         self, method: str, path: str, body: object = None, token: str = TOKEN, raw: bytes | None = None
     ) -> tuple[int, Any]:
-        """Return status and answer."""
+        """Return the status and the answer.
+
+        The engine is idle meanwhile, because the caller's thread is the engine's thread.
+        """
+        reads = path.partition("?")[0] in READS and (method == "GET" or path == "/v1/lookup")
+        if reads and threading.current_thread() is self._engine_thread:
+            with self.idle():
+                return self._ask(method, path, body, token, raw)
+        return self._ask(method, path, body, token, raw)
+
+    def busy(self) -> None:
+        """Make the engine busy, so that operators' orders wait for its next step."""
+        self.side.orders.turns.take()
+
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """Make the engine idle."""
+        turns = self.side.orders.turns
+        away = turns.away
+        turns.give()
+        try:
+            yield
+        finally:
+            if not away:
+                turns.take()
+
+    def _ask(self, method: str, path: str, body: object, token: str, raw: bytes | None) -> tuple[int, Any]:
         connection = connect(self.address)
         try:
             given = raw if raw is not None else None if body is None else json.dumps(body).encode()
@@ -65,26 +96,30 @@ class Managed:
             connection.close()
 
     def good(self, method: str, path: str, body: object = None) -> Any:
-        """Return an answer that is none of refusal."""
+        """Return the answer to a request, which must not be a refusal."""
         status, answered = self.ask(method, path, body)
         assert status == http.client.OK, answered
         return answered
 
     def refused(self, why: str) -> int:
-        """How often a request was refused for a reason."""
+        """Return how often a request was refused for the reason `why`."""
         return self.side.counters.totals().get(f"manage_refused.{why}", 0)
 
     def save(self, name: str, units: int, salt: str = "") -> Any:
-        """Let a request of so many units, with a salt, come, be saved, and stay."""
+        """Save a request of `units` units with a salt, which stays in the pool.
+
+        An idle engine is idle again afterwards.
+        """
         request = self.world.request(name, units)
         request.cache_salt = salt or None
-        self.world.admit(request)
-        self.world.succeed(*self.world.step(request))
+        with self.side.orders.turns.taken():
+            self.world.admit(request)
+            self.world.succeed(*self.world.step(request))
         return request
 
 
 def settings(folder: Path, **keys: Any) -> Settings:
-    """A configuration with a token in a file of its own."""
+    """Return a configuration with a token in a file."""
     file = folder / "token"
     if not file.exists():
         file.touch(0o600)
@@ -95,14 +130,14 @@ def settings(folder: Path, **keys: Any) -> Settings:
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However slow the machine is."""
+    """Make waits long enough for a slow machine."""
     monkeypatch.setattr(connections, "CONNECTION_S_MAX", WAIT_S)
     monkeypatch.setattr(survey, "SURVEY_S_MAX", WAIT_S)
 
 
 @pytest.fixture
 def managed(tmp_path: Path) -> Iterator[Managed]:
-    """A served side."""
+    """Yield a managed scheduler side."""
     one = Managed(tmp_path)
     yield one
     one.server.stop()

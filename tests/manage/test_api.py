@@ -1,30 +1,26 @@
-"""What operators are shown, and what they can switch."""
+"""Operators see the state of the engine, and set its switches."""
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
-import anyio
 import pytest
 
 from kvpipe import __version__
 from kvpipe.cli import main as cli
 from kvpipe.connectors.vllm.trial.scheduler_world import UNIT
-from kvpipe.manage import models
-from kvpipe.manage.engine import ManagedEngine
 from kvpipe.testing.catalog_integrity import check_integrity
 from tests.manage.conftest import Managed
 
 
 def prompt(name: str, tokens: int) -> dict[str, Any]:
-    """A prompt like the request of that name."""
+    """Return a prompt that is equal to the prompt of the request with this name."""
     return {"tokens": list(range(tokens)), "cache_salt": name}
 
 
 def test_state(managed: Managed) -> None:
-    """The state shows what the pool holds, who holds what, and what is under way."""
+    """The state shows what the pool holds, which requests hold chunks, and what is in flight."""
     world = managed.world
     managed.save("a", 20)
     loading = world.request("b", 3)
@@ -49,7 +45,7 @@ def test_state(managed: Managed) -> None:
 
 
 def test_who_holds_chunks_is_shown(managed: Managed) -> None:
-    """A request whose load is under way holds its chunks, until it is over."""
+    """A request whose load is in flight holds its chunks until the load has ended."""
     managed.save("a", 32)
     again = managed.world.request("a", 33)
     again.request_id = "reader"
@@ -63,7 +59,7 @@ def test_who_holds_chunks_is_shown(managed: Managed) -> None:
 
 
 def test_counters(managed: Managed) -> None:
-    """Counters and gauges by name, those of the interface among them."""
+    """The answer has all counters and gauges by name, including those of the management interface."""
     managed.save("a", 4)
     answered = managed.good("GET", "/v1/counters")
     assert answered["units_saved"] == 4
@@ -72,7 +68,7 @@ def test_counters(managed: Managed) -> None:
 
 
 def test_lookup(managed: Managed) -> None:
-    """Held is what a request with this prompt would find: whole units, from the beginning, of its salt alone."""
+    """A lookup returns what a request with this prompt and salt would find: whole units from the beginning."""
     managed.save("a", 20)
     assert managed.good("POST", "/v1/lookup", prompt("a", 20 * UNIT)) == {
         "tokens": 20 * UNIT,
@@ -91,7 +87,7 @@ def test_lookup(managed: Managed) -> None:
 
 
 def test_lookup_of_an_adapters_prompt(managed: Managed) -> None:
-    """Keys of an adapter's prompts end in its bytes, as far as all ranks hold the same."""
+    """The keys of an adapter's prompts end with the digest of its bytes, if all ranks hold the same adapter."""
     asked = prompt("a", 4 * UNIT) | {"adapter": {"name": "x", "number": 7, "path": "/x"}}
     managed.save("a", 4)
     assert managed.good("POST", "/v1/lookup", asked)["why"] == "adapter"
@@ -107,7 +103,7 @@ def test_lookup_of_an_adapters_prompt(managed: Managed) -> None:
 
 
 def test_switches(managed: Managed) -> None:
-    """A switch counts from the next step on; both at once contradict each other."""
+    """A switch takes effect with the next step. Switching both on is a contradiction."""
     assert managed.good("PUT", "/v1/switches", {"freeze": True}) == {"freeze": True, "bypass": False}
     request = managed.world.request("a", 4)
     managed.world.admit(request)
@@ -115,7 +111,7 @@ def test_switches(managed: Managed) -> None:
     status, answered = managed.ask("PUT", "/v1/switches", {"bypass": True})
     assert (status, answered) == (
         422,
-        {"error": "bypass contradicts freeze (it serves no hits); switch one of them off"},
+        {"error": "bypass contradicts freeze (bypass serves no hits, freeze does); switch one of them off"},
     )
     assert managed.good("GET", "/v1/switches") == {"freeze": True, "bypass": False}
     assert managed.good("PUT", "/v1/switches", {"freeze": False, "bypass": True}) == {"freeze": False, "bypass": True}
@@ -125,7 +121,7 @@ def test_switches(managed: Managed) -> None:
 
 
 def test_openapi_is_complete(managed: Managed) -> None:
-    """The description has every path, and is for who has the token."""
+    """The document describes every path. Only clients with the token may read it."""
     answered = managed.good("GET", "/openapi.json")
     read = {"/v1/state", "/v1/counters", "/v1/switches", "/v1/lookup", "/v1/holders"}
     assert set(answered["paths"]) == read | {
@@ -149,49 +145,8 @@ def test_openapi_is_complete(managed: Managed) -> None:
     assert managed.ask("GET", "/docs")[0] == 404
 
 
-def test_what_changes_meanwhile_is_looked_at_again(managed: Managed) -> None:
-    """States and lookups are made beside the scheduler's thread, which goes on; none of them fails."""
-    over, failed = threading.Event(), list[BaseException]()
-
-    async def look(engine: ManagedEngine) -> None:
-        while not over.is_set():
-            engine.state(100)
-            engine.counters()
-            await engine.lookup(models.PromptLookup(**prompt("r1", 20 * UNIT)))
-
-    def run() -> None:
-        try:
-            anyio.run(look, managed.engine)
-        except BaseException as error:  # noqa: BLE001
-            failed.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    for turn in range(300):
-        request = managed.save(f"r{turn}", 1 + turn % 40)
-        if turn % 3:
-            managed.side.finished(request)
-    over.set()
-    thread.join()
-    assert failed == []
-    check_integrity(managed.side.catalog)
-
-
-def test_what_is_gone_meanwhile_is_looked_at_again(managed: Managed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest lease is given back between two looks at it."""
-    looks = iter([StopIteration, RuntimeError])
-
-    def oldest(_: object) -> float:
-        for error in looks:
-            raise error
-        return 7.0
-
-    monkeypatch.setattr("kvpipe.manage.engine.oldest_lease_s", oldest)
-    assert managed.good("GET", "/v1/state")["pool"]["oldest_lease_s"] == 7.0
-
-
 def test_the_command(managed: Managed, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """`kvpipe engine` and `kvpipe cache` ask the same."""
+    """`kvpipe engine` and `kvpipe cache` return the same answers as HTTP."""
     managed.save("a", 20)
     at = ["--at", str(managed.address), "--token-file", str(tmp_path / "token")]
     assert cli.main(["engine", "state", *at]) == 0
@@ -210,20 +165,20 @@ def test_the_command(managed: Managed, capsys: pytest.CaptureFixture[str], tmp_p
 @pytest.mark.parametrize(
     ("words", "wording"),
     [
-        (["cache", "lookup", "1,x"], "tokens are whole numbers"),
+        (["cache", "lookup", "1,x", "--server", "http://127.0.0.1:1"], "none answers at http://127.0.0.1:1 ("),
         (["cache", "lookup", "@/nowhere"], "/nowhere cannot be read"),
-        (["cache", "lookup", "1", "--adapter", "x", "y", "z"], "its number is a whole number"),
+        (["cache", "lookup", "1", "--adapter", "x", "y", "z"], "the adapter's number must be a whole number"),
         (["engine", "switch"], "give --freeze on|off"),
         (["engine", "state", "--at", "here"], "--at here: write 'unix:/"),
-        (["cache", "pins", "--at", ""], "no engine is named; give --at"),
-        (["engine", "state", "--at", "unix:/run/{engine}.sock"], "give --at with the engine's name"),
+        (["cache", "pins", "--at", ""], "no address is given; give --at"),
+        (["engine", "state", "--at", "unix:/run/{engine}.sock"], "no engine listens at unix:/run/{engine}.sock; start"),
         (["engine", "state", "--at", "unix:/nowhere/x.sock"], "no engine answers at unix:/nowhere/x.sock"),
     ],
 )
 def test_the_command_reports_what_is_wrong(
     words: list[str], wording: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """One sentence and status 2."""
+    """The command prints one sentence and has status 2."""
     file = tmp_path / "token"
     file.write_text("x" * 32, encoding="utf-8")
     at = [] if "--at" in words else ["--at", "127.0.0.1:1"]
@@ -237,12 +192,15 @@ def test_the_command_reports_what_is_wrong(
 def test_the_command_does_not_show_a_token_that_no_header_can_hold(
     token: str, managed: Managed, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A file of two lines, for instance. It is refused as the engine refuses it, whether or not one answers."""
+    """For example, the token file has two lines.
+
+    The command refuses it like the engine does, even if no engine answers.
+    """
     file = tmp_path / "bad"
     file.write_text(token, encoding="utf-8")
     for at in (str(managed.address), "unix:/nowhere/x.sock"):
         assert cli.main(["engine", "state", "--at", at, "--token-file", str(file)]) == 2
         stated = "".join(capsys.readouterr())
-        assert "manage_token: it has other than printable ASCII characters, or a blank; use `openssl" in stated
+        assert "manage_token: it has a blank, or a character that is not printable ASCII; make a token" in stated
         assert not [word for word in ("t0t0", "s1", "Bearer") if word in stated]
     assert "manage_requests" not in managed.side.counters.totals()

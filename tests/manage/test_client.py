@@ -1,4 +1,4 @@
-"""What an operator reads who asks wrongly: the engine's reason, or the option that is wrong, never something else."""
+"""An operator's wrong request is answered with the engine's reason or the wrong option, never with anything else."""
 
 from __future__ import annotations
 
@@ -17,41 +17,36 @@ import pytest
 from kvpipe.cli import main as cli
 from kvpipe.cli import seen
 from kvpipe.errors import ConfigError, UsageError
-from kvpipe.listening import Address, OperatorSocket
-from kvpipe.manage.client import ask
+from kvpipe.inputs.listening import Address, OperatorSocket
+from kvpipe.manage.client import send_request
 from kvpipe.testing.waiting import WAIT_S
 from tests.manage.conftest import TOKEN, Managed
+from tests.rigs.servers.sockets import free_port
 
 LONG = {"tokens": [100_000] * 145_000}
-"""A prompt that fits into a body as the page has it, and not into a socket's buffer."""
+"""A prompt that fits into a body in the page's form, but not into a socket's buffer."""
 
 
 def test_a_long_prompt_fits(managed: Managed) -> None:
-    """150,000 tokens of six digits do, whoever writes the JSON."""
-    assert ask(managed.address, TOKEN, "POST", "/v1/lookup", LONG)["held_tokens"] == 0
+    """A prompt of 150,000 tokens with six digits fits, whichever JSON writer is used."""
+    assert send_request(managed.address, TOKEN, "POST", "/v1/lookup", LONG)["held_tokens"] == 0
 
 
 @pytest.mark.parametrize("port", [False, True])
 @pytest.mark.parametrize(("token", "times", "wording"), [("x" * 32, 1, r"refused \(401\)"), (TOKEN, 4, "at most 1048")])
 def test_a_refusal_before_the_body_is_read(tmp_path: Path, port: bool, token: str, times: int, wording: str) -> None:
-    """It is read all the same, though the body cannot be sent to its end."""
-    managed = Managed(tmp_path, manage=f"127.0.0.1:{_free_port()}" if port else f"unix:{tmp_path}/e1.sock")
+    """The client reads the refusal, though it cannot send the body to its end."""
+    managed = Managed(tmp_path, manage=f"127.0.0.1:{free_port()}" if port else f"unix:{tmp_path}/e1.sock")
     try:
         with pytest.raises(UsageError, match=wording):
-            ask(managed.address, token, "POST", "/v1/lookup", {"tokens": LONG["tokens"] * times})
+            send_request(managed.address, token, "POST", "/v1/lookup", {"tokens": LONG["tokens"] * times})
     finally:
         managed.server.stop()
 
 
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 @contextlib.contextmanager
 def answering(path: Path, answer: bytes) -> Iterator[None]:
-    """Listen where an engine would, and answer once."""
+    """Listen at an engine's address, and answer once."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()
@@ -77,14 +72,14 @@ def answering(path: Path, answer: bytes) -> Iterator[None]:
     ],
 )  # fmt: skip
 def test_whatever_listens_there(status: str, body: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What it answers draws nothing in a terminal, and is no traceback."""
+    """Another program listens at the address. Its answer cannot control the terminal, and causes no traceback."""
     head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     (tmp_path / "token").write_text(TOKEN, encoding="utf-8")
     with answering(tmp_path / "x.sock", head + body):
         at = ["--at", f"unix:{tmp_path}/x.sock", "--token-file", str(tmp_path / "token")]
         assert cli.main(["engine", "state", *at]) == (0 if b"tiers" in body else 2)
     out = "".join(capsys.readouterr())
-    assert "404" not in status or "this is no management interface" in out
+    assert "404" not in status or "this is not a management interface" in out
     assert out.removesuffix("\n").replace("\n", " ").isprintable()
 
 
@@ -98,14 +93,17 @@ def test_whatever_listens_there(status: str, body: bytes, tmp_path: Path, capsys
     ],
 )
 def test_what_a_path_does_not_have_is_refused(managed: Managed, path: str, status: int, wording: str) -> None:
-    """Nothing is guessed: a misspelt limit would be the default, and a redirection is no answer."""
+    """The server ignores no unknown key, because a misspelt limit would silently be the default.
+
+    It redirects no path.
+    """
     assert managed.ask("GET", path) == (status, {"error": wording})
     assert managed.refused("request") == 1
 
 
 @pytest.mark.parametrize("tokens", [("", TOKEN), (TOKEN, TOKEN), (TOKEN, "x"), ("x", TOKEN)])
-def test_two_tokens_are_none(managed: Managed, tokens: tuple[str, str]) -> None:
-    """Whichever comes last: who stands between may look at the other."""
+def test_two_authorization_headers_are_refused(managed: Managed, tokens: tuple[str, str]) -> None:
+    """A proxy in front may have checked one header while the server would use the other. So both orders are refused."""
     head = "".join(f"Authorization: Bearer {token}\r\n" for token in tokens)
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(WAIT_S)
@@ -123,7 +121,7 @@ def test_two_tokens_are_none(managed: Managed, tokens: tuple[str, str]) -> None:
     ],
 )
 def test_the_remedy_is_for_what_is_wrong(tmp_path: Path, place: str, wording: str) -> None:
-    """Not always another address."""
+    """The message names the action that fits the fault: create a folder, use a shorter path, or use another address."""
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError) as caught:
         OperatorSocket(Address.parse(f"unix:{tmp_path}/{place}"), "e1", "manage")
@@ -131,7 +129,7 @@ def test_the_remedy_is_for_what_is_wrong(tmp_path: Path, place: str, wording: st
 
 
 def test_only_sockets_are_engines(managed: Managed, tmp_path: Path) -> None:
-    """What else lies in the folder, such as a lock, is none."""
+    """The path `{engine}` may match other files, such as a lock. They are not taken for engines."""
     watch = seen.EngineList([Address.parse(f"unix:{tmp_path}/{{engine}}")], TOKEN)
 
     async def looked() -> None:
@@ -146,30 +144,32 @@ def test_only_sockets_are_engines(managed: Managed, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "wording"),
     [
-        (["cache", "pin", "1", "--seconds", "nan"], "--seconds: 'nan' is no number of seconds"),
-        (["cache", "warm", "1", "--seconds", "inf"], "--seconds: 'inf' is no number of seconds"),
-        (["cache", "evict-matching", "--idle-s", "1e999"], "--idle-s: '1e999' is no number of seconds"),
-        (["cache", "holders", "--rows", "many"], "--rows: 'many' is no count"),
-        (["cache", "unpin", "9" * 5000], "is no count"),
-        (["engine", "state", "--requests", "-1"], "--requests: '-1' is no count"),
-        (["top", "--requests", "-1"], "--requests: '-1' is no count"),
-        (["top", "--interval", "soon"], "--interval: 'soon' is no number of seconds"),
-        (["doctor", "--ranks", "0"], "--ranks: '0' is no count: write a number from 1 on"),
-        (["trace", "show", "x", "--slowest", "-1"], "--slowest: '-1' is no count"),
+        (["cache", "pin", "1", "--seconds", "nan"], "--seconds: 'nan' is not a number of seconds"),
+        (["cache", "warm", "1", "--seconds", "inf"], "--seconds: 'inf' is not a number of seconds"),
+        (["cache", "evict-matching", "--idle-s", "1e999"], "--idle-s: '1e999' is not a number of seconds"),
+        (["cache", "holders", "--rows", "many"], "--rows: 'many' is not a count"),
+        (["cache", "unpin", "9" * 5000], "is not a count"),
+        (["engine", "state", "--requests", "-1"], "--requests: '-1' is not a count"),
+        (["top", "--requests", "-1"], "--requests: '-1' is not a count"),
+        (["top", "--interval", "soon"], "--interval: 'soon' is not a number of seconds"),
+        (["doctor", "--ranks", "0"], "--ranks: '0' is not a count: write a number from 1 on"),
+        (["trace", "show", "x", "--slowest", "-1"], "--slowest: '-1' is not a count"),
     ],
 )
 def test_wrong_numbers_are_named(given: list[str], wording: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the option, before anybody is asked."""
+    """The message names the option, and no engine is asked."""
     with pytest.raises(SystemExit, match="2"):
         cli.main(given)
     assert wording in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("piped", "wording"), [(b"\xff\n", "is no text"), (b"\n", "is empty"), (b"", "is empty")])
+@pytest.mark.parametrize(
+    ("piped", "wording"), [(b"\xff\n", "is not UTF-8 text"), (b"\n", "is empty"), (b"", "is empty")]
+)
 def test_no_salt(
     piped: bytes, wording: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It has no digest."""
+    """An empty salt has no digest."""
     (tmp_path / "token").write_text(TOKEN, encoding="utf-8")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(piped), encoding="utf-8"))
     assert cli.main(["cache", "salt", "-", "--token-file", str(tmp_path / "token")]) == 2
@@ -177,8 +177,8 @@ def test_no_salt(
 
 
 def test_a_negative_deadline_is_refused_by_the_engine(managed: Managed) -> None:
-    """And a huge one; nothing is pinned."""
+    """The engine refuses a huge time, too, and pins nothing."""
     for seconds in (-5, 0, 1e10, 1e308):
         with pytest.raises(UsageError, match=r"refused \(422\): seconds: "):
-            ask(managed.address, TOKEN, "POST", "/v1/pins", {"tokens": [1], "seconds": seconds})
+            send_request(managed.address, TOKEN, "POST", "/v1/pins", {"tokens": [1], "seconds": seconds})
     assert json.dumps(managed.good("GET", "/v1/pins")["pins"]) == "[]"

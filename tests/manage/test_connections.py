@@ -36,7 +36,7 @@ def _patient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Manage
 
 @contextlib.contextmanager
 def half_open(managed: Managed, count: int) -> Iterator[None]:
-    """Hold `count` connections that have sent half of a header."""
+    """Hold `count` connections open that have sent half of a header."""
     with contextlib.ExitStack() as stack:
         for _ in range(count):
             client = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -56,7 +56,7 @@ def opened(managed: Managed) -> socket.socket:
 
 
 def test_a_connection_with_the_token_stays_when_many_others_are_half_open(patient: Managed) -> None:
-    """Though it is the oldest one, and idle."""
+    """The connection stays although it is the oldest connection and is idle."""
     with contextlib.closing(connect(patient.address)) as client:
         client.request("GET", "/v1/switches", headers=AUTHORIZATION)
         assert client.getresponse().read()
@@ -73,12 +73,12 @@ def test_a_connection_with_the_token_stays_when_many_others_are_half_open(patien
 def test_a_request_with_the_token_is_read_when_half_open_connections_come_right_behind_it(
     patient: Managed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many as the kernel queues, all accepted before a byte is read."""
+    """As many half-open connections come as the kernel queues, and all are accepted before a byte is read."""
     stalled, goes_on = threading.Event(), threading.Event()
 
     async def lookup(_: object) -> models.HeldTokens:
         stalled.set()
-        goes_on.wait(WAIT_S)  # and with it the loop
+        goes_on.wait(WAIT_S)  # the loop waits meanwhile
         raise ValueError
 
     monkeypatch.setattr(patient.engine, "lookup", lookup)
@@ -95,7 +95,7 @@ def test_a_request_with_the_token_is_read_when_half_open_connections_come_right_
 def test_a_header_that_does_not_end_is_cut_off_at_its_deadline(
     patient: Managed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a new connection, and of one that has had an answer; both long before the end of a connection's life."""
+    """The deadline cuts off new and answered connections long before the limit of a connection's life."""
     with contextlib.closing(opened(patient)) as known:
         known.sendall(GET)
         answered = b""
@@ -113,7 +113,10 @@ def test_a_header_that_does_not_end_is_cut_off_at_its_deadline(
 
 
 def test_the_deadline_of_a_header_begins_with_its_connection_or_its_first_byte(patient: Managed) -> None:
-    """Between requests uvicorn's own limit for idle connections counts."""
+    """The first header has its deadline from the connection's start, later headers from their first byte.
+
+    Between requests uvicorn's own limit applies.
+    """
     there = patient.server._server.server_state.connections
     with contextlib.closing(opened(patient)) as client:
         assert eventually(lambda: len(there) == 1)
@@ -127,12 +130,12 @@ def test_the_deadline_of_a_header_begins_with_its_connection_or_its_first_byte(p
         client.sendall(HALF)
         assert eventually(lambda: one.conn.trailing_data[0] == HALF)
         assert eventually(lambda: one.idle)
-        patient.ask("GET", "/v1/switches")  # the loop has ended the call that has read the half
+        patient.ask("GET", "/v1/switches")  # afterwards the loop has finished the call that has read the half header
         assert one._late is not None
 
 
 def test_the_deadline_of_a_header_ends_with_the_header(patient: Managed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An answer may take longer."""
+    """An answer may take longer than the header's deadline."""
     waits: list[object] = []
 
     async def lookup(_: object) -> models.HeldTokens:
@@ -149,7 +152,7 @@ def test_the_deadline_of_a_header_ends_with_the_header(patient: Managed, monkeyp
 
 
 def test_a_slow_client_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether it sends its header, or its body, bit by bit, or reads nothing."""
+    """A client that sends its header or body slowly, or that reads nothing, is cut off."""
     monkeypatch.setattr(connections, "CONNECTION_S_MAX", 0.3)
     managed = Managed(tmp_path)
     beginnings = (b"", b"GET /v1/st", HEAD + b"Content-Length: 10\r\n\r\n123")
@@ -168,7 +171,7 @@ def test_a_slow_client_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_thousand_connections(managed: Managed) -> None:
-    """Few of them are kept, and a client with the token is served."""
+    """The server keeps only a few of a thousand connections, and serves a client with the token."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4096)), hard))
     clients = []
@@ -185,7 +188,7 @@ def test_a_thousand_connections(managed: Managed) -> None:
 
 
 def test_connections_that_have_asked_make_room(managed: Managed) -> None:
-    """They are open and idle, so the oldest of them ends when another client with the token comes."""
+    """A new client with the token connects at the limit. Then the oldest idle connection ends."""
     clients = [connect(managed.address) for _ in range(connections.CONNECTIONS_MAX)]
     try:
         for client in clients:

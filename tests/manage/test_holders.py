@@ -1,4 +1,4 @@
-"""Whose the pool is, and evictions of whole tenants and of what was not of use for long."""
+"""The holders of the pool are listed, and whole tenants and chunks that were unused for long can be evicted."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import pytest
 from kvpipe.cache.tenants import Tenant
 from kvpipe.cli import main as cli
 from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
-from kvpipe.manage import holders
+from kvpipe.features.pins import PART_CHUNKS, PART_SLOTS
+from kvpipe.manage import reads
 from kvpipe.manage.salts import salt_digest
-from kvpipe.scheduler.pins import PART_CHUNKS, PART_SLOTS
 from kvpipe.testing.catalog_integrity import check_integrity
 from tests.manage.conftest import TOKEN, Managed
 from tests.manage.test_api import prompt
@@ -25,29 +25,29 @@ ALICE, BOB = (salt_digest(TOKEN.encode(), name) for name in ("alice", "bob"))
 
 
 def evict(managed: Managed, **wanted: Any) -> Any:
-    """Evict, while the engine has nothing to do, and check the catalog."""
-    managed.side._turns.give()
+    """Evict while the engine has nothing to do, and check the catalog."""
+    managed.side.turns.give()
     answered = managed.good("POST", "/v1/evict/matching", wanted)
     managed.world.check()
     return answered
 
 
 def save(managed: Managed, name: str, units: int, salt: str = "") -> Any:
-    """Let a request come, be saved, and go."""
+    """Save and finish a request."""
     request = managed.save(name, units, salt)
     managed.side.finished(request)
     return request
 
 
 def tenant(managed: Managed, salt: str, adapter: str = "", digest: bytes = b"") -> Tenant:
-    """Return whose the requests with this salt and adapter are."""
+    """Return the tenant of requests with this salt and adapter."""
     lora = SimpleNamespace(lora_name=adapter, lora_path="/x") if adapter else None
     asked: Any = SimpleNamespace(cache_salt=salt, lora_request=lora)
     return managed.side.catalog.tenants.of(asked, digest)
 
 
 def keep(managed: Managed, key: bytes, whose: Tenant) -> None:
-    """Put a chunk of somebody's into the pool."""
+    """Put a chunk of `tenant` into the pool."""
     catalog = managed.side.catalog
     chunk = catalog.reserve(0, whose)
     assert chunk is not None
@@ -56,7 +56,7 @@ def keep(managed: Managed, key: bytes, whose: Tenant) -> None:
 
 @pytest.fixture
 def clock(managed: Managed) -> list[float]:
-    """The catalog's time, which stands."""
+    """Replace the catalog's clock by one that does not advance."""
     now = [1000.5]
     managed.side.catalog._clock = lambda: now[0]
     managed.side.catalog.refresh([])
@@ -64,12 +64,15 @@ def clock(managed: Managed) -> list[float]:
 
 
 def left(managed: Managed) -> dict[str, int]:
-    """Return how many chunks each salt has."""
+    """Return the number of chunks per salt."""
     return {row["salt_digest"]: row["chunks"] for row in managed.good("GET", "/v1/holders")["tenants_shown"]}
 
 
 def test_who_holds_what(managed: Managed, clock: list[float]) -> None:
-    """By salt, which is not shown, and adapter; those who hold most first. And who has leases."""
+    """Tenants are listed by their salt's digest and by adapter, the largest first.
+
+    Holders of leases are listed, too.
+    """
     save(managed, "a", 40, "alice")
     clock[0] += 7
     save(managed, "b", 20, "bob")
@@ -97,7 +100,7 @@ def test_who_holds_what(managed: Managed, clock: list[float]) -> None:
 
 
 def test_a_pin_is_a_holder(managed: Managed) -> None:
-    """By its number, beside requests."""
+    """A pin is listed with its number, beside requests."""
     save(managed, "a", 32)
     assert not managed.side.pending
     pin = managed.good("POST", "/v1/pins", prompt("a", 32 * UNIT) | {"seconds": 60})["pin"]
@@ -107,9 +110,9 @@ def test_a_pin_is_a_holder(managed: Managed) -> None:
 
 
 def test_many_tenants_are_counted_together(managed: Managed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond a number they are not distinguished, and all slots are counted, however many are looked at in one go."""
-    monkeypatch.setattr(holders, "TENANTS_MAX", 3)
-    monkeypatch.setattr(holders, "SLOTS_PER_TURN", 4)
+    """Tenants beyond a number are counted together. All slots are counted, however many slots a slice reads."""
+    monkeypatch.setattr(reads, "TENANTS_MAX", 3)
+    monkeypatch.setattr(reads, "SLOTS_PER_PART", 4)
     for number in range(10):
         save(managed, f"r{number}", 1, f"s{number}")
     answered = managed.good("GET", "/v1/holders")
@@ -117,7 +120,7 @@ def test_many_tenants_are_counted_together(managed: Managed, monkeypatch: pytest
 
 
 def test_by_salt(managed: Managed) -> None:
-    """All of a salt goes, by itself or by its digest; what has none is another's."""
+    """All chunks of a salt, given by itself or by its digest, are evicted. Chunks without a salt are not."""
     for salt in ("alice", "bob", ""):
         save(managed, f"of {salt}", 20, salt)
     assert evict(managed, cache_salt="alice") == {"chunks": 2, "held": 0, "pins_ended": 0}
@@ -130,11 +133,11 @@ def test_by_salt(managed: Managed) -> None:
     assert left(managed) == {}
     assert managed.side.counters["evicted"] == 6
     gc.collect()
-    assert len(managed.side.catalog.tenants) == 0  # nobody keeps any
+    assert len(managed.side.catalog.tenants) == 0  # no thread keeps tenants
 
 
 def test_by_adapter(managed: Managed) -> None:
-    """By its name, by its bytes, or none; together with a salt both count."""
+    """Chunks are evicted by the adapter's name, by its bytes, or without adapter. A salt can be given, too."""
     for number, (salt, name, digest) in enumerate(
         [("", "poet", b"\1"), ("", "poet", b"\2"), ("alice", "poet", b"\2"), ("alice", "", b""), ("", "clerk", b"\3")]
     ):
@@ -159,7 +162,7 @@ def test_by_adapter(managed: Managed) -> None:
 
 
 def test_by_age(managed: Managed, clock: list[float]) -> None:
-    """Old is what nobody has saved, loaded or had in vLLM's own cache for so long; what is held is of use now."""
+    """A chunk is old if no request has saved, loaded or hit it for the given time. A held chunk is in use now."""
     for name in ("saved", "loaded", "local", "pinned", "reading"):
         save(managed, name, 16, name)
     clock[0] += 100
@@ -173,7 +176,7 @@ def test_by_age(managed: Managed, clock: list[float]) -> None:
     local = managed.world.request("local", 17)
     local.request_id = "at home"
     managed.world.admit_local(local, 16 * UNIT)
-    managed.side._turns.give()
+    managed.side.turns.give()
     managed.good("POST", "/v1/pins", prompt("pinned", 16 * UNIT) | {"seconds": 60})
     reading = managed.world.request("reading", 17)
     reading.request_id = "reader"
@@ -195,7 +198,7 @@ def test_by_age(managed: Managed, clock: list[float]) -> None:
 
 
 def test_what_is_saved_long_after_an_idle_time_is_new(managed: Managed, clock: list[float]) -> None:
-    """The first call after an idle time is of now."""
+    """The first call after an idle time uses the current time."""
     save(managed, "a", 16, "alice")
     clock[0] += 1000
     local = managed.world.request("a", 17)
@@ -204,8 +207,11 @@ def test_what_is_saved_long_after_an_idle_time_is_new(managed: Managed, clock: l
     assert evict(managed, idle_s=100)["chunks"] == 0
 
 
-def test_what_is_held_goes_when_it_is_let_go(managed: Managed) -> None:
-    """As by a prompt: of chunks that are read or written nobody finds any more; pins of them end."""
+def test_held_chunks_are_evicted_when_they_are_released(managed: Managed) -> None:
+    """Chunks in use cannot be found any more, and their pins end, as with an eviction by prompt.
+
+    Their slots are freed later.
+    """
     save(managed, "a", 32, "alice")
     save(managed, "b", 32, "bob")
     writing = managed.world.request("w", 16)
@@ -217,21 +223,21 @@ def test_what_is_held_goes_when_it_is_let_go(managed: Managed) -> None:
     managed.world.admit(reading)
     loads = managed.world.step(reading)
     for name in "ab":
-        managed.side._turns.give()
+        managed.side.turns.give()
         managed.good("POST", "/v1/pins", prompt(name, 32 * UNIT) | {"seconds": 60})
-    managed.side._turns.give()
+    managed.side.turns.give()
     answered = managed.good("POST", "/v1/evict/matching", {"cache_salt": "alice"})
     assert answered == {"chunks": 3, "held": 3, "pins_ended": 1}
     managed.world.succeed(*loads, *saves)
     managed.world.step()
     managed.world.check()
     assert [pin["pin"] for pin in managed.good("GET", "/v1/pins")["pins"]] == [2]
-    assert left(managed) == {BOB: 2} | {"": 1}  # the reader's own
+    assert left(managed) == {BOB: 2} | {"": 1}  # the chunks that the request itself reads
     assert managed.side.catalog.used == 3
 
 
 def test_a_large_pool_is_done_in_parts(tmp_path: Path) -> None:
-    """Slots are looked at some at a time, and dropped fewer at a time, whoever's turn it is."""
+    """Slots are read in slices, and chunks are evicted in smaller slices, whichever thread has the turn."""
     managed = Managed(tmp_path, SchedulerWorld(slots=4 * PART_SLOTS, chunk_units=1))
     try:
         request = save(managed, "a", 3 * PART_SLOTS, "alice")
@@ -246,7 +252,7 @@ def test_a_large_pool_is_done_in_parts(tmp_path: Path) -> None:
 
 
 def test_serving_goes_on_meanwhile(managed: Managed) -> None:
-    """Requests come and go on one thread, evictions and counts on another; nothing is lost, nothing fails."""
+    """One thread serves requests, another thread evicts and counts. Nothing is lost and nothing fails."""
     over, answered = threading.Event(), set[int]()
 
     def order() -> None:
@@ -296,7 +302,7 @@ def test_serving_goes_on_meanwhile(managed: Managed) -> None:
     ],
 )
 def test_what_is_refused(managed: Managed, body: Any, wording: str) -> None:
-    """With the reason; nothing is dropped."""
+    """The refusal has the reason, and nothing is evicted."""
     save(managed, "a", 16)
     assert not managed.side.pending
     status, answered = managed.ask("POST", "/v1/evict/matching", body)
@@ -307,7 +313,7 @@ def test_what_is_refused(managed: Managed, body: Any, wording: str) -> None:
 def test_the_command(
     managed: Managed, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`kvpipe cache holders|salt|evict-matching`."""
+    """The commands `kvpipe cache holders`, `salt` and `evict-matching` work."""
     save(managed, "a", 20, "alice")
     save(managed, "b", 20, "bob")
     assert not managed.side.pending

@@ -1,4 +1,4 @@
-"""The token goes to an engine of one's own user or of root, and to nobody else who listens at a Unix socket."""
+"""The client sends the token only to an engine of its own user or of root, and to no other listener at a socket."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ import pytest
 
 from kvpipe.cli import main as cli
 from kvpipe.errors import ConfigError
-from kvpipe.listening import Address, OperatorSocket
+from kvpipe.inputs.listening import Address, OperatorSocket
 from kvpipe.manage import client
-from kvpipe.testing.forks import done_in_fork, forked
-from kvpipe.testing.servers.sockets import free_port
 from kvpipe.testing.waiting import WAIT_S
 from tests.manage.conftest import TOKEN, Managed
+from tests.rigs.forks import done_in_fork, forked
+from tests.rigs.servers.sockets import free_port
 
 _ANOTHER = 65533
 
 
 @contextlib.contextmanager
 def _another_listens(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    """Listen as another user than asks. Only root can become one, others ask as one; else who listens is made up."""
+    """Listen as another user. Only root can become another user; without root, the listener's user is faked."""
     user = os.geteuid()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         if not user:
             try:
                 os.seteuid(_ANOTHER)
-            except OSError:  # a root without that right, as in some containers
+            except OSError:  # root may lack this right, as in some containers
                 monkeypatch.setattr(client, "_listener", lambda _: _ANOTHER)
         try:
-            listener.listen()  # the kernel remembers who
+            listener.listen()  # the kernel now remembers the listener's user
         finally:
             os.seteuid(user)
         if user:
@@ -44,7 +44,7 @@ def _another_listens(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[so
 
 
 def test_a_fork_ends_nothing_of_its_parents(managed: Managed) -> None:
-    """It may collect the engine it has a copy of: the operators' socket stays, and is served."""
+    """A fork may garbage-collect its copy of the engine. The operators' socket stays and is served."""
     assert done_in_fork(managed.server.stop)
     assert managed.ask("GET", "/v1/switches")[0] == http.client.OK
     with pytest.raises(ConfigError, match="a running engine listens there"):
@@ -53,7 +53,7 @@ def test_a_fork_ends_nothing_of_its_parents(managed: Managed) -> None:
 
 @pytest.mark.parametrize("kind", ["path", "port"])
 def test_what_an_engine_leaves_is_free_while_a_fork_lives(kind: str, tmp_path: Path) -> None:
-    """Else the next engine in the same process would be refused, as the fork has copies of socket and lock."""
+    """A fork has copies of the socket and the lock. The next engine in the process must still get the address."""
     at = f"unix:{tmp_path}/e1.sock" if kind == "path" else f"127.0.0.1:{free_port()}"
     first = Managed(tmp_path, manage=at)
     with forked():
@@ -67,7 +67,7 @@ def test_what_an_engine_leaves_is_free_while_a_fork_lives(kind: str, tmp_path: P
 def test_nobody_else_is_sent_the_token(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who may write to a folder can listen there. The command names where, who, and what to do."""
+    """The token is not sent to another user's socket. The command names the address, the user and the remedy."""
     token, path = tmp_path / "token", tmp_path / "e1.sock"
     token.write_text(TOKEN, encoding="utf-8")
     with _another_listens(path, monkeypatch) as listener:
@@ -86,7 +86,7 @@ def test_nobody_else_is_sent_the_token(
 def test_ones_own_engine_and_roots_are_asked(
     user: int, managed: Managed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a user's own engine, and of root's, he is an operator if he has the token."""
+    """A user with the token operates engines of the own user and of root, but of no other user."""
     monkeypatch.setattr(client, "_listener", lambda _: user)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     at = ["--at", str(managed.address), "--token-file", str(tmp_path / "token")]

@@ -1,4 +1,4 @@
-"""What the OpenAPI document describes is what the server does: who may ask, what is asked and what is answered."""
+"""The OpenAPI document describes what the server does: authorization, requests and answers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
+import openapi_spec_validator
 import pytest
 from fastapi.routing import APIRoute
 
@@ -41,11 +42,11 @@ ASKED: list[tuple[str, str, str, Any]] = [
 
 @pytest.fixture(params=[False, True], ids=["serving", "idle"])
 def asked(managed: Managed, request: pytest.FixtureRequest) -> Managed:
-    """An engine that serves, so that orders wait for its steps, or one that has nothing to do."""
+    """Yield an engine that serves, so that orders wait for its steps, or an engine that has nothing to do."""
     managed.save("a", 4, salt="a")
     managed.engine.wait_s_max = 0.01
-    if request.param:
-        managed.side.orders.turns.give()
+    if not request.param:
+        managed.busy()
     return managed
 
 
@@ -62,7 +63,7 @@ def _valid(document: dict[str, Any], schema: dict[str, Any], value: Any) -> bool
 
 
 def test_answers_are_as_described(asked: Managed) -> None:
-    """Every status that comes is in the document, with the schema of what comes with it."""
+    """Every status that the server returns is in the document, with the schema of its answer."""
     document = asked.good("GET", "/openapi.json")
     for method, path, sent, body in ASKED:
         status, answered = asked.ask(method, sent, body)
@@ -76,7 +77,7 @@ def test_answers_are_as_described(asked: Managed) -> None:
 
 
 def test_what_is_pending_is_accepted_and_no_more(managed: Managed) -> None:
-    """An order that waits for a step is 202: no schema of 200 allows that."""
+    """An order that waits for a step is answered with 202. No schema of a 200 answer matches it."""
     document = managed.good("GET", "/openapi.json")
     pending = models.Pending(order=1).model_dump()
     orders = [one for methods in document["paths"].values() for one in methods.values() if "202" in one["responses"]]
@@ -90,8 +91,8 @@ def test_what_is_pending_is_accepted_and_no_more(managed: Managed) -> None:
 
 
 def test_bodies_are_as_described(managed: Managed) -> None:
-    """What the document calls valid is not refused for its shape, and what it calls wrong is refused."""
-    managed.engine.wait_s_max = 0.01  # orders wait for steps, and it makes none
+    """The server refuses a body for its shape exactly if the document's schema rejects the body."""
+    managed.engine.wait_s_max = 0.01  # orders wait for steps, and the engine makes none
     document = managed.good("GET", "/openapi.json")
     for method, path, sent, body in ASKED:
         if body is None:
@@ -104,7 +105,7 @@ def test_bodies_are_as_described(managed: Managed) -> None:
 
 
 def test_the_document_is_whole(managed: Managed) -> None:
-    """Who reads it learns that there is a token, and where all that it refers to is."""
+    """The document states that a bearer token is needed, and each of its references leads to a schema."""
     document = managed.good("GET", "/openapi.json")
     (named,) = document["security"]
     assert [document["components"]["securitySchemes"][name] for name in named] == [{"type": "http", "scheme": "bearer"}]
@@ -113,8 +114,63 @@ def test_the_document_is_whole(managed: Managed) -> None:
 
 
 def test_no_body_is_read_by_pydantic(managed: Managed) -> None:
-    """It reports every mistake that a body has; while it looks for 100,000 the engine waits for the interpreter."""
+    """Pydantic reports all mistakes of a body.
+
+    While it looks for 100,000 mistakes, the engine waits for the interpreter.
+    """
     app = make_app(managed.engine, managed.side.counters)
     routes = [one for one in app.routes if isinstance(one, APIRoute)]
     assert len(routes) > 5
     assert [one.path for one in routes if one.body_field is not None] == []
+
+
+OPERATIONS = {
+    "state": "GET /v1/state engine",
+    "counters": "GET /v1/counters engine",
+    "switches": "GET /v1/switches engine",
+    "switch": "PUT /v1/switches engine",
+    "holders": "GET /v1/holders cache",
+    "lookup": "POST /v1/lookup cache",
+    "pins": "GET /v1/pins cache",
+    "pin": "POST /v1/pins cache",
+    "unpin": "DELETE /v1/pins/{pin} cache",
+    "evict": "POST /v1/evict cache",
+    "evict_matching": "POST /v1/evict/matching cache",
+    "warm": "POST /v1/warm cache",
+    "order": "GET /v1/orders/{order} cache",
+}
+"""Clients are generated from these ids, so the ids must not change."""
+
+
+def test_operations_keep_their_ids_and_tags(managed: Managed) -> None:
+    """A generated client names its functions and modules after the ids and tags. Every tag has a description."""
+    document = managed.good("GET", "/openapi.json")
+    there = {
+        one["operationId"]: f"{method.upper()} {path} {' '.join(one['tags'])}"
+        for path, methods in document["paths"].items()
+        for method, one in methods.items()
+    }
+    assert there == OPERATIONS
+    described = {one["name"] for one in document["tags"] if one["description"]}
+    assert described == {text.rsplit(" ", 1)[1] for text in OPERATIONS.values()}
+
+
+def test_all_is_described(managed: Managed) -> None:
+    """Each operation, parameter, response, schema and field has a description that names no page of the repository."""
+    document = managed.good("GET", "/openapi.json")
+    operations = [one for methods in document["paths"].values() for one in methods.values()]
+    parts = {one["operationId"]: one for one in operations}
+    for one in operations:
+        name = one["operationId"]
+        parts |= {f"{name}.{part['name']}": part for part in one.get("parameters", [])}
+        parts |= {f"{name}.{status}": part for status, part in one["responses"].items()}
+    for name, schema in document["components"]["schemas"].items():
+        parts |= {name: schema} | {f"{name}.{field}": part for field, part in schema.get("properties", {}).items()}
+    assert len(parts) > 150
+    assert [name for name, part in parts.items() if not part.get("description")] == []
+    assert "docs/" not in str(document)
+
+
+def test_the_document_is_openapi(managed: Managed) -> None:
+    """A validator of OpenAPI 3.1 accepts it, so generators can read it."""
+    openapi_spec_validator.validate(managed.good("GET", "/openapi.json"))

@@ -1,4 +1,4 @@
-"""Operators pin and evict: while the engine serves, while it idles, and when it ends."""
+"""Operators pin and evict while the engine serves, while it is idle, and when it ends."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from kvpipe.cli import main as cli
 from kvpipe.connectors.vllm.trial.scheduler_world import UNIT
+from kvpipe.features.orders import ORDERS_MAX
 from kvpipe.manage.engine import ManagedEngine
-from kvpipe.scheduler.orders import ORDERS_MAX
 from kvpipe.testing.catalog_integrity import check_integrity
 from kvpipe.testing.waiting import WAIT_S, eventually
 from tests.manage.conftest import Managed
@@ -21,7 +21,7 @@ CHUNK = 16
 
 
 def test_pinned_while_idle(managed: Managed) -> None:
-    """Nobody steps: the order is carried out all the same, and the pin is listed until it is given back."""
+    """The order is carried out without a step, and the pin is listed until it ends."""
     managed.side.finished(managed.save("a", 2 * CHUNK + 3))
     assert not managed.side.pending
     answered = managed.good("POST", "/v1/pins", prompt("a", 40 * UNIT) | {"seconds": 60})
@@ -38,7 +38,7 @@ def test_pinned_while_idle(managed: Managed) -> None:
 
 
 def test_evicted_while_idle(managed: Managed) -> None:
-    """Of its salt alone, from a token on."""
+    """Only chunks of the given salt are evicted, from the given token on."""
     for name in ("a", "b"):
         managed.side.finished(managed.save(name, 3 * CHUNK))
     assert not managed.side.pending
@@ -54,8 +54,8 @@ def test_evicted_while_idle(managed: Managed) -> None:
 
 
 def test_what_follows_from_an_order_is_carried_out_while_idle(managed: Managed) -> None:
-    """The end of a pin of which something was evicted; so its slots are free."""
-    managed.side.orders.slice_s_max = 0  # a part each
+    """The eviction of a pinned chunk ends its pin. The pin's other slots become free although no step follows."""
+    managed.side.orders.slice_s_max = 0  # one part per slice
     managed.side.finished(managed.save("a", 2 * CHUNK))
     assert not managed.side.pending
     managed.good("POST", "/v1/pins", prompt("a", 2 * CHUNK * UNIT) | {"seconds": 60})
@@ -65,9 +65,9 @@ def test_what_follows_from_an_order_is_carried_out_while_idle(managed: Managed) 
 
 
 def test_an_engine_that_became_idle_with_many_orders(managed: Managed) -> None:
-    """They are carried out before one is refused because of them."""
+    """The engine carries out waiting orders before it refuses an order because too many wait."""
     managed.side.finished(managed.save("a", 2 * CHUNK))
-    waiting = [managed.side.orders.put(lambda: managed.side.pins.unpin(99)) for _ in range(ORDERS_MAX)]
+    waiting = [managed.side.orders.queue_change(lambda: managed.side.pins.unpin(99)) for _ in range(ORDERS_MAX)]
     assert managed.ask("DELETE", "/v1/pins/1")[0] == 503, "a busy engine has no room for more"
     assert not managed.side.pending
     assert managed.good("POST", "/v1/evict", prompt("a", 2 * CHUNK * UNIT))["chunks"] == 2
@@ -75,9 +75,10 @@ def test_an_engine_that_became_idle_with_many_orders(managed: Managed) -> None:
 
 
 def test_a_busy_engine_carries_it_out_in_its_next_step(managed: Managed) -> None:
-    """The answer that comes first shows that it is pending; then there is one."""
+    """The first answer says that the order is pending. The result follows after the step."""
     managed.engine.wait_s_max = 0.01
     request = managed.save("a", CHUNK)
+    managed.busy()
     wanted = prompt("a", CHUNK * UNIT) | {"seconds": 60}
     status, answered = managed.ask("POST", "/v1/pins", wanted)
     assert (status, answered["pending"]) == (202, True)
@@ -97,7 +98,7 @@ def test_a_busy_engine_carries_it_out_in_its_next_step(managed: Managed) -> None
 
 
 def test_waiting_for_a_busy_engine_takes_no_time(managed: Managed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many operators wait: each looks at its order when something has happened, and not by the clock."""
+    """Waiting operators do not poll. Each reads its order only when it is notified."""
     looked, real = list[int](), ManagedEngine._slice
 
     def counted(engine: ManagedEngine) -> bool:
@@ -106,6 +107,7 @@ def test_waiting_for_a_busy_engine_takes_no_time(managed: Managed, monkeypatch: 
 
     monkeypatch.setattr(ManagedEngine, "_slice", counted)
     managed.engine.wait_s_max = 0.5
+    managed.busy()
     statuses = list[int]()
     threads = [
         threading.Thread(target=lambda: statuses.append(managed.ask("DELETE", "/v1/pins/9")[0])) for _ in range(8)
@@ -118,9 +120,10 @@ def test_waiting_for_a_busy_engine_takes_no_time(managed: Managed, monkeypatch: 
     assert len(looked) <= 8 * 3
 
 
-def test_who_waits_is_answered_as_soon_as_it_is_over(managed: Managed) -> None:
-    """By a step, or once the engine has nothing to do."""
+def test_waiting_operator_is_answered_as_soon_as_the_order_is_carried_out(managed: Managed) -> None:
+    """The answer comes after the step, or as soon as the engine has nothing to do."""
     side, answered = managed.side, list[int]()
+    managed.busy()
     for how in (managed.world.step, lambda: side.pending):
         thread = threading.Thread(target=lambda: answered.append(managed.ask("DELETE", "/v1/pins/9")[0]))
         thread.start()
@@ -131,8 +134,9 @@ def test_who_waits_is_answered_as_soon_as_it_is_over(managed: Managed) -> None:
 
 
 def test_at_the_end_what_is_ordered_is_refused(managed: Managed) -> None:
-    """While it waits, and when it comes later."""
+    """Waiting orders and later orders are refused."""
     waiting, answered = threading.Event(), list[Any]()
+    managed.busy()
 
     def order() -> None:
         waiting.set()
@@ -144,7 +148,7 @@ def test_at_the_end_what_is_ordered_is_refused(managed: Managed) -> None:
     managed.side.shutdown()
     thread.join()
     answered.append(managed.ask("DELETE", "/v1/pins/1"))
-    assert answered == [(503, {"error": "the engine ends"})] * 2
+    assert answered == [(503, {"error": "the engine is shutting down"})] * 2
 
 
 @pytest.mark.parametrize(
@@ -158,7 +162,12 @@ def test_at_the_end_what_is_ordered_is_refused(managed: Managed) -> None:
         ("POST", "/v1/pins", {"tokens": [1], "seconds": 1, "share": 1}, "unknown field `share`"),
         ("POST", "/v1/evict", {"tokens": [1], "from_token": -1}, "from_token"),
         ("POST", "/v1/evict", {"tokens": []}, "tokens"),
-        ("POST", "/v1/evict", {"tokens": [1], "adapter": {"name": "x", "number": 1, "path": "/x"}}, "adapter: not all"),
+        (
+            "POST",
+            "/v1/evict",
+            {"tokens": [1], "adapter": {"name": "x", "number": 1, "path": "/x"}},
+            "adapter: some rank",
+        ),
         ("POST", "/v1/warm", {"tokens": [1]}, "this engine has no tiers"),
         ("POST", "/v1/warm", {"tokens": [1], "seconds": -1}, "seconds"),
         ("DELETE", "/v1/pins/0", None, "pin"),
@@ -167,7 +176,7 @@ def test_at_the_end_what_is_ordered_is_refused(managed: Managed) -> None:
     ],
 )
 def test_what_is_refused(managed: Managed, method: str, path: str, body: Any, wording: str) -> None:
-    """By the field's name, and counted."""
+    """The refusal names the field and is counted."""
     assert not managed.side.pending
     status, answered = managed.ask(method, path, body)
     assert (status, managed.refused("request")) == (422, 1)
@@ -175,7 +184,7 @@ def test_what_is_refused(managed: Managed, method: str, path: str, body: Any, wo
 
 
 def test_serving_goes_on_meanwhile(managed: Managed) -> None:
-    """Requests come and go on one thread, pins and evictions on another; nothing is lost, nothing fails."""
+    """One thread serves requests, another thread pins and evicts. Nothing is lost and nothing fails."""
     over, answered = threading.Event(), list[int]()
     managed.engine.wait_s_max = 25
 
@@ -203,7 +212,7 @@ def test_serving_goes_on_meanwhile(managed: Managed) -> None:
 
 
 def test_the_command(managed: Managed, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """`kvpipe cache pin|pins|unpin|evict|warm|order`."""
+    """The commands `kvpipe cache pin`, `pins`, `unpin`, `evict`, `warm` and `order` work."""
     managed.side.finished(managed.save("a", 20))
     assert not managed.side.pending
     at = ["--json", "--at", str(managed.address), "--token-file", str(tmp_path / "token")]

@@ -1,4 +1,4 @@
-"""What the interface serves, what its page lists and what `kvpipe engine` and `kvpipe cache` ask are the same."""
+"""The interface, its page, and the commands `kvpipe engine` and `kvpipe cache` have the same operations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Operation = tuple[str, str]
 
 
 def _operation(method: str, path: str) -> Operation:
-    """A method and a path; whatever number or name stands in it."""
+    """Return a method and a path, with placeholders for numbers and names."""
     return method.upper(), re.sub(r"\?.*|/(?:\{\w+\}|\d+|[A-Z]+)$", lambda hit: "/N" if hit[0][0] == "/" else "", path)
 
 
@@ -31,7 +31,10 @@ def _served(managed: Managed) -> set[Operation]:
 
 
 def _listed() -> tuple[set[Operation], set[str]]:
-    """Return the operations of the page's table, and its commands. A method without a path is of the next one."""
+    """Return the operations and the commands in the page's table.
+
+    A method without a path belongs to the next path.
+    """
     operations, commands = set[Operation](), set[str]()
     for asked, names in ROW.findall(PAGE.read_text(encoding="utf-8")):
         path = ""
@@ -51,14 +54,14 @@ def _of(add: Callable[[argparse.ArgumentParser], None]) -> dict[str, argparse.Ar
 
 
 def _commands() -> dict[str, argparse.ArgumentParser]:
-    """Return the commands that ask an engine, or have its token: those of tiers have no token."""
+    """Return the commands that ask an engine or have its token. Commands of tiers have no token."""
     both = {"engine": _of(manage.add_parsers), "cache": _of(cache.add_parsers)}
     named = {f"{of} {name}": one for of, commands in both.items() for name, one in commands.items()}
     return {name: one for name, one in named.items() if "--token-file" in one.format_help()}
 
 
 def _asked(monkeypatch: pytest.MonkeyPatch, token: Path) -> dict[str, set[Operation]]:
-    """Return what each command asks when it is called with whatever it needs. Nobody is asked."""
+    """Return the requests that each command would send, called with all required arguments. No engine is asked."""
     out = dict[str, set[Operation]]()
     for name, command in _commands().items():
         asked = out[name] = set()
@@ -67,7 +70,7 @@ def _asked(monkeypatch: pytest.MonkeyPatch, token: Path) -> dict[str, set[Operat
             to.add(_operation(method, path))
             return {}
 
-        monkeypatch.setattr(asking, "ask", ask)
+        monkeypatch.setattr(asking, "send_request", ask)
         given = ["--at", "127.0.0.1:1"] if "--at" in command.format_help() else []
         for one in command._actions:
             value = str(next(iter(one.choices))) if one.choices else "1"
@@ -81,7 +84,10 @@ def _asked(monkeypatch: pytest.MonkeyPatch, token: Path) -> dict[str, set[Operat
 
 
 def test_page_command_and_interface_agree(managed: Managed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Every operation is on the page and has a command; every command is on the page. A state has the switches."""
+    """Every operation has a row on the page and a command, and every command is on the page.
+
+    A state has the switches.
+    """
     served, (listed, commands) = _served(managed), _listed()
     asked = _asked(monkeypatch, tmp_path / "token")
     assert len(served) > 10
@@ -91,7 +97,7 @@ def test_page_command_and_interface_agree(managed: Managed, monkeypatch: pytest.
 
 
 def test_each_command_has_one_place(capsys: pytest.CaptureFixture[str]) -> None:
-    """`kvpipe cache` has what concerns held KV, and `kvpipe engine` names it for what it has not."""
+    """`kvpipe cache` has all commands about held KV, and `kvpipe engine` refers to it for them."""
     asking_cache = {name.removeprefix("cache ") for name in _commands() if name.startswith("cache ")}
     assert asking_cache == set(held.COMMANDS)
     assert not asking_cache & set(_of(manage.add_parsers))
@@ -102,7 +108,7 @@ def test_each_command_has_one_place(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_help_names_who_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    """Below one heading are the commands that ask an engine, below the other those that open tiers; none is missing."""
+    """One heading has the commands that ask an engine, another the commands that open tiers. No command is missing."""
     with pytest.raises(SystemExit, match="0"):
         main.main(["cache", "--help"])
     _, asking_engine, opening_tiers = re.split(r"\n\n(?=ask a running|open tiers)", capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""What `kvpipe engine` and `kvpipe cache` print of an engine's answers: nothing in them is obeyed by a terminal."""
+"""`kvpipe engine` and `kvpipe cache` print an engine's answers so that a terminal obeys nothing in the answers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ ODD = "x\x1b]0;mine\x07[red]y\n"
 def test_ids_of_requests_are_spelled_out(
     words: tuple[str, str], managed: Managed, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A client names its request as it likes; a title for the window, colours and lines in it are shown as text."""
+    """A client chooses the id of its request. Control sequences and line breaks in an id are shown as text."""
     managed.save("a", 20)
     again = managed.world.request("a", 30)
     again.request_id = ODD
     managed.world.admit(again)
     jobs = managed.world.step(again)
-    assert cli.main([*words, "--at", str(managed.address), "--token-file", str(tmp_path / "token")]) == 0
+    with managed.idle():
+        assert cli.main([*words, "--at", str(managed.address), "--token-file", str(tmp_path / "token")]) == 0
     shown = capsys.readouterr().out
     assert {"\x1b", "\x07"}.isdisjoint(shown)
     assert r"x\x1b]0;mine\x07[red]y\n" in shown
@@ -32,7 +33,7 @@ def test_ids_of_requests_are_spelled_out(
 
 
 def test_tables_are_for_people(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Quotas, which lie deeper, have theirs; seconds are short, and numbers end below each other."""
+    """The nested list of quotas is shown as a table of its own. Seconds are rounded, and numbers are aligned."""
     quotas = [{"name": "alice", "salt": "a", "share": 0.5}, {"name": "others", "limit": 0.25}]
     managed = Managed(tmp_path, SchedulerWorld(quotas=quotas))
     managed.save("a", 160, salt="a")

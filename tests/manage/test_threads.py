@@ -1,4 +1,4 @@
-"""What the management thread shares with the scheduler's is named: seen while all that is served is asked."""
+"""`SHARED` names each attribute that the management thread shares with the scheduler's thread."""
 
 from __future__ import annotations
 
@@ -13,40 +13,41 @@ from typing import Any
 
 import pytest
 
-from kvpipe.connectors.vllm.connector import KVPipeConnector
+from kvpipe.connectors.vllm.scheduler_role import SchedulerRole
 from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
+from kvpipe.features.orders import Turns
 from kvpipe.manage import SHARED
 from kvpipe.manage.api import make_app
-from kvpipe.messages import Report, Tally
-from kvpipe.scheduler.base import LATER
-from kvpipe.scheduler.orders import Turns
+from kvpipe.protocol.engine import LATER
+from kvpipe.protocol.messages import Report, Tally
 from kvpipe.testing.held_tier import DictSpec, HeldTier
-from kvpipe.testing.touched_attributes import AttributeWatch, classes_of
 from kvpipe.testing.waiting import WAIT_S, eventually
 from kvpipe.tiers.guard import FIND, guarded
 from kvpipe.trace.recorder import Recorder
 from tests.manage.conftest import Managed
 from tests.manage.test_api import prompt
 from tests.manage.test_tiers import SPACE, hold
+from tests.rigs.touched_attributes import AttributeWatch, classes_of
 
 CHUNK = 16
 SCHEDULER, MANAGEMENT = "scheduler", "management"
 WATCHED = (
-    "kvpipe.manage", "kvpipe.scheduler", "kvpipe.cache", "kvpipe.cache.policy", "kvpipe.statemachine", "kvpipe.tiers",
+    "kvpipe.manage", "kvpipe.features", "kvpipe.scheduler", "kvpipe.cache", "kvpipe.cache.policy",
+    "kvpipe.statemachine", "kvpipe.tiers",
     "kvpipe.trace.log", "kvpipe.trace.recorder",
 )  # fmt: skip
 ORDER_S = 0.05
-"""So long operators wait for an order of an engine that has the turn."""
+"""The time for which operators wait for an order while the engine has the turn."""
 ADAPTER = {"name": "x", "number": 1, "path": "/x"}
 
 
 class WatchedSide:
-    """A side under the eyes of `watch`, its operators, and the engine's calls, which are this thread's."""
+    """A side whose attributes are watched, its operators, and the engine's calls, which the test's thread makes."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
-        """Serves from now on; what is touched is noted from `began` on."""
+        """Serve from now on. Accesses are recorded once `began` is called."""
         self.began, self._borrowed, self._engine = False, False, threading.current_thread()
-        self.idles = False  # whether the engine has nothing to do when operators ask
+        self.idles = False  # whether the engine has nothing to do while operators ask
         self.watch = AttributeWatch(self._role)
         self._note_turns(patch)
         self.watch.watch(classes_of(*WATCHED), patch)
@@ -61,12 +62,12 @@ class WatchedSide:
         self.side.ranks_ready({0: 10}, ["weights"])
         self.side.staging.space.base = SPACE
         connector: Any = SimpleNamespace(scheduler=self.side, counters=self.side.counters, recorder=self.side.trace)
-        self.managed.engine._set_freeze = functools.partial(KVPipeConnector.set_freeze, connector)
-        self.managed.engine._set_bypass = functools.partial(KVPipeConnector.set_bypass, connector)
+        self.managed.engine._set_freeze = functools.partial(SchedulerRole.set_freeze, connector)
+        self.managed.engine._set_bypass = functools.partial(SchedulerRole.set_bypass, connector)
         self._wait_at_most(ORDER_S)
 
     def _role(self) -> str | None:
-        """The management thread has another's part while it has the engine's turn: then it is alone."""
+        """Return the thread's role. While the management thread has the turn, it counts as the engine's thread."""
         thread = threading.current_thread()
         if thread is self._engine:
             return SCHEDULER if self.began else None
@@ -87,16 +88,26 @@ class WatchedSide:
         patch.setattr(Turns, "give_back", giving_back)
 
     def rest(self) -> None:
-        """Step until there is nothing to do: then another thread may have the turn."""
+        """Make steps until there is nothing to do. Then another thread may have the turn."""
         while self.side.pending:
             self.step()
 
     def ask(self, method: str, path: str, body: object = None, expected: int = 200) -> Any:
-        """Return the answer to a request, also if that comes with one of the engine's next steps."""
+        """Return the answer to a request, even if the answer needs one of the engine's next steps.
+
+        A busy engine makes steps while a read waits for them.
+        """
         self.asked.add((method, re.sub(r"/\d+$", "/N", path).partition("?")[0]))
         if self.idles:
             self.rest()
-        status, answer = self.managed.ask(method, path, body)
+        answered = list[tuple[int, Any]]()
+        asks = threading.Thread(target=lambda: answered.append(self.managed.ask(method, path, body)))
+        asks.start()
+        while asks.is_alive():
+            if not self.idles and self.side.orders.reads:
+                self.step()
+            asks.join(0.001)
+        ((status, answer),) = answered
         while status == 202:
             self.step()
             self.asked.add(("GET", "/v1/orders/N"))
@@ -105,7 +116,7 @@ class WatchedSide:
         return answer
 
     def look(self) -> None:
-        """Ask all that changes nothing."""
+        """Send all requests that change nothing."""
         for path in ("state", "holders", "counters", "switches", "pins", "openapi.json"):
             self.ask("GET", f"/v1/{path}" if "." not in path else f"/{path}")
         for name in ("a", "nobody"):
@@ -113,7 +124,7 @@ class WatchedSide:
         self.ask("POST", "/v1/lookup", prompt("a", CHUNK * UNIT) | {"adapter": ADAPTER})
 
     def change(self) -> None:
-        """Ask all that changes something."""
+        """Send all requests that change something."""
         for name in ("freeze", "bypass"):
             for on in (True, False):
                 self.ask("PUT", "/v1/switches", {name: on})
@@ -128,14 +139,14 @@ class WatchedSide:
         self.ask("POST", "/v1/evict/matching", {"cache_salt": "w"})
 
     def step(self) -> None:
-        """Run a step of the engine in which nothing is computed; what it orders of ranks is done."""
+        """Run a step of the engine that computes nothing. Its orders for ranks succeed."""
         step: Any = SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids=None, kv_connector_block_state=None)
         plan = self.side.plan_step(step)
         numbers = [job.id for job in plan.jobs] + [order.id for order in plan.orders]
         self.side.reported(Report(dict.fromkeys(numbers, Tally(1, 0))))
 
     def compute(self, request: Any) -> None:
-        """Let a request come, load what is held of it, and be saved."""
+        """Add a request, load the hit, compute the rest and save it."""
         world, until_s = self.managed.world, time.monotonic() + WAIT_S
         while (answer := self.side.lookup(request, 0)) is LATER:
             assert time.monotonic() < until_s
@@ -148,7 +159,7 @@ class WatchedSide:
         self.side.reported(Report(dict.fromkeys([job.id for job in jobs], Tally(1, 0))))
 
     def live(self, name: str) -> None:
-        """Let requests come, be saved, be preempted, load, and leave; chunks of others make room."""
+        """Save, preempt, load and finish requests, while other requests need the room."""
         world, side = self.managed.world, self.side
         first, again = world.request(name, 2 * CHUNK + 3), world.request(name, 3 * CHUNK)
         again.request_id = f"{name} again"
@@ -165,7 +176,7 @@ class WatchedSide:
         self.look()
 
     def wait_for_a_step(self) -> None:
-        """Let operators wait until a step carries out what they order."""
+        """Make operators wait until a step carries out their orders."""
         engine = self.managed.engine
         self._wait_at_most(WAIT_S)
         asks = threading.Thread(target=self.managed.ask, args=("DELETE", "/v1/pins/1"))
@@ -175,14 +186,27 @@ class WatchedSide:
         asks.join()
         self._wait_at_most(ORDER_S)
 
+    def give_up_a_read(self) -> None:
+        """Make an operator's read time out, because the engine makes no step. Then make a step."""
+        engine, answered = self.managed.engine, list[int]()
+        self.began, engine.read_s_max = False, ORDER_S
+        self.began = True
+        asks = threading.Thread(target=lambda: answered.append(self.managed.ask("GET", "/v1/pins")[0]))
+        asks.start()
+        asks.join()
+        assert answered == [503]
+        self.step()
+        self.began, engine.read_s_max = False, WAIT_S
+        self.began = True
+
     def _wait_at_most(self, seconds: float) -> None:
-        """Set how long an order is waited for: the test's doing, and so by none of the two."""
+        """Set how long operators wait for an order. The test makes this access, so neither thread counts."""
         self.began = False
         self.managed.engine.wait_s_max = seconds
         self.began = True
 
     def replace(self) -> None:
-        """Replace what seldom is: the slots that are ready, the weights, the tiers that are read, all that is held."""
+        """Replace attributes that seldom change: ready slots, weights, tiers that are read, and all chunks."""
         side = self.side
         side.slots_ready({0: 12})
         side.weights.suspect("test")
@@ -199,7 +223,7 @@ class WatchedSide:
 
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WatchedSide]:
-    """Return a side, watched."""
+    """Yield a served and watched side."""
     made = WatchedSide(tmp_path, monkeypatch)
     yield made
     made.began = False
@@ -208,22 +232,22 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WatchedS
 
 
 class Kept:
-    """A number that changes, a list that does, and a name that never does."""
+    """A class with a number that changes, a list that changes, and a name that never changes."""
 
     __slots__ = ("count", "items", "name")
 
     def __init__(self) -> None:
-        """Written here, and so by nobody else."""
+        """The constructor writes all attributes."""
         self.count, self.items, self.name = 0, list[int](), "kept"
 
     @property
     def size(self) -> int:
-        """No attribute of its own."""
+        """A property, which is no attribute."""
         return len(self.items)
 
 
 def test_what_is_shared_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one has written, and containers that it has filled; not what only one touches, or nobody changes."""
+    """The watch reports exactly the attributes and containers that one thread changes and the other thread reads."""
     now = SCHEDULER
     watch = AttributeWatch(lambda: now)
     watch.watch([Kept], monkeypatch)
@@ -240,17 +264,18 @@ def test_what_is_shared_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_the_threads_share_is_named(served: WatchedSide) -> None:
-    """What one of the two writes and the other touches, while nobody has lent it the turn, is in `SHARED`."""
+    """`SHARED` names each attribute that one thread writes and the other uses while the turn is not lent."""
     hold(served.tier, served.managed, "w", CHUNK, 2 * CHUNK)
     served.live("a")
     served.change()
     served.idles = True
-    served.change()  # by the thread that is asked
+    served.change()  # the management thread makes this change
     served.idles = False
     served.live("b")
     served.live("a")
     served.replace()
     served.wait_for_a_step()
+    served.give_up_a_read()
     status, answer = served.managed.ask("DELETE", "/v1/pins/1")
     assert status == 202
     served.side.shutdown()

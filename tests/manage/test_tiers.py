@@ -1,4 +1,4 @@
-"""What tiers have of a prompt: asked beside serving, in a bounded time, and nothing is learned from it."""
+"""Tiers are asked about a prompt while the engine serves, in bounded time. Later lookups do not use their answers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 
 from kvpipe.cli import main as cli
 from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
-from kvpipe.messages import Report
+from kvpipe.protocol.messages import Report
 from kvpipe.statemachine import breaker as m
 from kvpipe.testing.held_tier import DictSpec, HeldTier
 from kvpipe.testing.waiting import PATIENT, WAIT_S
 from kvpipe.tiers.base import Key
-from kvpipe.tiers.finder import chunk_name
 from kvpipe.tiers.guard import FAULTS_MAX, FIND, guarded
+from kvpipe.tiers.prefix_keys import chunk_name
 from tests.manage.conftest import Managed
 
 SPACE, CHUNK = "1" * 32, 16
@@ -40,25 +40,25 @@ def serving(folder: Path, *tiers: HeldTier, space: str = SPACE, **world: Any) ->
 
 
 def hold(tier: HeldTier, managed: Managed, name: str, *ends: int, group: int = 0) -> None:
-    """Let a tier have chunks of the request of that name, by the units that they end at."""
+    """Store chunks of the named request in a tier. `ends` are the units at which the chunks end."""
     keys = managed.world.request(name, max(ends)).block_hashes
     for units in ends:
         tier.values[Key(SPACE, chunk_name(keys[units - 1]), group, 0, 1).text] = b""
 
 
 def lookup(managed: Managed, units: int, **more: Any) -> Any:
-    """Ask for the first units of the request called a."""
+    """Look up the first units of the request `a`."""
     body = {"tokens": list(range(units * UNIT)), "cache_salt": "a", "tiers": True} | more
     return managed.good("POST", "/v1/lookup", body)
 
 
 def of(answered: Any) -> dict[str, Any]:
-    """Return what each tier has, or why that is not known."""
+    """Return what each tier has, or the reason why that is not known."""
     return {row["name"]: row["unknown"] or row["held_tokens"] // UNIT for row in answered["tiers"]}
 
 
 def test_a_slow_tier_is_seen(tmp_path: Path) -> None:
-    """How fast it is read, as ranks have reported, and whether requests do without it."""
+    """The state shows the tier's read rate, as ranks have reported, and whether requests do not wait for the tier."""
     with serving(tmp_path, HeldTier("far")) as managed:
         (tier,) = managed.good("GET", "/v1/state")["tiers"]
         assert (tier["read_bytes_per_s"], tier["slow"]) == (0.0, False)
@@ -70,7 +70,7 @@ def test_a_slow_tier_is_seen(tmp_path: Path) -> None:
 
 
 def test_who_has_how_much(tmp_path: Path) -> None:
-    """Memory, each tier by itself, and all of them together. Nothing is fetched, and nothing changes."""
+    """The answer has memory, each tier by itself, and all of them together. Nothing is fetched or changed."""
     near, far = HeldTier("near"), HeldTier("far")
     with serving(tmp_path, near, far, space="") as managed:
         managed.save("a", 20)
@@ -80,7 +80,7 @@ def test_who_has_how_much(tmp_path: Path) -> None:
         hold(far, managed, "a", 2 * CHUNK, 3 * CHUNK, 3 * CHUNK + 2)
         answered = lookup(managed, 60)
         assert answered["held_tokens"] == 20 * UNIT
-        assert of(answered) == {"near": 2 * CHUNK + 2, "far": 0}  # the first chunk is in no far one
+        assert of(answered) == {"near": 2 * CHUNK + 2, "far": 0}  # the far tier lacks the first chunk
         assert answered["reach_tokens"] == 3 * CHUNK * UNIT
         assert answered["why"] == "not_saved"
         assert of(lookup(managed, 60, cache_salt="b")) == {"near": 0, "far": 0}
@@ -91,14 +91,14 @@ def test_who_has_how_much(tmp_path: Path) -> None:
 
 
 def test_an_engine_without_tiers(managed: Managed) -> None:
-    """Has none to be asked."""
+    """An engine without tiers has no tier to ask."""
     managed.save("a", 4)
     answered = lookup(managed, 8)
     assert (answered["held_tokens"], answered["reach_tokens"], answered["tiers"]) == (4 * UNIT, 4 * UNIT, [])
 
 
 def test_states_and_windows_count_as_in_a_hit(tmp_path: Path) -> None:
-    """A tier that has all of the tokens, and of the states one, can bring what lies before that."""
+    """A tier holds all tokens but only one state. It counts the tokens up to this state."""
     tier = HeldTier("far")
     with serving(tmp_path, tier, windows=(None, None, None), states=(1, 2)) as managed:
         hold(tier, managed, "a", CHUNK, 2 * CHUNK)
@@ -111,7 +111,7 @@ def test_states_and_windows_count_as_in_a_hit(tmp_path: Path) -> None:
 
 
 class Deaf(HeldTier):
-    """Does not let itself be cancelled."""
+    """A tier whose calls ignore cancellation."""
 
     async def exists(self, keys: Sequence[Key]) -> list[bool]:
         """See `Tier.exists`."""
@@ -122,13 +122,16 @@ class Deaf(HeldTier):
 
 
 def test_a_tier_that_cannot_be_asked_is_named(tmp_path: Path) -> None:
-    """One that is down, slow or left alone: others are answered, and requests' lookups learn nothing from it."""
+    """A tier that is down, slow or not used at present is named.
+
+    The other tiers answer. Later lookups do not use these answers.
+    """
     good, bad, deaf = HeldTier("good"), HeldTier("bad"), Deaf("deaf")
     with serving(tmp_path, bad, deaf, good) as managed:
         hold(good, managed, "a", CHUNK)
         assert managed.side.staging is not None
         finder, survey = managed.side.staging.finder, managed.engine.survey
-        lookup(managed, 20)  # all are open
+        lookup(managed, 20)  # all tiers are open now
         bad.trouble = "down"
         for _ in range(2 * FAULTS_MAX):
             assert of(lookup(managed, 20)) == {"bad": "it is down", "deaf": 0, "good": CHUNK}
@@ -138,7 +141,7 @@ def test_a_tier_that_cannot_be_asked_is_named(tmp_path: Path) -> None:
         deaf.hold()
         assert of(lookup(managed, 20)) == {"bad": "no answer in time"} | deaf_too
         again = of(lookup(managed, 20))
-        assert again["deaf"] == "its last answer is still waited for"
+        assert again["deaf"] == "the previous lookup in this tier has not ended"
         assert deaf.waiting == 1
         bad.let_go()
         deaf.let_go()
@@ -147,32 +150,39 @@ def test_a_tier_that_cannot_be_asked_is_named(tmp_path: Path) -> None:
         finder.tiers[0].breakers[FIND].fault("it is slow", slow=True)
         finder.unreadable = frozenset({2})
         left = of(lookup(managed, 20))
-        assert (left["bad"], left["good"]) == ("it is left alone (OPEN)", "some rank leaves it alone")
+        assert (left["bad"], left["good"]) == (
+            "the tier is not used: its breaker is OPEN",
+            "some rank does not read this tier at present",
+        )
         assert managed.side.counters.faults == {}
 
 
 def test_why_none_can_be_asked(tmp_path: Path) -> None:
-    """Before the weights are known, of an adapter that ranks do not agree on, and when the engine ends."""
+    """The reasons are unknown weights, an adapter that differs between ranks, and an engine that ends."""
     with serving(tmp_path, HeldTier("far"), space="") as managed:
         assert of(lookup(managed, 20)) == {"far": "this engine uses no tiers yet"}
         assert managed.side.staging is not None
         managed.side.staging.space.base = SPACE
         adapter = {"name": "x", "number": 7, "path": "/x"}
         answered = lookup(managed, 20, adapter=adapter)
-        assert (of(answered)["far"], answered["why"]) == ("adapter: not all ranks hold it, or hold the same", "adapter")
+        assert (of(answered)["far"], answered["why"]) == (
+            "adapter: some rank does not hold it, or ranks hold different versions of it",
+            "adapter",
+        )
         managed.side.shutdown()
-        assert of(lookup(managed, 20)) == {"far": "the engine ends"}
+        asked = {"tokens": list(range(20 * UNIT)), "tiers": True}
+        assert managed.ask("POST", "/v1/lookup", asked) == (503, {"error": "the engine is shutting down"})
 
 
 @pytest.mark.parametrize("tiers", [1, "yes", None, []])
 def test_what_is_no_question_is_refused(tiers: object, managed: Managed) -> None:
-    """`tiers` is true or false."""
+    """`tiers` must be true or false."""
     status, answered = managed.ask("POST", "/v1/lookup", {"tokens": [1], "tiers": tiers})
     assert (status, answered["error"].split(",")[0]) == (422, "tiers: Expected `bool`")
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It shows a line for each tier."""
+    """The command prints a line for each tier."""
     tier = HeldTier("far")
     with serving(tmp_path, tier) as managed:
         hold(tier, managed, "a", CHUNK)

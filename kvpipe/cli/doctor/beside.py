@@ -1,36 +1,49 @@
-"""Checks of the connectors beside kvpipe, where `kvpipe doctor` is given vLLM's whole `--kv-transfer-config`."""
+"""Checks of the connectors that run beside kvpipe. They need vLLM's whole `--kv-transfer-config` as doctor's input."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from kvpipe.cli.doctor.facts import VLLM, HostFacts
 from kvpipe.cli.doctor.findings import PendingFinding
 
 if TYPE_CHECKING:
-    from kvpipe.config import Settings
+    from kvpipe.config.settings import Settings
 
 NIXL: Final = "nixl"
-"""The module that vLLM imports. Only the wheel of this name has it; `nixl-cu12` alone has it under another name."""
+"""The module that vLLM imports. Only the wheel `nixl` has this module; `nixl-cu12` has the module under another
+name."""
 
 
-def apart(given: str) -> tuple[str, tuple[str, ...]]:
-    """Return kvpipe's extra config in `given`, as JSON, and the names of all connectors in the order they are asked.
+class DoctorInput(NamedTuple):
+    """The parts of doctor's input: kvpipe's extra config as JSON, its `kv_role`, and the names of all connectors.
 
-    `given`: the extra config itself, or vLLM's `--kv-transfer-config`, with kvpipe perhaps under `MultiConnector`.
-    No names are returned for an extra config.
+    The connectors are in the order in which vLLM asks them. If the input is an extra config alone, `role` and
+    `connectors` are empty.
+    """
+
+    extra: str
+    role: str = ""
+    connectors: tuple[str, ...] = ()
+
+
+def read_input(given: str) -> DoctorInput:
+    """Split `given` into its parts. `given`: the extra config, or vLLM's `--kv-transfer-config`, as JSON.
+
+    The latter may configure kvpipe alone, or a `MultiConnector` with several connectors.
     """
     try:
         config = json.loads(given)
-    except (ValueError, RecursionError):  # the check of the configuration reports it
-        return given, ()
+    except (ValueError, RecursionError):  # the check of the configuration reports this error
+        return DoctorInput(given)
     if not isinstance(config, dict) or "kv_connector" not in config:
-        return given, ()
+        return DoctorInput(given)
     children = _extra(config).get("connectors")
     found = [one for one in children if isinstance(one, dict)] if isinstance(children, list) else [config]
-    own = next((_extra(one) for one in found if one.get("kv_connector") == VLLM.NAME), {})
-    return json.dumps(own), tuple(str(one.get("kv_connector")) for one in found)
+    own = next((one for one in found if one.get("kv_connector") == VLLM.NAME), {})
+    names = tuple(str(one.get("kv_connector")) for one in found)
+    return DoctorInput(json.dumps(_extra(own)), str(own.get("kv_role", "")), names)
 
 
 def _extra(config: dict[str, Any]) -> dict[str, Any]:
@@ -39,7 +52,10 @@ def _extra(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_connectors(_: Settings, machine: HostFacts) -> PendingFinding | None:
-    """Kvpipe is among the connectors, is asked first, and NIXL can be imported."""
+    """Check that kvpipe is among the connectors and is asked first, and that a NIXL connector finds its module.
+
+    Returns None if the connectors are not known.
+    """
     names = machine.connectors
     if not names:
         return None
@@ -52,6 +68,6 @@ def check_connectors(_: Settings, machine: HostFacts) -> PendingFinding | None:
         )
         return PendingFinding("fail", f"connectors={listed}: the module {NIXL} is missing", remedy)
     if names[0] != VLLM.NAME:
-        detail = f"connectors={listed}: {names[0]} is asked before kvpipe, and reads what kvpipe has in memory"
+        detail = f"connectors={listed}: {names[0]} is asked before kvpipe, and loads even tokens that kvpipe holds"
         return PendingFinding("warn", detail, f"list {VLLM.NAME} first")
     return PendingFinding("ok", f"connectors={listed}")

@@ -1,7 +1,7 @@
 """Facts about this machine for `kvpipe doctor`: versions, the device, limits, processors.
 
-vLLM and torch are imported only by the functions that need them, so `kvpipe doctor` works without them. Facts about
-vLLM come through its connector (`kvpipe/connectors/vllm/doctor_facts.py`).
+Only the functions that need vLLM or torch import them, so `kvpipe doctor` works without these packages. The connector's
+module `kvpipe/connectors/vllm/doctor_facts.py` supplies the facts about vLLM.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from kvpipe import headroom
-from kvpipe.cli.engine import connector_part
-from kvpipe.geometry import Geometry, Group, Layer
+from kvpipe.cli.doctor.engine import connector_part
+from kvpipe.machine import headroom
+from kvpipe.machine.huge_pages import HUGE_PAGES
+from kvpipe.protocol.geometry import Geometry, Group, Layer
 
 PLUGIN: Final = "kvpipe"
 """The entry point by which vLLM loads kvpipe."""
@@ -25,14 +26,17 @@ VLLM: Final = connector_part("doctor_facts")
 
 
 class DeviceFacts(NamedTuple):
-    """Where the engine computes: `kind` as in torch ("cuda", "cpu"), `label` for people."""
+    """The device on which the engine computes. `kind`: torch's name ("cuda", "cpu"). `label`: a text for users."""
 
     kind: str
     label: str
 
 
 class HashSeeds(NamedTuple):
-    """vLLM's prefix hash algorithms: the default, and those seeded at random unless PYTHONHASHSEED is set."""
+    """vLLM's prefix hash algorithms. `default`: the default one.
+
+    `random`: the algorithms that are seeded at random unless PYTHONHASHSEED is set.
+    """
 
     default: str
     random: frozenset[str]
@@ -53,12 +57,12 @@ def _hash_seeds() -> HashSeeds:
 
 
 def _device() -> DeviceFacts:
-    """Return the device that vLLM computes on, or that torch has where there is no vLLM."""
+    """Return the device on which vLLM computes. Without a working vLLM, return the device that torch finds."""
     import torch  # noqa: PLC0415
 
     try:
         kind = VLLM.device_type()
-    except Exception:  # noqa: BLE001  (the check of vLLM itself reports what is wrong)
+    except Exception:  # noqa: BLE001  (the check of vLLM itself reports the error)
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cuda":
         return DeviceFacts(kind, f"CUDA, {torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}")
@@ -66,8 +70,8 @@ def _device() -> DeviceFacts:
 
 
 def _locked_bytes_max() -> int | None:
-    """Return the soft limit on locked memory, None for no limit."""
-    import resource  # noqa: PLC0415  (not on every system)
+    """Return the soft limit on locked memory in bytes, or None if there is no limit."""
+    import resource  # noqa: PLC0415  (not every system has this module)
 
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
@@ -98,9 +102,9 @@ def probe_geometry(size: int) -> Geometry:
 
 
 class HostFacts(NamedTuple):
-    """The facts that checks use. `ranks`: engine ranks on this host, each with a pool of its own.
+    """The facts that checks use. `ranks`: the number of engine ranks on this host, each with its own pool.
 
-    `connectors`: vLLM's, in the order they are asked; none: not told.
+    `connectors`: vLLM's connectors, in the order in which vLLM asks them. If empty, they are not known.
     """
 
     ranks: int = 1
@@ -110,6 +114,7 @@ class HostFacts(NamedTuple):
     proc: Path = headroom.PROC
     cgroups: Path = headroom.CGROUPS
     cpu_topology: Path = Path("/sys/devices/system/cpu")
+    huge_pages: Path = HUGE_PAGES
     torch_version: Callable[[], str] = _torch_version
     vllm_version: Callable[[], str | None] = VLLM.version
     plugins: Callable[[], Sequence[EntryPoint]] = _plugins

@@ -1,4 +1,4 @@
-"""What a check returns; how findings format numbers and errors."""
+"""The results of doctor's checks, and functions that format numbers and errors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final, Literal, NamedTuple
 from pydantic import ByteSize
 
 from kvpipe.cli.doctor.facts import HostFacts
-from kvpipe.config import Settings
+from kvpipe.config.settings import Settings
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -16,7 +16,7 @@ _DETAIL_CHARS_MAX: Final = 400
 
 
 class Finding(NamedTuple):
-    """What one check found. `remedy` is empty when `status` is ok."""
+    """The result of one check. `remedy` is empty if `status` is ok."""
 
     name: str
     status: Status
@@ -33,7 +33,7 @@ class PendingFinding(NamedTuple):
 
 
 class Check(NamedTuple):
-    """One check. `ask` returns None where there is nothing to check; `if_raised` is the status when it raises."""
+    """One check. `ask` returns None if there is nothing to check. `if_raised`: the status if `ask` raises."""
 
     name: str
     ask: Callable[[Settings, HostFacts], PendingFinding | None]
@@ -47,10 +47,10 @@ def one_line(text: object) -> str:
 
 
 def size_of(size: int) -> str:
-    """Return bytes with a unit, `1.5GiB`."""
+    """Return a number of bytes with a unit, such as `1.5GiB`."""
     return ByteSize(size).human_readable()
 
 
 def dotted(version: tuple[int, ...]) -> str:
-    """Return a version with dots."""
+    """Return a version's numbers, joined with dots."""
     return ".".join(map(str, version))

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Final
 
-from kvpipe import headroom
 from kvpipe.cli.doctor.facts import HostFacts
 from kvpipe.cli.doctor.findings import PendingFinding, one_line, size_of
-from kvpipe.config import Settings
-from kvpipe.cores import parse_cpus
+from kvpipe.config.settings import Settings
+from kvpipe.errors import UsageError
+from kvpipe.machine import headroom
+from kvpipe.machine.cores import parse_cpus
+from kvpipe.machine.huge_pages import shared_huge_pages
+from kvpipe.node.health import health_of
+from kvpipe.node.processes import folder_of_user
 
-POOL_SHARE_WARN: Final = 0.8  # of the free memory; the model and the engine live there too
+POOL_SHARE_WARN: Final = 0.8  # of the free memory, because the model and the engine need memory, too
 POOL_SHARE_FAIL: Final = 1.0
 PIN_BEYOND_BYTES: Final = 16 << 20
 PIN_PROBE_BYTES_MAX: Final = 256 << 20
-RESERVED_CPUS_PER_RANK: Final = 2  # vLLM's own number where there is a KV connector
+RESERVED_CPUS_PER_RANK: Final = 2  # vLLM's own default with a KV connector
 
 
 def check_device(_: Settings, machine: HostFacts) -> PendingFinding:
-    """The engine computes on a device that has a transfer engine."""
+    """Check that kvpipe can copy to and from the engine's device."""
     device = machine.device()
     if device.kind not in {"cuda", "cpu"}:
         detail = f"KV caches on device {device.kind!r} are not supported by this release"
@@ -27,7 +32,7 @@ def check_device(_: Settings, machine: HostFacts) -> PendingFinding:
 
 
 def check_graphs(settings: Settings, machine: HostFacts) -> PendingFinding:
-    """Report which CUDA graphs the mode leads to."""
+    """Report the kind of CUDA graphs that vLLM captures in the configured mode."""
     if machine.device().kind != "cuda":
         return PendingFinding("ok", f"mode={settings.mode}; there are no CUDA graphs without a CUDA device")
     if settings.mode == "layerwise":
@@ -40,7 +45,10 @@ def check_graphs(settings: Settings, machine: HostFacts) -> PendingFinding:
 
 
 def check_locked_memory(settings: Settings, machine: HostFacts) -> PendingFinding:
-    """The pool may be pinned. The driver decides whether the limit binds it, so it is asked with a small piece."""
+    """Check that the pool may be pinned.
+
+    The driver may ignore the limit on locked memory. So a small piece of memory beyond the limit is pinned as a test.
+    """
     if machine.device().kind != "cuda":
         return PendingFinding("ok", "nothing is pinned without a CUDA device")
     limit, pool = machine.locked_bytes_max(), int(settings.pool_bytes_max)
@@ -56,20 +64,20 @@ def check_locked_memory(settings: Settings, machine: HostFacts) -> PendingFindin
     probe = min(pool, limit + PIN_BEYOND_BYTES)
     if probe > PIN_PROBE_BYTES_MAX:
         return PendingFinding(
-            "warn", f"{detail}: if the driver obeys it, copies to and from the rest are slower", remedy
+            "warn", f"{detail}: if the driver enforces the limit, copies to and from the rest are slower", remedy
         )
     try:
         machine.pin(probe)
-    except Exception as e:  # noqa: BLE001  (whatever it is, copies work without)
+    except Exception as e:  # noqa: BLE001  (copies work without pinned memory)
         why = f"{size_of(probe)} could not be pinned ({one_line(e)})"
         return PendingFinding("warn", f"{detail}, and {why}: copies are slower and block the host", remedy)
-    return PendingFinding("ok", f"{detail}, but the driver pins {size_of(probe)} all the same")
+    return PendingFinding("ok", f"{detail}, but the driver still pins {size_of(probe)}")
 
 
 def check_copy_core(settings: Settings, machine: HostFacts) -> PendingFinding:
-    """On CPU, a core is left for copying beside those that vLLM binds its threads to."""
+    """Check that on CPU a core is left for copying, to which vLLM binds none of its threads."""
     if machine.device().kind != "cpu":
-        return PendingFinding("ok", "the device copies by itself")
+        return PendingFinding("ok", "not needed, because the device's copy engines copy")
     if settings.copy_threads == 0:
         return PendingFinding("ok", "copy_threads=0: copies are made inside the forward")
     cpus = machine.cpus()
@@ -80,16 +88,16 @@ def check_copy_core(settings: Settings, machine: HostFacts) -> PendingFinding:
     if settings.copy_threads is None:
         effect = "copies are made inside the forward"
     detail = f"no core of {len(cpus)} is left for copying (VLLM_CPU_OMP_THREADS_BIND={bind}): {effect}"
-    remedy = "set copy_threads to 0 if that is meant"
+    remedy = "set copy_threads to 0 to accept this"
     if len(cpus) > machine.ranks:
         free = ",".join(map(str, sorted(cpus)[: -machine.ranks]))
-        given = free if machine.ranks == 1 else f"lists that together are {free}"
-        remedy = f"leave one out for each rank, here VLLM_CPU_OMP_THREADS_BIND={given}; or {remedy}"
+        given = free if machine.ranks == 1 else f"lists that together have the cores {free}"
+        remedy = f"leave one core free for each rank, here with VLLM_CPU_OMP_THREADS_BIND={given}; or {remedy}"
     return PendingFinding("warn", detail, remedy)
 
 
 def _spare_cpus(machine: HostFacts, cpus: frozenset[int]) -> int:
-    """Count the cores that vLLM's CPU build will leave free, by its rules (`vllm/utils/ompmultiprocessing.py`)."""
+    """Count the cores that vLLM's CPU build will leave free, by the rules of `vllm/utils/ompmultiprocessing.py`."""
     bind = machine.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto")
     if bind not in {"auto", "nobind"}:
         return len(cpus - frozenset().union(*map(parse_cpus, bind.split("|"))))
@@ -97,7 +105,7 @@ def _spare_cpus(machine: HostFacts, cpus: frozenset[int]) -> int:
     if bind == "nobind":
         return len(cpus) - int(machine.environ.get("OMP_NUM_THREADS", used))
     reserved = int(machine.environ.get("VLLM_CPU_NUM_OF_RESERVED_CPU", RESERVED_CPUS_PER_RANK * machine.ranks))
-    return len(cpus) - (used - reserved if used > reserved else used)  # too few to reserve any: it takes all
+    return len(cpus) - (used - reserved if used > reserved else used)  # with too few cores vLLM reserves none
 
 
 def _core(machine: HostFacts, cpu: int) -> str:
@@ -110,8 +118,10 @@ def _core(machine: HostFacts, cpu: int) -> str:
 
 
 def check_memory(settings: Settings, machine: HostFacts) -> PendingFinding:
-    """The ranks' pools fit into what is free: the system's memory, and what the cgroups leave."""
-    pool, ranks = int(settings.pool_bytes_max), machine.ranks
+    """Check that the ranks' pools, or the node's memory, fit into the free memory of the system and of the cgroups."""
+    if settings.pool == "node" and _has_memory(settings.pool_dir or folder_of_user()):
+        return PendingFinding("ok", "the node's memory is allocated already, or reserved: see the check `node pool`")
+    pool, ranks = int(settings.pool_bytes_max), machine.ranks if settings.pool == "private" else 1
     rooms = [headroom.system_room(machine.proc), *headroom.cgroup_rooms(machine.proc, machine.cgroups)]
     free, _, where = min(rooms)
     share = pool * ranks / free if free > 0 else float("inf")
@@ -133,6 +143,32 @@ def check_memory(settings: Settings, machine: HostFacts) -> PendingFinding:
     )
 
 
+def _has_memory(folder: Path) -> bool:
+    """Return whether engines of this node have a memory. An error is reported by the check of the node's memory."""
+    try:
+        status = health_of(folder).status
+    except UsageError:
+        return False
+    return status is not None and bool(status.memories)
+
+
+def check_huge_pages(settings: Settings, machine: HostFacts) -> PendingFinding | None:
+    """Check that the memory of a node gets huge pages. Returns None without `pool: node`."""
+    if settings.pool == "private":
+        return None
+    found = shared_huge_pages(machine.huge_pages)
+    if not found.mode:
+        return PendingFinding("ok", "the kernel has no huge pages for shared memory")
+    state = f"{found.file} is {found.mode!r}"
+    if found.allowed:
+        return PendingFinding("ok", f"{state}: the node's memory gets pages of {size_of(found.page_bytes)}")
+    remedy = f"run `echo advise | sudo tee {found.file}`; a memory that exists keeps its pages"
+    detail = f"{state}: the node's memory has small pages, so a new engine takes longer to map it"
+    return PendingFinding("warn", detail, remedy)
+
+
 def check_shared_memory(_: Settings, __: HostFacts) -> PendingFinding:
     """Report that kvpipe does not use /dev/shm."""
-    return PendingFinding("ok", "not used: the pool is private memory of each rank, whatever the size of /dev/shm")
+    return PendingFinding(
+        "ok", "not used, whatever its size: a private pool is memory of its rank, and a node's memory has no name"
+    )

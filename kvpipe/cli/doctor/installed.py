@@ -1,4 +1,4 @@
-"""Checks of what is installed: Python, torch, vLLM, the plugin, OpenTelemetry."""
+"""Checks of the installed software: Python, torch, vLLM, the plugin, OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 from kvpipe.cli.doctor.facts import PLUGIN, VLLM, HostFacts
 from kvpipe.cli.doctor.findings import PendingFinding, dotted, one_line
-from kvpipe.config import Settings
+from kvpipe.config.settings import Settings
 from kvpipe.errors import UnsupportedError
 
 PYTHON_MIN: Final = (3, 11)
@@ -17,17 +17,17 @@ _MODULE_PATH_REMEDY: Final = f'give vLLM "kv_connector_module_path": "{VLLM.MODU
 
 
 def check_python(_: Settings, machine: HostFacts) -> PendingFinding:
-    """Python is new enough."""
+    """Check that Python is new enough."""
     found = ".".join(map(str, machine.python))
     if machine.python < PYTHON_MIN:
         return PendingFinding(
-            "fail", f"{found} is too old", f"make the environment with Python {dotted(PYTHON_MIN)} or newer"
+            "fail", f"{found} is too old", f"create the environment with Python {dotted(PYTHON_MIN)} or newer"
         )
     return PendingFinding("ok", found)
 
 
 def check_torch(_: Settings, machine: HostFacts) -> PendingFinding:
-    """Torch can be imported and is new enough."""
+    """Check that torch can be imported and is new enough."""
     remedy = f"install torch {dotted(TORCH_MIN)} or newer, in the build that vLLM was made for"
     try:
         found = machine.torch_version()
@@ -35,12 +35,12 @@ def check_torch(_: Settings, machine: HostFacts) -> PendingFinding:
         return PendingFinding("fail", f"it cannot be imported ({one_line(e)})", remedy)
     match = re.match(r"(\d+)\.(\d+)", found)
     if match is None or (int(match[1]), int(match[2])) < TORCH_MIN:
-        return PendingFinding("fail", f"{found} is too old or no release", remedy)
+        return PendingFinding("fail", f"{found} is too old, or not a release", remedy)
     return PendingFinding("ok", found)
 
 
 def check_vllm(_: Settings, machine: HostFacts) -> PendingFinding:
-    """VLLM can be imported and is a release whose contract is recorded."""
+    """Check that vLLM can be imported, and that its version is one that kvpipe supports."""
     remedy = f"install vLLM {' or '.join(map(dotted, VLLM.SUPPORTED))} into this environment"
     try:
         found = machine.vllm_version()
@@ -51,13 +51,13 @@ def check_vllm(_: Settings, machine: HostFacts) -> PendingFinding:
         return PendingFinding("fail", one_line(e), remedy)
     except Exception as e:  # noqa: BLE001  (a broken library raises anything)
         return PendingFinding(
-            "fail", f"it is installed, but cannot be imported ({one_line(e)})", f"mend it, or {remedy}"
+            "fail", f"it is installed, but cannot be imported ({one_line(e)})", f"repair the installation, or {remedy}"
         )
     return PendingFinding("ok", found)
 
 
 def check_plugin(_: Settings, machine: HostFacts) -> PendingFinding:
-    """The entry point is installed and loads, and vLLM then knows the connector by its name."""
+    """Check that the entry point is installed and loads, and that vLLM then knows the connector by its name."""
     plugins = machine.plugins()
     if not plugins:
         detail = f"no entry point {PLUGIN!r} of {VLLM.GROUP} is installed, so vLLM does not know {VLLM.NAME}"
@@ -65,9 +65,9 @@ def check_plugin(_: Settings, machine: HostFacts) -> PendingFinding:
     for plugin in plugins:
         try:
             plugin.load()()
-        except Exception as e:  # noqa: BLE001  (whatever it is, vLLM would go on without the plugin)
+        except Exception as e:  # noqa: BLE001  (vLLM would run without a plugin that raises)
             detail = f"entry point {plugin.value} does not load ({one_line(e)})"
-            return PendingFinding("fail", detail, "mend what the error names, or install kvpipe again")
+            return PendingFinding("fail", detail, "correct the named error, or install kvpipe again")
     if not machine.connector_known():
         detail = f"entry point {plugins[0].value} loads, but vLLM does not know {VLLM.NAME} after it"
         return PendingFinding(
@@ -77,7 +77,11 @@ def check_plugin(_: Settings, machine: HostFacts) -> PendingFinding:
 
 
 def check_plugin_filter(_: Settings, machine: HostFacts) -> PendingFinding:
-    """VLLM_PLUGINS lets the entry point through. vLLM compares the names between commas as they are."""
+    """Check that VLLM_PLUGINS does not exclude the entry point.
+
+    vLLM splits the variable at commas and compares the names exactly, so a name with a blank beside the comma does not
+    match.
+    """
     value = machine.environ.get("VLLM_PLUGINS")
     if value is None:
         return PendingFinding("ok", "not set, every plugin is loaded")
@@ -90,10 +94,11 @@ def check_plugin_filter(_: Settings, machine: HostFacts) -> PendingFinding:
 
 
 def check_hash_seed(settings: Settings, machine: HostFacts) -> PendingFinding:
-    """Engines that share or keep a cache hash blocks alike.
+    """Check that engines that share or keep a cache compute equal block hashes.
 
-    vLLM seeds the hash of a prefix's first block with PYTHONHASHSEED, for every algorithm. Where that is not set, it
-    takes a constant for sha256 and sha256_cbor, and random bytes of the process for xxhash and xxhash_cbor.
+    vLLM seeds the hash of a prefix's first block with PYTHONHASHSEED, for every algorithm. If PYTHONHASHSEED is not
+    set, the seed is a constant for sha256 and sha256_cbor. For xxhash and xxhash_cbor the seed is random in each
+    process.
     """
     value = machine.environ.get("PYTHONHASHSEED")
     if value is not None:
@@ -111,16 +116,18 @@ def check_hash_seed(settings: Settings, machine: HostFacts) -> PendingFinding:
         )
         return PendingFinding("warn", detail, remedy)
     if default in random:
-        detail = f"not set, and vLLM seeds {default} at random: of no matter for a cache in one engine's memory"
+        detail = (
+            f"not set, and vLLM seeds {default} at random, which does not matter for a cache in one engine's memory"
+        )
         return PendingFinding("ok", f"{detail}; caches that are shared or outlive a process need PYTHONHASHSEED")
-    detail = f"not set: {default} (vLLM's default) hashes alike in every process where it is not set"
+    detail = f"not set: {default} (vLLM's default) gives equal hashes in all processes without it"
     if random:
         detail += f"; a shared cache would need PYTHONHASHSEED with {' or '.join(sorted(random))}"
     return PendingFinding("ok", detail)
 
 
 def check_otel(settings: Settings, _: HostFacts) -> PendingFinding | None:
-    """OpenTelemetry can be imported. None where the settings do not ask for it."""
+    """Check that OpenTelemetry can be imported. Returns None if the settings do not use OpenTelemetry."""
     if not settings.otel:
         return None
     names = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")

@@ -1,4 +1,4 @@
-"""Prints what `kvpipe doctor` found, and a verdict."""
+"""Prints the findings of `kvpipe doctor`, and a verdict."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ _STYLES: Final = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
 def main(extra: str, *, as_json: bool, ranks: int = 1) -> int:
-    """Print what was found, and a verdict. Return 1 when a check failed, else 0.
+    """Print the findings and a verdict. Return 1 if a check failed, else 0.
 
     Args:
-        extra: kv_connector_extra_config, or all of --kv-transfer-config, as JSON.
+        extra: kv_connector_extra_config, or the whole --kv-transfer-config, as JSON.
         as_json: print one JSON object instead of lines.
-        ranks: engine ranks on this host, each with a pool of its own.
+        ranks: the number of engine ranks on this host, each with its own pool.
 
     """
-    with _quiet(), redirect_stdout(sys.stderr):  # vLLM logs to stdout, which is for the findings
+    with _quiet(), redirect_stdout(sys.stderr):  # vLLM logs to stdout, where the findings are printed
         findings = examine_extra(extra, ranks=ranks)
     status = max((f.status for f in findings), key=("ok", "warn", "fail").index)
     if as_json:
-        result = {"status": status, "verdict": verdict(findings), "findings": [f._asdict() for f in findings]}
+        result = {"status": status, "verdict": summary(findings), "findings": [f._asdict() for f in findings]}
         print(json.dumps(result, indent=2))  # noqa: T201
     else:
         _show(findings)
     return int(status == "fail")
 
 
-def verdict(findings: Sequence[Finding]) -> str:
-    """Sum up in one sentence."""
+def summary(findings: Sequence[Finding]) -> str:
+    """Return a summary of the findings in one sentence."""
     failed, warned = (sum(f.status == status for f in findings) for status in ("fail", "warn"))
     warnings = f"{warned} {'warning' if warned == 1 else 'warnings'}"
     if failed:
@@ -51,7 +51,7 @@ def verdict(findings: Sequence[Finding]) -> str:
 
 
 def _show(findings: Sequence[Finding]) -> None:
-    """Print a line per finding, its remedy below it. Lines are not wrapped, so that a pipe sees them whole."""
+    """Print a line per finding, with its remedy below. Lines are not wrapped, so that other programs can read them."""
     console = Console(highlight=False)
     width = max(len(f.name) for f in findings)
     for f in findings:
@@ -59,12 +59,12 @@ def _show(findings: Sequence[Finding]) -> None:
         console.print(line, soft_wrap=True)
         if f.status != "ok":
             console.print(Text(f"{'':<6}{'':<{width}}  -> {one_line(f.remedy)}"), soft_wrap=True)
-    console.print(Text(verdict(findings), style="bold"), soft_wrap=True)
+    console.print(Text(summary(findings), style="bold"), soft_wrap=True)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Let vLLM log errors only, unless its level was set."""
+    """Let vLLM log errors only, unless the variable VLLM_LOGGING_LEVEL is set."""
     key = "VLLM_LOGGING_LEVEL"
     if key in os.environ:
         yield

@@ -1,0 +1,71 @@
+"""`kvpipe pool start|status`: the memory that all engines of a node share."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from kvpipe.cli.node_view import lines
+from kvpipe.errors import ConfigError
+from kvpipe.node.connect import ADOPT_S
+from kvpipe.node.health import HolderHealth, health_of
+from kvpipe.node.holder import Holder
+from kvpipe.node.messages import MemoryStatus
+from kvpipe.node.processes import checked_folder, folder_of_user, holder_of
+
+FOREVER_S: Final = 1e12
+
+
+def add_parsers(pool: argparse.ArgumentParser) -> None:
+    """Add the subcommands of `kvpipe pool`. Each of them sets `run`."""
+    sub = pool.add_subparsers(required=True, metavar="COMMAND")
+    start = sub.add_parser("start", help="hold the memory until this process is stopped, for a service manager")
+    start.set_defaults(run=_start)
+    status = sub.add_parser("status", help="show the holder, the slots and the engines")
+    status.add_argument("--json", action="store_true", help="print JSON")
+    status.set_defaults(run=_status)
+    for one in (start, status):
+        one.add_argument("--dir", type=Path, default=None, help="the engines' pool_dir (default: as theirs)")
+
+
+def _start(args: argparse.Namespace) -> int:
+    folder = checked_folder(args.dir or folder_of_user())
+    try:
+        holder = Holder(folder, adopt_s=ADOPT_S, keep_s=FOREVER_S)
+    except BlockingIOError:
+        raise ConfigError(
+            f"kvpipe: {folder} has a holder already (process {holder_of(folder)}); let it end, or give another --dir"
+        ) from None
+    for one in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(one, lambda *_: holder.end())
+    sys.stdout.write(f"holding {folder}; the first engine makes the memory\n")
+    sys.stdout.flush()
+    holder.run()
+    return 0
+
+
+def _status(args: argparse.Namespace) -> int:
+    folder = args.dir or folder_of_user()
+    health = health_of(folder)
+    if args.json:
+        sys.stdout.write(json.dumps(as_dict(health)) + "\n")
+    else:
+        sys.stdout.write("\n".join(lines(folder, health)) + "\n")
+    return int(health.status is None)
+
+
+def as_dict(health: HolderHealth) -> dict[str, object]:
+    """Return the status as plain data."""
+    status = health.status
+    memories = [] if status is None else msgspec.to_builtins([_as_dict(one) for one in status.memories])
+    return {"holder": health.pid, "answers": status is not None, "why": health.why, "memories": memories}
+
+
+def _as_dict(memory: MemoryStatus) -> dict[str, object]:
+    return msgspec.structs.asdict(memory) | {"clients": [msgspec.structs.asdict(one) for one in memory.clients]}
