@@ -1,1 +1,1 @@
-"""vLLM's KV connector: vLLM loads the class in `connector.py`, which calls `kvpipe.scheduler` and `kvpipe.worker`."""
+"""kvpipe's KV connector for vLLM. The class in `connector.py` calls `kvpipe.scheduler` and `kvpipe.worker`."""

@@ -1,4 +1,4 @@
-"""The one place that knows what differs between vLLM versions, and which versions are supported."""
+"""Checks the version of the installed vLLM. This module alone defines which versions kvpipe supports."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from importlib.metadata import PackageNotFoundError, version
 from kvpipe.errors import UnsupportedError
 
 SUPPORTED: tuple[tuple[int, int], ...] = ((0, 32), (0, 33))
-"""(major, minor) of the releases whose connector contract is recorded in `tests/contract/records/` and tested."""
+"""(major, minor) of the supported releases. Their connector contract is recorded in `tests/contract/records/`."""
 
 
 def installed_version() -> str:
-    """Return the version of the vLLM in use, from the package itself, or from its distribution."""
+    """Return the version of the imported vLLM, or the version of its distribution if the package states none."""
     try:
         from vllm import __version__  # noqa: PLC0415  (only the connector side may import vllm)
     except ImportError:

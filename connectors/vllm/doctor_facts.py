@@ -1,4 +1,4 @@
-"""What `kvpipe doctor` asks of vLLM, and of the connector's place in it. vLLM is imported by what asks it."""
+"""Facts about vLLM and about the connector's registration, for `kvpipe doctor`. Functions import vLLM when called."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ __all__ = [
 ]
 
 GROUP: Final = "vllm.general_plugins"
-"""The entry points that vLLM loads; one of them is `plugin.register`."""
+"""The group of the entry points that vLLM loads. `plugin.register` is an entry point of this group."""
 
 
 def version() -> str | None:
-    """Return the version of the vLLM in use, or None where there is none. Raises what its import raises."""
+    """Return the version of the installed vLLM, or None if vLLM is not installed.
+
+    Raises the errors of vLLM's import.
+    """
     if importlib.util.find_spec("vllm") is None:
         return None
     importlib.import_module("vllm")
@@ -36,7 +39,7 @@ def version() -> str | None:
 
 
 def connector_known() -> bool:
-    """Whether vLLM's factory finds the connector's class by its name."""
+    """Whether vLLM's factory finds the class `KVPipeConnector` by its name."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: PLC0415
 
     try:
@@ -46,7 +49,10 @@ def connector_known() -> bool:
 
 
 def hash_seeds() -> tuple[str, frozenset[str]]:
-    """Return vLLM's default prefix hash, and those that it seeds at random: asked twice, their seeds differ."""
+    """Return (vLLM's default hash algorithm, the algorithms with a random seed).
+
+    A seed is random if two calls return different seeds.
+    """
     from vllm.config.cache import CacheConfig, PrefixCachingHashAlgo  # noqa: PLC0415
     from vllm.utils.hashing import get_hash_fn_by_name  # noqa: PLC0415
     from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed as seed  # noqa: PLC0415
@@ -57,9 +63,9 @@ def hash_seeds() -> tuple[str, frozenset[str]]:
 
 
 def first_hash(algorithm: str) -> str:
-    """Return the algorithm's name, and a digest of what every chain of vLLM's block hashes begins with.
+    """Return the algorithm's name and a digest of the seed with which every chain of vLLM's block hashes begins.
 
-    PYTHONHASHSEED seeds it, for sha256 too: engines with another value, or with none, share no hash.
+    PYTHONHASHSEED sets the seed, for sha256 too. Two engines share block hashes only if both have the same value.
     """
     from vllm.utils.hashing import get_hash_fn_by_name  # noqa: PLC0415
     from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed  # noqa: PLC0415
@@ -70,7 +76,7 @@ def first_hash(algorithm: str) -> str:
 
 
 def device_type() -> str:
-    """Return what vLLM computes on, as torch names it."""
+    """Return the type of the device on which vLLM computes, as torch names it."""
     from vllm.platforms import current_platform  # noqa: PLC0415
 
     return str(current_platform.device_type)

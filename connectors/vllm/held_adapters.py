@@ -1,8 +1,9 @@
 """Records the LoRA adapters that vLLM loads in this process, for the worker side.
 
-vLLM loads adapters in one place, `WorkerLoRAManager._load_adapter`: ahead of time, in the step of a request (before
-the step's metadata is bound), and again when one was evicted or is to be replaced. What it has loaded carries the
-digest of its files; if they changed meanwhile nobody knows what was read, and it is shared with nobody.
+vLLM loads all adapters through `WorkerLoRAManager._load_adapter`, either ahead of time, or in a request's step before
+the step's metadata is bound. vLLM loads an adapter again after an eviction, or to replace the adapter. Each loaded
+adapter carries the digest of its files. If the files changed during the load, the loaded version is unknown. The
+adapter then gets a random digest, so that no other engine shares its KV.
 """
 
 from __future__ import annotations
@@ -16,15 +17,18 @@ from typing import Any, Final
 
 import msgspec
 
-from kvpipe.adapter_files import read_as
+from kvpipe.threads.adapter_files import read_as
 from kvpipe.worker.adapters import HeldAdapters, Loaded
 
 MARK: Final = "kvpipe_loaded"
 ORIGINAL: Final = "kvpipe_original"
 
 
-def watch(held: HeldAdapters) -> None:
-    """Record in `held` the adapters that vLLM loads in this process from now on, and those that its manager holds."""
+def record_loads(held: HeldAdapters) -> None:
+    """Record in `held` every adapter that vLLM loads in this process from now on.
+
+    After a load, `held.now` returns the digests of all adapters that vLLM's manager holds.
+    """
     from vllm.lora.worker_manager import WorkerLoRAManager  # noqa: PLC0415  (imports models)
 
     original: Any = getattr(WorkerLoRAManager._load_adapter, ORIGINAL, WorkerLoRAManager._load_adapter)  # noqa: SLF001
@@ -40,7 +44,7 @@ def watch(held: HeldAdapters) -> None:
 
 
 def _load(held: HeldAdapters, original: Callable[[Any, Any], Any], manager: Any, request: Any) -> Any:  # noqa: ANN401
-    """Load an adapter as vLLM does, and record the digest of the files that it has read."""
+    """Load an adapter with vLLM's own function, and record the digest of the adapter's files."""
     folder, resolved = _resolved(request)
     before = held.read(folder)
     adapter = original(manager, resolved)
@@ -54,7 +58,7 @@ def _load(held: HeldAdapters, original: Callable[[Any, Any], Any], manager: Any,
 
 
 def _marks(manager: Any) -> Callable[[], dict[int, bytes]]:  # noqa: ANN401
-    """Return a function that returns the digests that `manager` holds, by number; empty once it is gone."""
+    """Return a function that returns the digests of the manager's adapters, by number; empty after its deletion."""
     known = weakref.ref(manager)
 
     def now() -> dict[int, bytes]:
@@ -67,7 +71,7 @@ def _marks(manager: Any) -> Callable[[], dict[int, bytes]]:  # noqa: ANN401
 
 
 def _resolved(request: Any) -> tuple[str, Any]:  # noqa: ANN401
-    """Return (the folder that vLLM reads the adapter from, a request for that folder), so that a hub is asked once."""
+    """Return (the adapter's folder, a request with that folder as path), so that vLLM queries a hub only once."""
     from vllm.lora.utils import get_adapter_absolute_path  # noqa: PLC0415
 
     folder = get_adapter_absolute_path(request.lora_path)

@@ -1,8 +1,9 @@
-"""Which layers vLLM calls the connector's hooks for, and when in a step.
+"""Finds the layers for which vLLM calls the connector's hooks, and when in a step vLLM calls the hooks.
 
-VLLM calls them in the operators of `Attention` and `MLAAttention`. A layer of another class, or of one of theirs whose
-`forward` is its own, may attend without: the caches of DeepSeek V3.2 and V4, of their indexers, and more. Only
-what is known to call its hooks is relied on; a layer that is taken for one without loses overlap and nothing else.
+vLLM calls the hooks in the operators of `Attention` and `MLAAttention`. A layer of another class, or of a subclass with
+its own `forward`, may attend without these operators. Examples are the caches of DeepSeek V3.2 and V4, and of their
+indexers. kvpipe relies on hooks only for layers that are known to call them. If a layer counts as unhooked, its copies
+only lose overlap with compute.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from vllm import envs
 from vllm.config import CUDAGraphMode
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 
-from kvpipe.connectors.vllm import drafters
-from kvpipe.connectors.vllm.models import refuse
+from kvpipe.connectors.vllm.identity import drafters
+from kvpipe.connectors.vllm.identity.models import refuse
 from kvpipe.worker.caches import Hooks
 
 if TYPE_CHECKING:
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
 
 
 _OPERATORS: Final = frozenset({"vllm::unified_attention_with_output", "vllm::unified_mla_attention_with_output"})
-"""The classes of layers whose operators call the hooks."""
+"""The custom operators that call the hooks."""
 
 
-def hooks(config: VllmConfig, caches: Mapping[str, torch.Tensor], mode: str) -> Hooks:
-    """Return what vLLM's runner calls for the layers of `caches`. Raises as `unhooked`."""
+def hooks(config: VllmConfig, caches: Mapping[str, torch.Tensor], mode: str) -> Hooks[str]:
+    """Return the hooks that vLLM's runner calls for the layers of `caches`. Raises the errors of `unhooked`."""
     return Hooks(unhooked(config, caches, mode), is_replayed if replays(config) else None, fences_late(config, caches))
 
 
@@ -37,20 +38,19 @@ def is_hooked(layer: object) -> bool:
     """Whether vLLM calls the hooks before and after the attention of `layer`."""
     forward = getattr(type(layer), "forward", None)
     if forward is MLAAttention.forward:
-        return not getattr(layer, "use_direct_call", False)  # past the operator, and its hooks
+        return not getattr(layer, "use_direct_call", False)  # a direct call skips the operator and its hooks
     return forward is Attention.forward
 
 
 def unhooked(config: VllmConfig, names: Iterable[str], mode: str) -> frozenset[str]:
-    """Return those of the layers `names` before and after whose attention no hook is called, or heeded in `mode`.
+    """Return the layers among `names` for which vLLM calls no hooks, or whose hooks `mode` ignores.
 
-    To be asked when vLLM has resolved its modes: of what a CUDA graph has captured no hook is called when it is
-    replayed. VLLM asks whether a connector needs graphs of pieces before all of that is decided: `fuse_attn_quant`,
-    for one, chooses graphs of whole steps later.
+    Call this function only after vLLM has resolved its CUDA graph modes, because the replay of a captured graph calls
+    no hook. When vLLM calls `requires_piecewise_for_cudagraph`, the modes are not resolved yet. For example,
+    `fuse_attn_quant` chooses graphs of whole steps later.
 
     Raises:
-        UnsupportedError: `mode` is layerwise, and there will be steps without hooks, or layers that run several times.
-
+        UnsupportedError: `mode` is layerwise, but some steps will call no hooks or some layers run several times.
     """
     inside = _attention_inside(config)
     graphs = config.compilation_config.cudagraph_mode
@@ -60,25 +60,29 @@ def unhooked(config: VllmConfig, names: Iterable[str], mode: str) -> frozenset[s
     drafts = drafters.has_kv(config)
     if drafts and mode == "layerwise":
         refuse("mode='layerwise' with a drafter that has KV (its layers run several times)", "set mode to 'auto'")
-    made = config.compilation_config.static_forward_context
-    none = inside or mode == "step" or drafts
+    made, none = config.compilation_config.static_forward_context, ignored(config, mode) or drafts
     return frozenset(name for name in names if none or not is_hooked(made.get(name)))
 
 
+def ignored(config: VllmConfig, mode: str) -> bool:
+    """Whether no layer's hook is used: `mode` ignores hooks, or attention is inside captured graph pieces."""
+    return mode == "step" or bool(_attention_inside(config))
+
+
 def replays(config: VllmConfig) -> bool:
-    """Whether some steps are replayed from graphs of whole steps, without hooks; those that prefill have them."""
+    """Whether some steps replay CUDA graphs of whole steps, which call no hooks. Steps with a prefill call hooks."""
     graphs = config.compilation_config.cudagraph_mode
     return graphs is not None and bool(graphs.has_full_cudagraphs())
 
 
 def is_replayed(context: ForwardContext) -> bool:
-    """Whether the step that begins is replayed. Runner V2 has no context then, V1 one whose mode is FULL."""
+    """Whether the step replays a CUDA graph. Runner V2 then gives an empty context, V1 a context with mode FULL."""
     graphs = getattr(context, "cudagraph_runtime_mode", None)
     return getattr(context, "attn_metadata", None) is None or graphs == CUDAGraphMode.FULL
 
 
 def _attention_inside(config: VllmConfig) -> str:
-    """Return why attention is part of captured pieces, so that hooks would not be called; "" if it is not."""
+    """Return why attention is inside captured graph pieces, which call no hooks, or "" if attention is outside."""
     compilation = config.compilation_config
     graphs = compilation.cudagraph_mode
     if graphs is None or not graphs.has_piecewise_cudagraphs() or envs.VLLM_USE_BREAKABLE_CUDAGRAPH:
@@ -91,9 +95,9 @@ def _attention_inside(config: VllmConfig) -> str:
 def fences_late(config: VllmConfig, caches: Mapping[str, torch.Tensor]) -> bool:
     """Whether the fence of a step's saves is set in the next step's `handle_preemptions`, not in `wait_for_save`.
 
-    Runner V1 calls `wait_for_save` before logits and sampling, which need not wait for copies, and `handle_preemptions`
-    first of all in each step, before it zeroes or copies blocks. Runner V2 does it the other way round: it samples
-    first, and zeroes blocks before `handle_preemptions`. On a CPU the fence is the host's wait, after which a
-    step's saves are reported with the step.
+    Runner V1 calls `wait_for_save` before logits and sampling, which need not wait for copies. Runner V1 begins each
+    step with `handle_preemptions`, before it zeroes or copies blocks. Runner V2 samples before `wait_for_save`, and
+    zeroes blocks before `handle_preemptions`. On a CPU the fence is a wait of the host in `wait_for_save`, so that a
+    step's saves are reported with the same step.
     """
     return not config.use_v2_model_runner and all(cache.is_cuda for cache in caches.values())

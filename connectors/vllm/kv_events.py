@@ -1,21 +1,22 @@
-"""vLLM's KV cache events for what kvpipe holds, for prefix-aware routers (medium ``CPU``).
+"""vLLM's KV cache events for the chunks that kvpipe holds, for prefix-aware routers.
 
-A lookup finds a chunk at the chunk's marks and nowhere else: at its end, and where a prompt or an answer has ended in
-it. So each mark is announced as one block, from the chunk's first token to the mark, however many of the engine's
-blocks that is. A block is removed when its mark goes. Events contain everything that a block's hash covers, as vLLM's
-own do: a consumer that receives all of them has the catalog's index.
+Chunks in memory have the medium ``CPU``. Chunks in tiers have ``STORAGE``, the tier's locality, and its name as owner.
+
+A lookup finds a chunk only at the chunk's marks: at its end, and at each position where a prompt or an answer has
+ended. So each mark is announced as one block, from the chunk's first token to the mark. The announced block may be
+longer than the engine's blocks. The block is removed when its mark is removed. Events contain everything that a block's
+hash covers, as vLLM's own events do. A consumer that receives all events has the catalog's index.
 """
 
 from __future__ import annotations
 
 import functools
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
-from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
+from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import (
     generate_block_hash_extra_keys,
     maybe_convert_block_hash,
@@ -23,7 +24,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
-from kvpipe.cache.catalog import Chunk
+from kvpipe.cache.chunks import Chunk
 from kvpipe.cache.tenants import SALT_KEPT_CHARS_MAX
 
 if TYPE_CHECKING:
@@ -32,11 +33,28 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-    from kvpipe.geometry import Geometry
+    from kvpipe.protocol.geometry import Geometry
+    from kvpipe.tiers.guard import GuardedTier
+
+
+class BlockPlace(NamedTuple):
+    """The fields of a block's events that state where the block is."""
+
+    medium: str
+    locality: str | None = None
+    ownership: str | None = None
+
+
+MEMORY: Final = BlockPlace(MEDIUM_CPU)
+
+
+def place_of(tier: GuardedTier) -> BlockPlace:
+    """Return the place of a tier's blocks. The locality is None if it is unknown."""
+    return BlockPlace(MEDIUM_STORAGE, tier.spec.locality.upper() or None, tier.name)
 
 
 class AnnouncedBlock(NamedTuple):
-    """A chunk's tokens up to one of its marks, and all that their hash covers."""
+    """A chunk's tokens up to one of its marks, and everything else that the block's hash covers."""
 
     hash: BlockHash
     parent: BlockHash | None
@@ -48,35 +66,40 @@ class AnnouncedBlock(NamedTuple):
 
 
 class EndedPrompt:
-    """What events need of a request that is over, without whatever else its client has sent with it."""
+    """The fields of a finished request that events need. The request's other data is dropped."""
 
     __slots__ = ("all_token_ids", "block_hashes", "cache_salt", "lora_request", "num_tokens", "session_id")
     mm_features, prompt_embeds = (), None
 
     def __init__(self, request: Request) -> None:
-        """`request`: one without pictures and embeddings."""
+        """Keep the fields of `request`, which has no images and no embeddings."""
         for name in self.__slots__:
             setattr(self, name, getattr(request, name))
 
 
 class KvEvents:
-    """Collects events until vLLM takes them."""
+    """Collects the KV events of one engine until vLLM takes the events."""
 
-    def __init__(self, cache: KVCacheConfig, geometry: Geometry, hash_tokens: int) -> None:
-        """`hash_tokens`: tokens per block hash."""
+    def __init__(
+        self, cache: KVCacheConfig, geometry: Geometry, hash_tokens: int, tiers: Iterable[GuardedTier] = ()
+    ) -> None:
+        """Start without events. `hash_tokens` is the number of tokens per block hash."""
+        self._tiers = [place_of(tier) for tier in tiers]
         self._hashes_per_unit, self._hash_tokens = geometry.unit_tokens // hash_tokens, hash_tokens
         self._ahead = -(-geometry.ahead_tokens // hash_tokens)
         self._states = geometry.states
         specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
         self._kinds = [(get_kv_cache_spec_kind(one).value, get_kv_cache_spec_sliding_window(one)) for one in specs]
-        self._held: Counter[tuple[int, BlockHash]] = Counter()
-        self._of: dict[Chunk, dict[bytes, AnnouncedBlock]] = {}  # of each chunk, by the key of the mark
+        # By place, cache group and hash: the number of chunks that hold the block, and the block.
+        self._held: dict[tuple[BlockPlace, int, BlockHash], tuple[int, AnnouncedBlock]] = {}
+        self._of: dict[Chunk, dict[bytes, AnnouncedBlock]] = {}  # by chunk, then by key of the mark
         self._events: list[KVCacheEvent] = []
 
     def watch(self, manager: KVCacheManager, taken: Callable[[], AbstractContextManager[None]]) -> None:
-        """Announce all blocks again when vLLM empties its own cache: its event has no medium, so consumers forget all.
+        """Announce all blocks again whenever vLLM empties its own prefix cache.
 
-        `taken`: takes the turn meanwhile (`kvpipe.scheduler.orders`).
+        vLLM's event for the emptied cache names no medium, so consumers forget kvpipe's blocks too. `taken` returns a
+        context manager that holds the turn (`kvpipe.features.orders`).
         """
         reset = manager.reset_prefix_cache
 
@@ -91,51 +114,62 @@ class KvEvents:
         manager.reset_prefix_cache = watched  # type: ignore[method-assign]
 
     def published(self, request: Request, chunk: Chunk, base: int) -> None:
-        """A piece of `chunk`, which begins at unit `base` of `request`'s prefix, has landed: its marks have changed.
+        """Announce the changed marks of `chunk`, after a piece of the chunk was saved.
 
-        Events have the salt in clear, also when the chunk is announced again: there are none with one that is too long.
+        The chunk begins at unit `base` of the prefix of `request`. Events contain the request's salt in clear. A chunk
+        whose salt is longer than the limit is not announced.
         """
         if len(request.cache_salt or "") > SALT_KEPT_CHARS_MAX:
             return
         announced = self._of.setdefault(chunk, {})
         marks = {mark.key: mark.units for mark in chunk.marks}
-        self._remove(chunk.group, [announced.pop(key) for key in [*announced] if key not in marks])
+        self._remove(MEMORY, chunk.group, [announced.pop(key) for key in [*announced] if key not in marks])
         for key, units in marks.items():
             if key in announced:
                 continue
             block = self._block(request, chunk.group, base, base + units)
-            if block is not None and key.startswith(block.hash):  # an adapter's key is longer
+            if block is not None and key.startswith(block.hash):  # a key with an adapter's digest is longer
                 announced[key] = block
-                self._announce(chunk.group, block)
+                self._announce(MEMORY, chunk.group, block)
 
     def dropped(self, chunk: Chunk) -> None:
-        """`chunk` cannot be found any more."""
-        self._remove(chunk.group, self._of.pop(chunk, {}).values())
+        """Announce that lookups can no longer find `chunk`."""
+        self._remove(MEMORY, chunk.group, self._of.pop(chunk, {}).values())
+
+    def block(self, chunk: Chunk, key: bytes) -> AnnouncedBlock | None:
+        """See `Published.block`."""
+        return self._of.get(chunk, {}).get(key)
+
+    def stored(self, tier: int, group: int, block: AnnouncedBlock) -> None:
+        """Announce a block that a tier has."""
+        self._announce(self._tiers[tier], group, block)
+
+    def gone(self, tier: int, group: int, blocks: Sequence[AnnouncedBlock]) -> None:
+        """Announce that a tier does not have `blocks` any more."""
+        self._remove(self._tiers[tier], group, blocks)
 
     def kept(self, request: Request) -> Request | None:
-        """Return what events need of a request after its end; None: pictures, embeddings, long salts are not kept."""
+        """Return the fields that events need after the request's end, or None for media, embeddings or a long salt."""
         long = len(request.cache_salt or "") > SALT_KEPT_CHARS_MAX
         if request.mm_features or request.prompt_embeds is not None or long:
             return None
         return cast("Request", EndedPrompt(request))
 
     def cleared(self) -> None:
-        """Consumers have forgotten all blocks: announce all that is held."""
-        self._held.clear()
+        """Announce all held blocks again, because consumers have forgotten them."""
         self._events.clear()
-        for chunk, announced in self._of.items():
-            for block in announced.values():
-                self._announce(chunk.group, block)
+        for (place, group, _), (_, block) in self._held.items():
+            self._add_stored(place, group, block)
 
     def take(self) -> list[KVCacheEvent]:
-        """Return the events since the last call."""
+        """Return the events since the last call, in order."""
         events, self._events = self._events, []
         return events
 
     def _block(self, request: Request, group: int, base: int, stop: int) -> AnnouncedBlock | None:
-        """Describe units [base, stop) of the prefix, up to the last token that the key at `stop` hashes.
+        """Return the block of units [base, stop) of the prefix, up to the last token that the key at `stop` covers.
 
-        Returns None if a session has cut its tokens meanwhile.
+        Returns None if a session has shortened its tokens since the save.
         """
         ahead = 0 if group in self._states else self._ahead
         first, end = base * self._hashes_per_unit + (ahead if base else 0), stop * self._hashes_per_unit + ahead
@@ -154,11 +188,14 @@ class KvEvents:
             session=request.session_id,
         )
 
-    def _announce(self, group: int, block: AnnouncedBlock) -> None:
-        """Announce `block`, unless another chunk holds it for another content of the same adapter."""
-        self._held[group, block.hash] += 1
-        if self._held[group, block.hash] > 1:
-            return
+    def _announce(self, place: BlockPlace, group: int, block: AnnouncedBlock) -> None:
+        """Announce `block`, unless it is announced for another chunk with another version of the same adapter."""
+        chunks, first = self._held.get((place, group, block.hash), (0, block))
+        self._held[place, group, block.hash] = chunks + 1, first
+        if not chunks:
+            self._add_stored(place, group, block)
+
+    def _add_stored(self, place: BlockPlace, group: int, block: AnnouncedBlock) -> None:
         kind, window = self._kinds[group]
         self._add(BlockStored(
             block_hashes=[maybe_convert_block_hash(block.hash)],
@@ -166,25 +203,31 @@ class KvEvents:
             token_ids=block.tokens.tolist(),
             block_size=len(block.tokens),
             lora_id=block.lora_id,
-            medium=MEDIUM_CPU,
+            medium=place.medium,
             lora_name=block.lora_name,
             extra_keys=to_event_extra_keys([block.extra_keys]),
             group_idx=group,
             kv_cache_spec_kind=kind,
             kv_cache_spec_sliding_window=window,
+            locality=place.locality,
+            ownership=place.ownership,
             session_id=block.session,
         ))  # fmt: skip
 
-    def _remove(self, group: int, blocks: Iterable[AnnouncedBlock]) -> None:
-        """Announce that those of `blocks` cannot be found any more that no other chunk holds."""
+    def _remove(self, place: BlockPlace, group: int, blocks: Iterable[AnnouncedBlock]) -> None:
+        """Announce the removal of the `blocks` that no other chunk holds in this place."""
         gone = []
         for block in blocks:
-            self._held[group, block.hash] -= 1
-            if not self._held[group, block.hash]:
-                del self._held[group, block.hash]
+            chunks, first = self._held.pop((place, group, block.hash))
+            if chunks > 1:
+                self._held[place, group, block.hash] = chunks - 1, first
+            else:
                 gone.append(maybe_convert_block_hash(block.hash))
         if gone:
-            self._add(BlockRemoved(block_hashes=gone, medium=MEDIUM_CPU, group_idx=group))
+            self._add(BlockRemoved(
+                block_hashes=gone, medium=place.medium, group_idx=group, locality=place.locality,
+                ownership=place.ownership,
+            ))  # fmt: skip
 
     def _add(self, event: KVCacheEvent) -> None:
-        self._events.append(event)  # vLLM takes them after every step: bounded by what one publishes and evicts
+        self._events.append(event)  # vLLM takes the events after every step, which bounds their number

@@ -1,4 +1,4 @@
-"""The messages between the two sides of the connector: the step's plan, and the ranks' reports."""
+"""The messages between the connector's two roles: the step's plan, and the ranks' reports."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from kvpipe.messages import Claim, Job, Report, StepPlan, TierOrder
+from kvpipe.protocol.messages import Claim, Job, Report, StepPlan, TierOrder
 
 
 class PlanMetadata(KVConnectorMetadata):
-    """A `StepPlan`, pickled as plain tuples, so that names of classes and fields are not repeated for each job."""
+    """A `StepPlan`. It is pickled as plain tuples, so that class and field names are not repeated for each job."""
 
     __slots__ = ("plan",)
 
@@ -19,11 +19,11 @@ class PlanMetadata(KVConnectorMetadata):
         self.plan = plan
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Flatten to builtin tuples."""
-        step, jobs, orders, space, question, claims, wait_ms, computes, used = self.plan
+        """Return the plan as builtin tuples. The fields that most plans do not use are left out of such plans."""
+        step, jobs, orders, space, question, claims, wait_ms, computes, used, pool = self.plan
         packed = (step, _plain(jobs), used)
-        if orders or question or claims or wait_ms or (jobs and not computes):
-            return _unpack, (*packed, _plain(orders), space, question, _plain(claims), wait_ms, computes)
+        if orders or question or claims or wait_ms or pool or (jobs and not computes):
+            return _unpack, (*packed, _plain(orders), space, question, _plain(claims), wait_ms, computes, pool)
         return _unpack, packed
 
 
@@ -43,20 +43,23 @@ def _unpack(
     question: int = 0,
     claims: _Plain = (),
     wait_ms: int = 0,
-    computes: bool = True,  # noqa: FBT001, FBT002  (as it was packed)
+    computes: bool = True,  # noqa: FBT001, FBT002  (positional, as `__reduce__` has packed it)
+    pool: bytes = b"",
 ) -> PlanMetadata:
     made = tuple(Job(*job) for job in jobs), tuple(TierOrder(*order) for order in orders)
     held = tuple(Claim(*claim) for claim in claims)
-    return PlanMetadata(StepPlan(step, *made, space, question, held, wait_ms, computes, used))
+    return PlanMetadata(StepPlan(step, *made, space, question, held, wait_ms, computes, used, pool))
 
 
 class Introduction(NamedTuple):
-    """A rank's first report: what its chunks depend on. It comes with the rank's first step.
+    """A rank's first report: the facts on which its chunks depend. The rank sends the report with its first step.
 
-    `rank`: its number in the engine. `digest`: of everything that the rank's bytes depend on; "" without tiers.
-    `weights`: their digest; "": not known. `slots`: of the rank's pool, ready or not. `heads`: of each group, see
-    `kvpipe.tiers.parts`. `common`: a digest that does not depend on the number of ranks; "": there is none.
-    `numerics`: a digest of how the rank computes, see `numerics.report`.
+    `rank` is the rank's number in the engine. `digest` is the digest of everything that the rank's bytes depend on, or
+    "" without tiers. `weights` is the digest of the weights, or "" if it is not known. `slots` is the number of slots
+    of the rank's pool, ready or not. `heads` has the KV heads of each group, see `kvpipe.tiers.parts`. `common` is a
+    digest that does not depend on the number of ranks, or "". `numerics` is a digest of how the rank computes, see
+    `numerics_digest`. `pool` is the token of the node's memory that the rank uses, or b"" with a private
+    pool.
     """
 
     rank: int
@@ -66,21 +69,22 @@ class Introduction(NamedTuple):
     heads: tuple[int, ...] = ()
     common: str = ""
     numerics: str = ""
+    pool: bytes = b""
 
 
 class ReportMetadata(KVConnectorWorkerMetadata):
-    """A `Report` and the introductions of ranks. vLLM adds them up over the ranks.
+    """A `Report` and the introductions of ranks. vLLM aggregates these objects over the ranks.
 
-    They do not come with vLLM's handshake: `MultiConnector` passes on one connector's handshake only, but keeps this
-    metadata apart by connector.
+    Introductions do not use vLLM's handshake, because `MultiConnector` passes on the handshake of only one connector.
+    `MultiConnector` keeps worker metadata separate for each connector.
     """
 
     def __init__(self, report: Report, introductions: tuple[Introduction, ...] = ()) -> None:
-        """`report` is owned by this object."""
+        """Take ownership of `report`, because `aggregate` changes it."""
         self.report, self.introductions = report, introductions
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Add another rank's report."""
+        """Add another rank's report and introductions to this object, and return this object."""
         if isinstance(other, ReportMetadata):
             self.report.add(other.report)
             self.introductions += other.introductions

@@ -1,8 +1,8 @@
-"""What the connector calls while it has no worker side: before vLLM has registered the caches, and beside a scheduler.
+"""Stands in for the worker side before vLLM has registered the caches.
 
-VLLM makes a rank's connector before it allocates the caches, and registers them before the first step. Warm-up runs may
-call the hooks of layers meanwhile, without a step. No plan has jobs before every rank has reported its slots, and for
-that it must have caches.
+vLLM makes a rank's connector before it allocates the caches, and registers the caches before the first step. Meanwhile
+warm-up runs may call the hooks of layers without a step. A plan has no jobs until every rank has reported its slots,
+and a rank has slots only after it has caches.
 """
 
 from __future__ import annotations
@@ -13,57 +13,67 @@ from kvpipe.statemachine.core import Cursor
 from kvpipe.statemachine.step import STEP
 
 if TYPE_CHECKING:
-    from kvpipe.messages import Report, StepPlan
+    from kvpipe.protocol.messages import Report, StepPlan
+    from kvpipe.tiers.totals import Totals
     from kvpipe.trace.log import Counters
-    from kvpipe.trace.totals import Totals
 
 
 class NoCaches:
-    """In a `WorkerSide`'s place: nothing can be copied. Every call is allowed, and none does anything."""
+    """Stands in for a `WorkerSide` and copies nothing. Every call is allowed and has no effect."""
 
     def __init__(self, counters: Counters) -> None:
-        """`counters`: of the connector."""
+        """Keep the connector's `counters`."""
         self._counters = counters
-        self.step = Cursor(STEP.compile(), "step")  # idle for ever
+        self.step = Cursor(STEP.compile(), "step")  # always idle
+
+    def release(self) -> None:
+        """Do nothing, because no copy is in flight."""
+
+    def restore(self) -> None:
+        """Do nothing, because there are no caches to restore."""
 
     def handle_preemptions(self) -> None:
-        """No save reads any block."""
+        """Do nothing, because no save reads any block."""
 
     def bind(self, plan: StepPlan) -> None:
-        """A step begins. One with jobs is a bug of whoever has sent it: it is counted, and nobody carries them out."""
+        """Begin a step. A plan with jobs is a bug of the scheduler. It counts as a fault, and its jobs do not run."""
         if plan.jobs or plan.orders:
             self._counters.fault("plan_without_caches", jobs=len(plan.jobs), orders=len(plan.orders))
 
     def start_loads(self, context: object) -> None:
-        """There are none."""
+        """Do nothing, because the plan has no loads."""
 
     def wait_layer(self, name: str) -> None:
-        """Nothing is loaded."""
+        """Do nothing, because no load is in flight."""
 
     def save_layer(self, name: str) -> None:
-        """Nothing is saved."""
+        """Do nothing, because the plan has no saves."""
 
     def end_step(self) -> None:
-        """Nothing was submitted."""
+        """Do nothing, because no save was submitted."""
 
     def unbind(self) -> None:
-        """The step is over."""
+        """Do nothing at the end of a step."""
 
     def collect(self) -> tuple[set[str], set[str]]:
-        """Return no requests: none has loaded, and none has failed to."""
+        """Return two empty sets: no request's load has ended, and no request's load has failed."""
         return set(), set()
 
-    def take_bad_blocks(self) -> set[int]:
+    def take_bad_blocks(self, *, late: bool = True) -> set[int]:  # noqa: ARG002  (as of `WorkerSide`)
         """Return no blocks."""
         return set()
 
     def take_report(self) -> Report | None:
-        """Return nothing to report."""
+        """Return None, because no job has ended."""
         return None
+
+    def puts_off_metrics(self) -> bool:
+        """Return False, because no later step is known."""
+        return False
 
     def totals(self) -> Totals:
         """Return no metrics."""
         return {}
 
     def shutdown(self) -> None:
-        """There is no thread."""
+        """Do nothing, because there is no thread to end."""

@@ -1,4 +1,4 @@
-"""Prompts of operators, hashed as vLLM hashes those of its requests."""
+"""Hashes the prompts that operators name, in the same way in which vLLM hashes the prompts of requests."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ BLOCKS_PER_TURN: Final = 64
 
 
 class PromptBlocks:
-    """Hashes prompts of operators. One per engine."""
+    """Computes the block hashes of operators' prompts. There is one per engine."""
 
     def __init__(self, config: VllmConfig, hash_tokens: int) -> None:
-        """`hash_tokens`: tokens per block hash."""
+        """Start with `hash_tokens`, the number of tokens per block hash."""
         self._hash, self._size = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo), hash_tokens
         self._tokens_max, self._adapters = config.model_config.max_model_len, config.lora_config is not None
 
     def __call__(self, prompt: Prompt) -> Iterator[Sequence[bytes]]:
-        """See `kvpipe.manage.engine.PromptHasher`."""
+        """Yield the growing list of the prompt's block hashes, see `kvpipe.manage.engine.PromptHasher`."""
         tokens, size, adapter = prompt.tokens, self._size, prompt.adapter
         if len(tokens) > self._tokens_max:
             raise BadRequestError(f"tokens: {len(tokens)} are more than this engine's {self._tokens_max}")
         if adapter is not None and not self._adapters:
-            raise BadRequestError("adapter: this engine serves none")
+            raise BadRequestError("adapter: this engine serves no adapters")
         request = _request(prompt)
         hashes: list[BlockHash] = []
         for at in range(0, len(tokens) - size + 1, size):
@@ -48,7 +48,7 @@ class PromptBlocks:
 
 
 def prompt_request(prompt: Prompt, hashes: Sequence[bytes]) -> Request:
-    """Return a request that is never served, with its hashes: KV events of a prompt are made from one."""
+    """Return a request with these hashes, which is never served. KV events of an operator's prompt need it."""
     request = _request(prompt)
     request.block_hashes = [BlockHash(key) for key in hashes]
     return request

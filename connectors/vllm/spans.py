@@ -1,6 +1,7 @@
-"""Which tokens of a request attend to each other in both directions: those of images, in some models.
+"""Spans of tokens that attend to each other in both directions, like the tokens of an image in some models.
 
-vLLM computes such an image in one step on a GPU (`disable_chunked_mm_input`), but not behind a hit that ends inside it.
+On a GPU, vLLM computes such an image in one step (`disable_chunked_mm_input`). If a hit ended inside the image, vLLM
+would compute only the rest of the image.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
-    from kvpipe.scheduler.base import Span, SpansOf
+    from kvpipe.protocol.engine import SpansOf, WholeSpan
 
 
 def spans_of(config: VllmConfig) -> SpansOf | None:
-    """Return what finds the spans of a request; None for a model whose tokens attend to earlier ones alone."""
+    """Return a function that finds a request's spans, or None if tokens of the model attend only to earlier tokens."""
     return _spans if config.model_config.is_mm_prefix_lm else None  # type: ignore[return-value]  # vLLM's request has more
 
 
-def _spans(request: Request) -> Sequence[Span]:
-    """Return the placeholders of all media but sound, to which vLLM's runners give no such attention.
+def _spans(request: Request) -> Sequence[WholeSpan]:
+    """Return the token ranges of all media except audio. Tokens of audio attend to earlier tokens only.
 
-    Prompts that operators or hints name have none: nothing is computed for them.
+    Prompts that operators or hints name have no media, because nothing is computed for such prompts.
     """
     features = getattr(request, "mm_features", ())
     places = (one.mm_position for one in features if one.modality != "audio")

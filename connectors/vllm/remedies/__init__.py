@@ -1,1 +1,1 @@
-"""Remedies for faults of vLLM's own, around the neutral core."""
+"""Remedies for faults of vLLM. They are kept out of kvpipe's core, which is independent of the engine."""

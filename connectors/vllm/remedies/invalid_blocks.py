@@ -1,11 +1,13 @@
-"""Spoiled blocks: paged blocks that a failed sync load has left with garbage, until they are computed again.
+"""Tracks spoiled blocks: paged blocks with wrong content after a failed sync load, until they are recomputed.
 
-Of several requests that share such a block vLLM lets the first compute it again and takes it for computed in the
-others (`Scheduler._update_requests_with_invalid_blocks`). If the first one is aborted or preempted before, nobody
-does, and the others read garbage: a load that fails is planned for them.
+If several requests share a spoiled block, vLLM makes the first request recompute the block, and counts the block as
+computed for the other requests (`Scheduler._update_requests_with_invalid_blocks`). If the first request is aborted or
+preempted before that, no request recomputes the block, and the other requests would read wrong KV. So kvpipe plans a
+load that fails for each of these requests, and vLLM recomputes their blocks.
 
-vLLM also offers a sync load's blocks to others from their allocation on and, with policy `recompute`, leaves them in
-its prefix cache when the load fails: a preemption or abort before they are recomputed would make garbage a local hit.
+vLLM also offers a sync load's blocks to other requests as soon as the blocks are allocated. With the policy
+`recompute`, vLLM leaves these blocks in its prefix cache when the load fails. If the request is then preempted or
+aborted, another request would find the wrong KV as a local hit.
 """
 
 from __future__ import annotations
@@ -13,11 +15,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
-from kvpipe.scheduler.base import Blocks, Request, Step
+from kvpipe.protocol.engine import Blocks, Request, Step
 
 
 class ScheduledRange(NamedTuple):
-    """One request in a step: token positions [start, stop) are computed, those before are read."""
+    """The part of a request that one step computes.
+
+    The step computes token positions [start, stop) and reads all positions before `start`.
+    """
 
     request: str
     blocks: list[int]
@@ -26,10 +31,13 @@ class ScheduledRange(NamedTuple):
 
 
 class Spoiled:
-    """Spoiled blocks, by block id, and how many of their first tokens are computed again. Nearly always empty."""
+    """Spoiled blocks by id, with the number of each block's first tokens that are recomputed.
+
+    It is nearly always empty.
+    """
 
     def __init__(self, block_tokens: int) -> None:
-        """`block_tokens`: tokens per block."""
+        """Start without spoiled blocks. `block_tokens` is the number of tokens per block."""
         self._size = block_tokens
         self.clean: dict[int, int] = {}
 
@@ -38,20 +46,20 @@ class Spoiled:
         return bool(self.clean)
 
     def add(self, blocks: Iterable[int]) -> None:
-        """A load into `blocks` has failed."""
+        """Add `blocks`, because a load into them has failed."""
         self.clean.update(dict.fromkeys(blocks, 0))
 
     def discard(self, blocks: Iterable[int]) -> None:
-        """Another load overwrites `blocks`; if it fails they are added again."""
+        """Remove `blocks`, because another load overwrites them. If that load fails, the blocks are added again."""
         for block in blocks:
             self.clean.pop(block, None)
 
     def keep(self, held: set[int]) -> None:
-        """Forget blocks that no request holds: their next owner writes them first."""
+        """Remove the blocks that are not in `held`, because the next request with such a block writes it first."""
         self.clean = {block: done for block, done in self.clean.items() if block in held}
 
     def readers(self, parts: list[ScheduledRange]) -> dict[str, list[int]]:
-        """Record what a step computes. Returns, by request, the spoiled blocks that it would read."""
+        """Record the tokens that a step computes. Returns, by request, the spoiled blocks that the step would read."""
         size, clean = self._size, self.clean
         for part in parts:
             first = part.start // size
@@ -72,17 +80,24 @@ class Spoiled:
 
 
 class InvalidBlocks:
-    """One per engine: finds requests that would read spoiled blocks, and keeps these out of the prefix cache."""
+    """Finds requests that would read spoiled blocks, and removes these blocks from the prefix cache. One per engine."""
 
     def __init__(self, block_tokens: int, groups: int) -> None:
-        """`block_tokens`: of the first of `groups` cache groups; there are sync loads only if it is the only one."""
+        """Start without spoiled blocks.
+
+        `block_tokens` is the number of tokens per block of the first cache group, because only engines with one group
+        use sync loads. `groups` is the number of cache groups.
+        """
         self.spoiled = Spoiled(block_tokens)
         self._groups = groups
         self.left: set[int] = set()
-        """Blocks of requests that ended before all sync loads were reported; needed until they are."""
+        """Blocks of requests that ended while a sync load was not reported yet.
+
+        They are kept until all loads are reported.
+        """
 
     def failed(self, block_ids: set[int], requests: Collection[str], blocks: Blocks) -> None:
-        """Take the blocks of a failed sync load, and those computed from them, out of vLLM's prefix cache."""
+        """Remove the blocks of a failed sync load, and blocks computed from them, from vLLM's prefix cache."""
         self.spoiled.add(block_ids)
         resting = block_ids | self.left
         for request_id in requests:
@@ -102,7 +117,7 @@ class InvalidBlocks:
         return self.spoiled.readers(parts)
 
     def finished(self, request_id: str, blocks: Blocks, *, loading: bool) -> None:
-        """Remember the blocks of a request that is over while some sync load is not reported."""
+        """Remember the blocks of an ended request if some sync load is not reported yet (`loading`)."""
         if loading:
             self.left |= self._held(request_id, blocks)
         else:

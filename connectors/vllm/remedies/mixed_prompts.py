@@ -1,8 +1,9 @@
-"""Prompts of embeddings in some positions and tokens in others: vLLM's block hash covers both, but not which counts.
+"""Extends vLLM's block hashes for prompts that mix token positions with embedding positions.
 
-Where a token counts its row of the embeddings is ignored, and where an embedding counts the token's number is 0, so
-that two prompts that differ in that alone have the same hashes and other KV. Nor does it cover the type of the
-embeddings, only their bytes.
+vLLM's hash covers the token numbers and the embeddings, but not which positions are tokens. At a token position the
+model ignores the row of the embeddings. At an embedding position the token number is 0. Two prompts that differ only in
+which positions are tokens therefore have equal hashes but different KV. vLLM's hash also covers the embeddings' bytes
+without their dtype.
 """
 
 from __future__ import annotations

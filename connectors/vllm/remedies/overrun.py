@@ -1,23 +1,23 @@
-"""States that vLLM keeps under the key of a boundary at which no step has ended.
+"""Finds states that vLLM keeps under the key of a boundary at which no step has ended.
 
-Where layers write a state from within a step, a prefill's step that begins within a block need not end with it
-(`use_internal_checkpoint` in `Scheduler._mamba_block_aligned_split`). That block counts as full all the same
-(`SingleTypeKVCacheManager.cache_blocks`): where prompts branch behind it, or all states are kept, it gets the key of
-its end, and has the state of where the step began.
+If layers write states from within a step, a prefill step that begins within a block need not end at the block's end
+(`use_internal_checkpoint` in `Scheduler._mamba_block_aligned_split`). vLLM still counts that block as full
+(`SingleTypeKVCacheManager.cache_blocks`). If prompts branch after the block, or vLLM keeps all states, the block gets
+the key of its end. But the block holds the state of the position at which the step began.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvpipe.geometry import Geometry
-from kvpipe.scheduler.base import OfferedStates, Request, Step
+from kvpipe.protocol.engine import OfferedStates, Request, Step
+from kvpipe.protocol.geometry import Geometry
 
 
 def overrun(step: Step, requests: Iterable[Request], geometry: Geometry) -> set[int]:
-    """Return the state blocks that `step` offers for a boundary at which it leaves no state.
+    """Return the state blocks that `step` offers for a boundary at which the step leaves no state.
 
-    Steps of a decode leave the states after each of their tokens.
+    Decode steps are not checked, because they leave a state after each of their tokens.
     """
     states: OfferedStates | None = getattr(step, "kv_connector_block_state", None)
     offered = states.boundary_state_offloads if states is not None else {}

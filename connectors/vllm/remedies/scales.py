@@ -1,8 +1,8 @@
-"""Scales of single tokens and heads, which vLLM keeps beside what they scale, in the pages of the KV cache.
+"""Initializes the scales per token and head that vLLM keeps in the pages of a quantized KV cache.
 
-It sets all scales of a layer to 1 when the layer attends for the first time (`TritonAttentionImpl`). Where no warm-up
-attends, as without CUDA graphs, that is in the first request's step: what was loaded by then, for it and for others,
-would lose its scales.
+vLLM sets all scales of a layer to 1 when the layer attends for the first time (`TritonAttentionImpl`). Without CUDA
+graphs no warm-up attends, so vLLM sets the scales in the first request's step. All KV that was loaded before then would
+lose its scales.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def set_scales(layers: Mapping[str, object], caches: Mapping[str, torch.Tensor]) -> None:
-    """Have vLLM set the scales of `caches` now, before anything is loaded. `layers`: vLLM's layers, by name."""
+    """Make vLLM set the scales of `caches` now, before any KV is loaded. `layers`: vLLM's layers, by name."""
     for name, cache in caches.items():
         impl = getattr(layers.get(name), "impl", None)
         if getattr(impl, "_is_per_token_head_quant", False):

@@ -1,11 +1,11 @@
-"""Stale requests: they continue with KV of old weights, which vLLM's prefix cache would offer to others.
+"""Tracks stale requests: requests that continue with KV of old weights after a change of weights.
 
-vLLM keeps what was computed before a change of weights in its own prefix cache until somebody resets that, and what its
-running requests hold in any case. A request that takes such blocks over would have its KV saved under the new weights'
-name.
+After such a change vLLM's prefix cache keeps older KV until the prefix cache is reset, and running requests keep their
+KV in any case. If another request reused such blocks, its KV would be saved as KV of the new weights.
 
-Where hashes are shorter than blocks vLLM also keeps the block that a prompt ends in, and offers it anew in every step
-of its answer (`FullAttentionManager._cache_partial_tail_block`). Who takes that over has a copy of it.
+If hashes are shorter than blocks, vLLM also keeps the block in which a prompt ends. vLLM offers that block again in
+every step of the answer (`FullAttentionManager._cache_partial_tail_block`). A request that reuses this block gets a
+copy-on-write copy, so the copies must be compared too.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from kvpipe.scheduler.base import Blocks, Request, Tables
+from kvpipe.protocol.engine import Blocks, Request, Tables
 
 
 class CachedBlocks(Blocks, Protocol):
-    """Blocks of an engine whose prefix cache can be asked, too."""
+    """The block tables of an engine, and the contents of its prefix cache."""
 
     @property
     def groups(self) -> int:
@@ -30,27 +30,27 @@ class CachedBlocks(Blocks, Protocol):
         """Yield (source, copy) of the blocks that vLLM will copy for requests admitted since the last step."""
 
     def forget_all(self) -> None:
-        """Take every block out of the prefix cache."""
+        """Remove every block from the prefix cache."""
 
 
 class Stale:
-    """One per engine."""
+    """Finds the stale requests of one engine, and takes their blocks out of vLLM's prefix cache."""
 
     def __init__(self, block_tokens: Sequence[int]) -> None:
-        """Start without stale requests. `block_tokens`: tokens per block, by group."""
+        """Start without stale requests. `block_tokens` has the number of tokens per block, by group."""
         self._sizes = block_tokens
         self.requests: dict[str, dict[int, int]] = {}
-        """By stale request, by group: how many of its blocks were taken out of the prefix cache."""
+        """By stale request, then by group: how many of the request's blocks were removed from the prefix cache."""
 
-    def begin(self, requests: Iterable[str], blocks: CachedBlocks | None) -> None:
-        """The weights have changed: all that vLLM holds was computed with the old ones. All `requests` are stale."""
+    def weights_changed(self, requests: Iterable[str], blocks: CachedBlocks | None) -> None:
+        """Mark all `requests` as stale and empty the prefix cache, because its KV was computed with old weights."""
         self.requests = {request: {} for request in requests}
         if blocks is not None:
             blocks.forget_all()
 
     def rests_on(self, request: str, tables: Tables, blocks: CachedBlocks) -> bool:
-        """Whether a request that is being admitted gets blocks of a stale request. Then it is stale, too."""
-        self.requests.pop(request, None)  # preempted since: it computes anew
+        """Whether an admitted request gets blocks of a stale request. If so, the admitted request becomes stale too."""
+        self.requests.pop(request, None)  # a preempted request is computed again
         if not self.requests:
             return False
         mine = {block.block_id for table in tables for block in table if not block.is_null}
@@ -62,8 +62,8 @@ class Stale:
         return True
 
     def plan_step(self, preempted: Iterable[str], living: Iterable[Request], blocks: CachedBlocks) -> None:
-        """Take the blocks that stale requests have added to vLLM's prefix cache in this step out of it."""
-        if any(request in self.requests for request in preempted):  # their blocks are theirs no more
+        """Remove the blocks that stale requests have added in this step from vLLM's prefix cache."""
+        if any(request in self.requests for request in preempted):  # vLLM has freed their blocks
             blocks.forget_all()
             return
         new: set[int] = set()
@@ -73,13 +73,13 @@ class Stale:
             for group, size in enumerate(self._sizes):
                 first, done[group] = done.get(group, 0), blocks.cached(request.request_id, group)
                 table, ends_in = blocks.table(request.request_id, group), (request.num_prompt_tokens - 1) // size
-                at = {*range(first, done[group]), done[group], ends_in}  # the block behind may have a state within it
+                at = {*range(first, done[group]), done[group], ends_in}  # the block after them may hold a state
                 new.update(table[i].block_id for i in at if i < len(table) and not table[i].is_null)
         if new:
             blocks.forget(new)
 
     def leave(self, request: str, blocks: CachedBlocks | None) -> None:
-        """The request is over, and still has its blocks: take what it has added to the prefix cache out of it."""
+        """Remove the blocks of an ended stale request, which still holds them, from the prefix cache."""
         if self.requests.pop(request, None) is not None and blocks is not None:
             tables = (blocks.table(request, group) for group in range(blocks.groups))
             blocks.forget({block.block_id for table in tables for block in table if not block.is_null})

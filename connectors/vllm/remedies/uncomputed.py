@@ -1,8 +1,9 @@
-"""Blocks that have a key in vLLM's prefix cache although no step computes them.
+"""Removes blocks from vLLM's prefix cache that have a key although no step computes them.
 
-vLLM gives blocks their keys when it allocates them. By priority it may then preempt a request that is part of the same
-step already (`Scheduler.schedule`): that leaves the step, and what the step was to compute of it stays in vLLM's prefix
-cache. Who takes that over, as the request itself when it comes back, reads garbage, and would have it saved.
+vLLM gives blocks their keys when it allocates them. Under the priority policy, vLLM may then preempt a request that is
+already part of the same step (`Scheduler.schedule`). That request leaves the step, but the blocks that the step was to
+compute stay in vLLM's prefix cache. Any request that reuses these blocks, including the preempted request when it
+resumes, reads wrong KV and would then save it.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
 
-    from kvpipe.scheduler.base import Blocks
+    from kvpipe.protocol.engine import Blocks
     from kvpipe.trace.log import Counters
 
 
 def forget_uncomputed(manager: KVCacheManager, blocks: Blocks, block_tokens: Sequence[int], counters: Counters) -> None:
-    """When a request is preempted, take its blocks that are not fully computed out of the prefix cache, from now on.
+    """From now on, remove a preempted request's blocks that are not fully computed from the prefix cache.
 
-    `blocks`: those of `manager`. `block_tokens`: tokens per block, of each group.
+    `blocks` gives the blocks of `manager`. `block_tokens` has the number of tokens per block, of each group.
     """
 
     def free(freed: Callable[[Request], None], request: Request) -> None:
-        if request.status == RequestStatus.RUNNING:  # else it is over, or has no keys yet
+        if request.status == RequestStatus.RUNNING:  # other requests have ended or have no keys yet
             try:
                 blocks.forget(_uncomputed(request, blocks, block_tokens))
-            except Exception as error:  # noqa: BLE001  (vLLM's call goes on)
+            except Exception as error:  # noqa: BLE001  (vLLM's call must continue)
                 counters.fault("uncomputed_blocks_not_forgotten", request=request.request_id, error=repr(error))
         freed(request)
 
@@ -40,7 +41,7 @@ def forget_uncomputed(manager: KVCacheManager, blocks: Blocks, block_tokens: Seq
 
 
 def _uncomputed(request: Request, blocks: Blocks, block_tokens: Sequence[int]) -> set[int]:
-    """Return the blocks with tokens that no step before this one computes."""
+    """Return the request's blocks with tokens that no earlier step has computed."""
     computed = request.num_computed_tokens
     tables = ((blocks.table(request.request_id, group), size) for group, size in enumerate(block_tokens))
     return {block.block_id for table, size in tables for block in table[computed // size :] if not block.is_null}

@@ -1,4 +1,4 @@
-"""LoRA adapters of a trial: what their files are, and what each rank has loaded of them. Versions stand for bytes."""
+"""The fake LoRA adapters of a trial: their files, and what each rank has loaded. Version numbers stand for bytes."""
 
 from __future__ import annotations
 
@@ -12,30 +12,35 @@ NUMBERS: Final = (1,)
 
 
 class AdapterFake:
-    """All ranks load the same, in the same steps; from the start they hold every adapter."""
+    """Fake adapters. All ranks load the same adapters in the same steps, and hold every adapter from the start."""
 
     def __init__(self) -> None:
-        """Every adapter has its first version."""
+        """Give every adapter its first version."""
         self.files = dict.fromkeys(NUMBERS, 0)
         self._ranks: dict[int, tuple[HeldAdapters, dict[int, int]]] = {}
 
     def join(self, rank: int, held: HeldAdapters) -> None:
-        """Let `rank` hold what it loads from here."""
+        """Connect `held`, the adapters that `rank` holds, with these fake adapters, and load all fake adapters."""
         self._ranks[rank] = held, {}
-        held.now = lambda: {number: digest(number, version) for number, version in self._ranks[rank][1].items()}
+        held.now = lambda: {number: version_digest(number, version) for number, version in self._ranks[rank][1].items()}
         self.load(rank, NUMBERS)
 
     def load(self, rank: int, numbers: Iterable[int], *, anew: bool = False) -> None:
-        """Load what of `numbers` the rank does not hold, or all of them `anew`."""
+        """Load the adapters of `numbers` that the rank does not hold, or all of `numbers` if `anew` is true."""
         if rank in self._ranks:
             held, there = self._ranks[rank]
             for number in numbers:
                 if number and (anew or number not in there):
                     there[number] = self.files[number]
-                    held.loaded(Loaded(number, name(number), path(number), digest(number, there[number])))
+                    held.loaded(
+                        Loaded(number, adapter_name(number), path(number), version_digest(number, there[number]))
+                    )
 
     def change(self, kind: str) -> dict[int, dict[int, bytes]]:
-        """Change all adapters, in one of the ways of `CHANGES`. Returns, by rank, what is held now."""
+        """Change all adapters in the way `kind`, one of `CHANGES`.
+
+        Returns, by rank, the digests of the adapters it holds now.
+        """
         if kind != "evicted":
             self.files = {number: 1 - version for number, version in self.files.items()}
         for rank, (held, there) in self._ranks.items():
@@ -47,43 +52,46 @@ class AdapterFake:
         return {rank: dict.fromkeys(NUMBERS, b"") | held.now() for rank, (held, _) in self._ranks.items()}
 
     def version(self, number: int) -> int:
-        """Return the version that a request which comes now is computed with."""
+        """Return the version with which a request that arrives now is computed."""
         there = next((there for _, there in self._ranks.values()), {})
         return there.get(number, self.files.get(number, 0))
 
     def key(self, block_hash: bytes, number: int) -> bytes:
-        """Return what a block of a request that comes now is known by."""
-        return block_hash + digest(number, self.version(number)) if number else block_hash
+        """Return the key of a block of a request that arrives now."""
+        return block_hash + version_digest(number, self.version(number)) if number else block_hash
 
     def other_keys(self, block_hash: bytes, number: int) -> list[bytes]:
-        """Return the keys that it may have before ranks have reported what they hold: they refuse those jobs."""
-        return [block_hash + digest(number, version) for version in (0, 1)] if number else []
+        """Return all keys that the block may have before the ranks have reported their adapters.
+
+        A trial accepts each of these keys, because ranks refuse jobs with wrong keys.
+        """
+        return [block_hash + version_digest(number, version) for version in (0, 1)] if number else []
 
     # ---- in place of `AdapterReader` ------------------------------------------------------------------------------
 
     def digest(self, where: str, since_s: float) -> bytes:  # noqa: ARG002  (the files are always read at once)
         """See `AdapterReader.digest`."""
         number = next(number for number in NUMBERS if path(number) == where)
-        return digest(number, self.files[number])
+        return version_digest(number, self.files[number])
 
     def stop(self) -> None:
         """See `AdapterReader.stop`."""
 
 
-def name(number: int) -> str:
-    """Return what the adapter is called."""
+def adapter_name(number: int) -> str:
+    """Return the adapter's name."""
     return f"lora{number}"
 
 
 def path(number: int) -> str:
-    """Return where its files are."""
-    return f"/{name(number)}"
+    """Return the path of the adapter's files."""
+    return f"/{adapter_name(number)}"
 
 
-def digest(number: int, version: int) -> bytes:
-    """Return what a version's bytes come to."""
+def version_digest(number: int, version: int) -> bytes:
+    """Return the digest of the bytes of one version."""
     return b"%016d" % (number * 10 + version)
 
 
-PATHS: Final = {name(number): path(number) for number in NUMBERS}
-"""Where adapters are, by their names."""
+PATHS: Final = {adapter_name(number): path(number) for number in NUMBERS}
+"""The path of each adapter, by the adapter's name."""

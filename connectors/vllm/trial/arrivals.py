@@ -1,4 +1,4 @@
-"""Requests of a trial: their prompts, the answers that they must get, and the block hashes of both."""
+"""The requests of a trial: their prompts, the answers that they must get, and the block hashes of both."""
 
 from __future__ import annotations
 
@@ -9,34 +9,40 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvpipe.cache.ahead import Part
-from kvpipe.connectors.vllm.trial.adapters import AdapterFake, name, path
+from kvpipe.cache.ahead import AccountAhead
+from kvpipe.connectors.vllm.trial.adapters import AdapterFake, adapter_name, path
 from kvpipe.connectors.vllm.trial.content import EMBEDDED, VOCAB, Live, Sequence
-from kvpipe.connectors.vllm.trial.hints import HINTS, RESUME, Hints, attach
-from kvpipe.connectors.vllm.trial.operators import operate
+from kvpipe.connectors.vllm.trial.hints import HINTS, RESUME, Hints, set_hints
+from kvpipe.connectors.vllm.trial.limits import LIMITS, Allowed
 from kvpipe.connectors.vllm.trial.shapes import PRODUCER, Shape
+from kvpipe.features.announced import KnownPrompt
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
 
     from kvpipe.connectors.vllm.trial.rank import TrialStep
+    from kvpipe.connectors.vllm.trial.router import Router
+    from kvpipe.scheduler.side import SchedulerSide
 
 DOCUMENTS, DOCUMENT_TOKENS_MAX, OWN_TOKENS_MAX, ANSWER_TOKENS_MAX, PROMPT_TOKENS_MAX = 4, 250, 40, 70, 330
 PRIORITIES, SESSIONS_MAX, SALTS = 3, 2, 3
+PARTS_PER_SLICE = 2
+PIN, UNPIN, EVICT = range(3)
 
 
 class Arrivals(ABC):
-    """The moves of a trial that bring requests, and what is known of those that have come."""
+    """The moves of a trial that add requests, and the records of the requests that were added."""
 
     scheduler: Scheduler
     kvpipe: Any
     steps: int
+    router: Router | None = None
     careful = True
-    """Leave out what vLLM itself is known to fail at."""
+    """Whether a trial leaves out the moves at which vLLM itself fails."""
 
     def __init__(self, shape: Shape, seed: int) -> None:
-        """`seed`: the documents."""
+        """`seed` determines the documents."""
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 
@@ -51,15 +57,24 @@ class Arrivals(ABC):
         self.live: dict[str, Live] = {}
         self.over: list[Live] = []
         self.added = 0
-        self._hints: Hints | None = None  # of the next request
-        self.prefixes: dict[bytes, tuple[Sequence, int]] = {}  # what each block hash must stand for
-        self.old_keys: set[bytes] = set()  # of prefixes that were computed with other weights or adapters
+        self._hints: Hints | None = None  # the hints of the next request
+        self._limits: tuple[dict[str, Any], Allowed] | None = None  # the limits of the next request
+        # for each block hash, the sequence and the number of tokens that it must stand for
+        self.prefixes: dict[bytes, tuple[Sequence, int]] = {}
+        self.old_keys: set[bytes] = set()  # keys of prefixes that were computed with other weights or adapters
         self.violations = list[str]()
-        self.cut_short = set[str]()  # requests that vLLM has ended because a load failed
+        self.cut_short = set[str]()  # requests that vLLM ended because a load failed
+
+    @property
+    def side(self) -> SchedulerSide:
+        """The scheduler side of kvpipe."""
+        assert self.kvpipe is not None  # noqa: S101
+        assert self.kvpipe.scheduler is not None  # noqa: S101
+        return self.kvpipe.scheduler
 
     @abstractmethod
     def _in_flight_steps(self) -> list[TrialStep]:
-        """Return the steps that were scheduled and not yet given back to the scheduler."""
+        """Return the steps that were scheduled and whose results the scheduler has not processed."""
 
     @abstractmethod
     def _gone(self) -> None:
@@ -67,7 +82,7 @@ class Arrivals(ABC):
 
     def _operate(self, index: int, what: int, tokens: int) -> None:
         if self.shape.operators and self.kvpipe is not None:
-            operate(self, index, what, tokens)  # type: ignore[arg-type]  # there is one kind of them
+            _operate(self, index, what, tokens)
 
     def _add(self, document: int, take: int, own: int, answer: int, salt: int = 0, lora: int = 0) -> None:
         text = self.documents[document % DOCUMENTS]
@@ -87,22 +102,31 @@ class Arrivals(ABC):
         if self.shape.hints:
             self._hints = HINTS[RESUME if self.shape.resumes and which % 4 else which](seconds)
 
-    def begin_hints(self) -> None:
-        """Count the catalog's clock in steps, as evictions may depend on it, so that a sequence has one outcome.
+    def _limit(self, which: int, tokens: int) -> None:
+        if self.shape.limits:
+            self._limits = LIMITS[which](tokens)
 
-        What clients announced before has come: else a small pool would have room for one announced chunk.
+    def allowed(self, request_id: str) -> Allowed:
+        """Return what a request may load and save."""
+        return self.live[request_id].allowed if request_id in self.live else Allowed()
+
+    def begin_hints(self) -> None:
+        """Count the catalog's clock in steps. Otherwise evictions would depend on time, and a sequence on the machine.
+
+        Each account starts as if its earlier announcements had been useful, because a small pool would otherwise have
+        room for only one announced chunk.
         """
         catalog = self.kvpipe.scheduler.catalog
         catalog._clock = lambda: float(self.steps)  # noqa: SLF001
 
-        def part() -> Part:
-            made = Part()
+        def numbers() -> AccountAhead:
+            made = AccountAhead()
             for _ in range(self.shape.pool_slots):
                 made.over(used=True)
             made.announced = 0
             return made
 
-        catalog.ahead.parts.default_factory = part
+        catalog.ahead.by_account.default_factory = numbers
 
     def _reuse(self, document: int, take: int, answer: int) -> None:
         busy = set(self.scheduler.requests) | {r for s in self._in_flight_steps() for r in s.sequences}
@@ -115,19 +139,18 @@ class Arrivals(ABC):
         return [self.rng.randrange(VOCAB) for _ in range(tokens % (OWN_TOKENS_MAX + 1))]
 
     def _embed(self, document: int, take: int, own: int, answer: int) -> None:
-        if self.shape.events and (self.shape.tiers or self.shape.hash_tokens != max(self.shape.block_tokens)):
-            return  # events hash the embeddings of a whole block: a router learns its parts' hashes from vLLM's own
         text = self.documents[document % DOCUMENTS]
         embedded = [EMBEDDED + token for token in text[: 1 + take % len(text)]]
         self._enter(f"r{self.added}", embedded + self._own(own), answer, 0, 0)
 
     def _session(self, document: int, take: int, answer: int) -> None:
         if self.shape.drafts or sum(one.turns is not None for one in self.live.values()) >= SESSIONS_MAX:
-            return  # of drafts accepted beyond an answer's end vLLM takes the KV for that of the next input
+            return  # vLLM takes the KV of drafts accepted after an answer's end for the KV of the next input
         if self.careful and (self.kvpipe is None or self.shape.sibling or self.shape.behind):
-            return  # another connector's asynchronous load, and a session behind it, wait for each other's blocks
+            return  # another connector's asynchronous load and a later session wait for each other's blocks
         if self.careful and self.shape.asynchronous and self.shape.role == PRODUCER:
-            return  # vLLM forgets the prompt of one that it preempts while the last token of its turn is in flight
+            # vLLM forgets a session's prompt if it preempts the session while the turn's last token is in flight
+            return
         text = self.documents[document % DOCUMENTS]
         prompt = text[: 1 + take % len(text)]
         if self._sessions_fit(None, len(prompt) + 1 + answer % ANSWER_TOKENS_MAX):
@@ -141,7 +164,8 @@ class Arrivals(ABC):
         assert one.turns is not None  # noqa: S101
         last, wanted = one.turns[-1] if one.turns else (one.sequence, one.wanted)
         new = self._own(max(1, own))
-        prompt = last.prompt + last.answer(wanted)[:-1] + new  # vLLM leaves out the token that it has not computed
+        # vLLM leaves out the answer's last token, because it has not computed it
+        prompt = last.prompt + last.answer(wanted)[:-1] + new
         turn = self._sequence(prompt, one.salt, one.lora), 1 + answer % ANSWER_TOKENS_MAX
         if len(prompt) > PROMPT_TOKENS_MAX or not self._sessions_fit(one, len(prompt) + turn[1]):
             return
@@ -151,7 +175,10 @@ class Arrivals(ABC):
         self._advance(one)
 
     def _sessions_fit(self, one: Live | None, tokens: int) -> bool:
-        """Whether all sessions fit into the blocks if `one`, or a new one, has `tokens`: vLLM preempts no session."""
+        """Whether all sessions fit into the blocks if `one`, or a new session, has `tokens` tokens.
+
+        Sessions must fit together, because vLLM preempts no session.
+        """
         lengths = [tokens] + [
             len(prompt.prompt) + wanted
             for other in self.live.values()
@@ -166,14 +193,14 @@ class Arrivals(ABC):
             self._hang_up(sessions[index % len(sessions)])
 
     def _hang_up(self, one: Live) -> None:
-        """No more input comes to a session."""
+        """End a session. The session gets no more input."""
         if not one.closed:
             one.closed = True
             self.scheduler.add_request(self.request_of(one, [0]))
             self._gone()
 
     def _advance(self, one: Live) -> None:
-        """Notice that vLLM has begun with a session's next input."""
+        """Continue with the session's next input if vLLM has begun with this input."""
         request = self.scheduler.requests[one.id]
         while one.turns and request.num_prompt_tokens != len(one.sequence.prompt):
             if one.output != one.expected:
@@ -193,8 +220,12 @@ class Arrivals(ABC):
         self._remember(one, one.sequence, wanted)
         request = self.request_of(one, prompt, resumable=resumable)
         if self._hints is not None:
-            attach(request, self._hints)
+            set_hints(request, self._hints)
             self._hints = None
+        if self._limits is not None:
+            parameters, one.allowed = self._limits
+            request.kv_transfer_params = (request.kv_transfer_params or {}) | parameters
+            self._limits = None
         self.scheduler.add_request(request)
 
     def _sequence(self, prompt: list[int], salt: int, lora: int) -> Sequence:
@@ -203,20 +234,23 @@ class Arrivals(ABC):
         return sequence
 
     def _remember(self, one: Live, sequence: Sequence, wanted: int) -> None:
-        """Remember what the block hashes of a prompt and its answer stand for."""
-        for i, block_hash in enumerate(self.answered(one, sequence.prompt, sequence.answer(wanted)).block_hashes):
+        """Record for which tokens each block hash of a prompt and its answer stands."""
+        hashes = self.answered(one, sequence.prompt, sequence.answer(wanted)).block_hashes
+        if self.router is not None:
+            self.router.routed(hashes)
+        for i, block_hash in enumerate(hashes):
             key = self.adapters.key(block_hash, one.lora) if self.kvpipe is not None else block_hash
             self.old_keys.update(self.adapters.other_keys(block_hash, one.lora))
             self.prefixes.setdefault(key, (sequence, (i + 1) * self.shape.hash_tokens))
 
     def answered(self, one: Live, prompt: list[int], answer: list[int]) -> Request:
-        """Return vLLM's request with `prompt` and `answer`, and all else that `one` has."""
+        """Return vLLM's request with `prompt` and `answer`, and with the other parameters of `one`."""
         request = self.request_of(one, prompt)
         request.append_output_token_ids(answer)
         return request
 
     def request_of(self, one: Live, tokens: list[int], *, wanted: int = 0, resumable: bool = False) -> Request:
-        """Return vLLM's request with the prompt `tokens` and all else that `one` has."""
+        """Return vLLM's request with the prompt `tokens`, and with the other parameters of `one`."""
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
         from vllm.v1.request import Request
@@ -232,7 +266,51 @@ class Arrivals(ABC):
             prompt_is_token_ids=None if all(texts) or not any(texts) else texts,
             block_hasher=self.hasher,
             cache_salt=str(one.salt) if one.salt else None,
-            lora_request=LoRARequest(name(one.lora), one.lora, path(one.lora)) if one.lora else None,
+            lora_request=LoRARequest(adapter_name(one.lora), one.lora, path(one.lora)) if one.lora else None,
             priority=one.wanted % PRIORITIES,
             resumable=resumable,
         )
+
+
+def _operate(trial: Arrivals, index: int, what: int, tokens: int) -> None:
+    """Queue an operator's order for a prompt.
+
+    The order pins the prompt for `tokens` steps, ends a pin, or evicts the prompt from token `tokens` on. In a shape
+    with `warms`, a pin first fetches the prompt's chunks from tiers, and is left out if `tokens` is 0. The
+    engine's next steps carry out the order. If the engine has nothing to do, this call carries it out.
+    """
+    side, known = trial.side, [*trial.over, *trial.live.values()]
+    pins, orders = side.pins, side.orders
+    orders.slice_s_max, orders.slice_parts_max = float("inf"), PARTS_PER_SLICE
+    pins.clock = lambda: float(trial.steps)
+    if what == UNPIN:
+        orders.queue_change(lambda: pins.unpin(min(pins.pins, default=0)))
+    elif known:
+        oldest = trial.shape.warms and what == PIN  # the oldest prompt is most likely to be in tiers only
+        one = known[index % len(known)] if oldest else known[-1 - index % len(known)]
+        asked = trial.answered(one, one.sequence.prompt, one.output)
+        prefixes = side.prefixes
+        if oldest:
+            orders.queue_change(lambda: side.prefetching.warm(_known(side, asked), asked, tokens))
+        elif what == PIN:
+            orders.queue_change(lambda: pins.pin(prefixes, asked, tokens + 1))
+        else:
+            orders.queue_change(lambda: pins.evict(prefixes, asked, tokens))
+    carry_out(trial)
+
+
+def _known(side: SchedulerSide, asked: Request) -> KnownPrompt:
+    """Return a request's prompt in the form in which an operator gives it."""
+    tenant = side.prefixes.tenant(asked)
+    return KnownPrompt(side.prefixes.hashes(asked), asked.num_tokens, tenant.salt, tenant.adapter)
+
+
+def carry_out(trial: Arrivals) -> None:
+    """Carry out the waiting orders, unless the engine has the turn."""
+    orders = trial.side.orders
+    done = True
+    while done and orders.due and orders.turns.borrow():
+        try:
+            done = orders.carry_out()
+        finally:
+            orders.turns.give_back()

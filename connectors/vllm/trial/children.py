@@ -1,6 +1,7 @@
-"""Trials in forked children, because a connector may kill its process or hang; and shrinking what they find.
+"""Runs trials in forked children, because a connector may kill its process or hang, and shrinks failing sequences.
 
-The child reports each move and step before the next, so that the moves made are known even when it dies.
+The child reports each move and each step before it makes them. So the parent knows the moves that were made even if the
+child dies.
 """
 
 from __future__ import annotations
@@ -45,13 +46,14 @@ KINDS = {
     "died": "the process ended",
     "broken": "an invariant was broken",
 }
-"""What can be found."""
+"""The kinds of findings, each with a description."""
 
 
 class Case(NamedTuple):
-    """All that a trial depends on. `changes` is JSON text: fields of the shape that are replaced.
+    """Everything on which a trial's result depends.
 
-    `invariant`: the only one that counts, if any is named.
+    `changes` is JSON text with the fields of the shape that are replaced. `invariant` names the only invariant that is
+    checked. If it is empty, all invariants are checked.
     """
 
     connector: Connector
@@ -72,7 +74,7 @@ class Case(NamedTuple):
 
 
 class CaseOutcome(NamedTuple):
-    """What a trial came to: `kind` is empty, "skipped" or one of `KINDS`; `moves` were made."""
+    """The result of a trial. `kind` is empty, "skipped" or one of `KINDS`; `moves` are the moves that were made."""
 
     kind: str = ""
     name: str = ""
@@ -83,12 +85,12 @@ class CaseOutcome(NamedTuple):
 
     @property
     def signature(self) -> tuple[str, str]:
-        """What must stay the same while a sequence shrinks."""
+        """The part of an outcome that must stay the same while a sequence is shrunk."""
         return self.kind, self.name
 
 
 class CaseLimits(NamedTuple):
-    """How long things may take."""
+    """Limits on the time and the size of a case."""
 
     stuck_seconds: float = 20.0
     steps_max: int = 1500
@@ -99,14 +101,14 @@ class CaseRunner:
     """Runs cases in children of this process, one at a time."""
 
     def __init__(self, limits: CaseLimits | None = None) -> None:
-        """`limits`: of every case that brings none."""
+        """Create a temporary folder. `limits` apply to every case that is run without other limits."""
         self.limits = limits or CaseLimits()
         self._root = Path(tempfile.mkdtemp(prefix="kvpipe-fuzz-"))
         self._store, self._log = self._root / "store", self._root / "log"
 
     def __enter__(self) -> Self:
-        """Import what every trial needs, and keep it out of the children's garbage collections."""
-        _warm_up()
+        """Import the modules that every trial needs, and exclude them from the children's garbage collections."""
+        warm_up()
         gc.collect()
         gc.freeze()
         return self
@@ -114,7 +116,7 @@ class CaseRunner:
     def __exit__(
         self, _type: type[BaseException] | None, _error: BaseException | None, _tb: TracebackType | None
     ) -> None:
-        """Remove the folder."""
+        """Remove the temporary folder."""
         gc.unfreeze()
         shutil.rmtree(self._root, ignore_errors=True)
 
@@ -142,14 +144,17 @@ class CaseRunner:
         return self._judge(case, message, status, limits)
 
     def _resolve(self, connector: Connector) -> Connector:
-        """Put the folder of this trial where the configuration asks for one, and name a file's module."""
+        """Replace the placeholder in the configuration by this trial's folder, and a file's path by a module name."""
         module = connector.module
         if module is not None and module.endswith(".py"):
             module = Path(module).stem
         return connector._replace(module=module, extra=connector.extra.replace(TMP, str(self._store)))
 
     def _watch(self, pid: int, reader: int, stuck_seconds: float) -> tuple[bytes, int | None]:
-        """Return what the child wrote and how it ended; it is stuck where that is None, and has ended then too."""
+        """Return the output of the child and its exit status.
+
+        If the child was stuck, it is killed and the status is None.
+        """
         message, last, open_ = bytearray(), time.monotonic(), True
         while True:
             ready = select.select([reader], [], [], 0.05)[0] if open_ else []
@@ -159,7 +164,7 @@ class CaseRunner:
                 message += more
                 last = time.monotonic()
                 continue
-            ended, status = os.waitpid(pid, os.WNOHANG)  # its own children may hold the pipe open
+            ended, status = os.waitpid(pid, os.WNOHANG)  # the child's own children may still hold the pipe open
             if ended:
                 return bytes(message), status
             if time.monotonic() - last > stuck_seconds:
@@ -169,7 +174,7 @@ class CaseRunner:
                 time.sleep(0.002)
 
     def _dump_and_kill(self, pid: int) -> None:
-        os.kill(pid, signal.SIGUSR1)  # faulthandler writes all stacks to the log
+        os.kill(pid, signal.SIGUSR1)  # faulthandler then writes all stacks to the log
         deadline = time.monotonic() + DUMP_SECONDS
         while time.monotonic() < deadline and b"Current thread" not in self._log.read_bytes():
             time.sleep(0.05)
@@ -205,7 +210,10 @@ class CaseRunner:
     # ---- shrinking ------------------------------------------------------------------------------------------------
 
     def shrink(self, case: Case, found: CaseOutcome, seconds: float) -> tuple[Case, CaseOutcome]:
-        """Return the shortest and simplest case of the same kind that can be found in `seconds`."""
+        """Return the shortest and simplest case that still gives the same outcome.
+
+        The search takes up to `seconds` seconds.
+        """
         deadline = time.monotonic() + seconds
         stuck = min(self.limits.stuck_seconds, SHRINK_STUCK_SECONDS)
         quick = CaseLimits(stuck, self.limits.steps_max, min(self.limits.drain_steps, SHRINK_DRAIN_STEPS))
@@ -214,7 +222,7 @@ class CaseRunner:
             return self.run(case._replace(moves=moves), quick).signature == found.signature
 
         moves = found.moves
-        if same(moves):  # also with the shorter limits
+        if same(moves):  # the outcome must be the same under the shorter limits
             before: tuple[Move, ...] = ()
             while moves != before and time.monotonic() < deadline:
                 before = moves
@@ -227,7 +235,7 @@ class CaseRunner:
 
 
 def _fewer(moves: tuple[Move, ...], same: Callable[[tuple[Move, ...]], bool], deadline: float) -> tuple[Move, ...]:
-    """Drop moves, many at once first."""
+    """Drop moves, at first many at once."""
     size = max(1, len(moves) // 2)
     while time.monotonic() < deadline:
         start, dropped = 0, False
@@ -244,7 +252,7 @@ def _fewer(moves: tuple[Move, ...], same: Callable[[tuple[Move, ...]], bool], de
 
 
 def _simplify(moves: tuple[Move, ...], same: Callable[[tuple[Move, ...]], bool], deadline: float) -> tuple[Move, ...]:
-    """Make arguments smaller, one by one."""
+    """Make arguments smaller, one at a time."""
     for i in range(len(moves)):
         for j in range(1, len(moves[i])):
             while moves[i][j] and time.monotonic() < deadline:
@@ -264,14 +272,15 @@ def _simplify(moves: tuple[Move, ...], same: Callable[[tuple[Move, ...]], bool],
 
 
 @functools.cache
-def _warm_up() -> None:
-    """Import once, before the forks, what every trial needs."""
+def warm_up() -> None:
+    """Import the modules that every trial needs, once, before the forks."""
     import logging
 
     import torch
 
     logging.disable(logging.ERROR)
-    torch.set_num_threads(1)  # ranks compute when they start, and a fork waits for ever for OpenMP's other threads
+    # ranks compute when they start, and a forked child would wait for ever for OpenMP's other threads
+    torch.set_num_threads(1)
     trial = Trial(SHAPES["sync"])
     trial.do(("add", 0, 0, 0, 0))
     trial.do(("drain",))
@@ -279,16 +288,16 @@ def _warm_up() -> None:
 
 
 def _child(case: Case, limits: CaseLimits, pipe: int, log: Path) -> None:
-    """Run `case` and end the process."""
+    """Run `case` in this process, and end the process."""
     try:
         with contextlib.suppress(OSError):
             os.setsid()
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file takes longer than a trial
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # writing a core file takes longer than a trial
         file = log.open("ab", buffering=0)
         for standard in (1, 2):
             os.dup2(file.fileno(), standard)
         faulthandler.disable()
-        for fatal in FATAL:  # libraries put slow handlers there
+        for fatal in FATAL:  # libraries install slow handlers for these signals
             signal.signal(fatal, signal.SIG_DFL)
         faulthandler.enable(file)
         faulthandler.register(signal.SIGUSR1, file, all_threads=True)
@@ -308,14 +317,15 @@ def _conduct(case: Case, limits: CaseLimits, beat: Callable[[bytes], object]) ->
             return CaseOutcome("skipped", message=unfit)
     except BaseException as e:  # noqa: BLE001  (whatever a foreign module raises)
         where = connector.module or "vLLM's registry"
-        return CaseOutcome("cannot_import", message=f"{connector.name} cannot be imported from {where}: {one_line(e)}",
+        return CaseOutcome("cannot_import",
+                       message=f"{connector.name} cannot be imported from {where}: {error_line(e)}",
                        detail=traceback.format_exc(limit=-8))  # fmt: skip
     beat(b".")
     trials.DRAIN_STEPS_MAX = limits.drain_steps
     try:
         trial = Trial(shape, case.seed, connector=connector)
     except BaseException as e:  # noqa: BLE001
-        return CaseOutcome("cannot_import", message=f"{connector.name} cannot be constructed: {one_line(e)}",
+        return CaseOutcome("cannot_import", message=f"{connector.name} cannot be constructed: {error_line(e)}",
                        detail=traceback.format_exc(limit=-8))  # fmt: skip
     trial.careful = case.careful
     watched = Watched(trial, case.invariant)
@@ -323,7 +333,7 @@ def _conduct(case: Case, limits: CaseLimits, beat: Callable[[bytes], object]) ->
     if raised is not None:
         with contextlib.suppress(Exception):
             watched.after_update()
-    if watched.broken:  # what was raised came of it
+    if watched.broken:  # the exception is a consequence of the broken invariant
         name, _, what = watched.broken[0].partition(": ")
         return CaseOutcome("broken", name, what[:TEXT_MAX], "\n".join(one[:TEXT_MAX] for one in watched.broken[1:6]))
     return raised or CaseOutcome()
@@ -332,7 +342,7 @@ def _conduct(case: Case, limits: CaseLimits, beat: Callable[[bytes], object]) ->
 def _make_moves(
     case: Case, trial: Trial, watched: Watched, limits: CaseLimits, beat: Callable[[bytes], object]
 ) -> CaseOutcome | None:
-    """Make the moves until something is broken; return what was raised."""
+    """Make the moves until an invariant is broken. Return the outcome if a move raised an exception."""
 
     def after_update() -> None:
         beat(b"s")
@@ -348,7 +358,7 @@ def _make_moves(
     except BaseException as e:  # noqa: BLE001  (the finding)
         frame = traceback.extract_tb(e.__traceback__)[-1]
         name = f"{type(e).__name__} in {frame.name}"
-        return CaseOutcome("raised", name, one_line(e), traceback.format_exc(limit=-10))
+        return CaseOutcome("raised", name, error_line(e), traceback.format_exc(limit=-10))
     return None
 
 
@@ -363,7 +373,7 @@ def _until(moves: tuple[Move, ...], trial: Trial, steps_max: int, beat: Callable
 
 
 def _import(connector: Connector, shape: Shape) -> str | None:
-    """Import the connector; return why this shape is none for it, or nothing."""
+    """Import the connector. Return the reason if the connector cannot run with this shape, otherwise None."""
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     config, _ = make_configs(shape, connector)
@@ -373,6 +383,6 @@ def _import(connector: Connector, shape: Shape) -> str | None:
     return None
 
 
-def one_line(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """Return an error without its line breaks."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:TEXT_MAX]

@@ -1,4 +1,4 @@
-"""The conformance kit: `kvpipe fuzz` puts any vLLM v1 connector on trial and shrinks what it finds."""
+"""The conformance kit: `kvpipe fuzz` puts any vLLM v1 connector on trial and shrinks the failing sequences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvpipe.connectors.vllm.trial.children import KINDS, TMP, Case, CaseLimits, CaseOutcome, CaseRunner, one_line
+from kvpipe.connectors.vllm.trial.children import KINDS, TMP, Case, CaseLimits, CaseOutcome, CaseRunner, error_line
 from kvpipe.connectors.vllm.trial.invariants import INVARIANTS, SEEN_BY_TRIALS
 from kvpipe.connectors.vllm.trial.moves import MOVES_PER_TRIAL, random_moves, show
 from kvpipe.connectors.vllm.trial.shapes import KVPIPE, SHAPES, Connector, Shape
@@ -27,25 +27,25 @@ GRAMMAR = frozenset(
     {"add", "follow", "reuse", "schedule", "execute", "update", "step", "abort", "tick", "reset", "later", "drain",
      "probe", "shutdown"}
 )  # fmt: skip
-"""Moves that vLLM itself makes; the others are made with `--unruly`."""
+"""Moves that vLLM itself makes. The other moves are made only with `--unruly`."""
 
 FOREIGN_SHAPES = (
     "sync", "two-ranks", "hybrid", "drafts", "async-scheduler", "async-scheduler-v2", "two-ranks-async-load",
     "async-scheduler-drafts", "async-scheduler-hybrid",
 )  # fmt: skip
-"""Shapes that differ for any connector; the rest differ in how kvpipe is configured."""
+"""Shapes that differ for any connector. The other shapes differ only in kvpipe's configuration."""
 
 OUTSIDE = {name: SEEN_BY_TRIALS[name][1] for name in ("right_answers", "no_hang")} | {
     one.name: one.sentence for one in INVARIANTS.values() if one.outside
 }
-"""What is checked of any connector."""
+"""The sentences of the checks that hold for any connector, by name."""
 
 
 # ---- findings -----------------------------------------------------------------------------------------------------
 
 
 def write_finding(path: Path, case: Case, found: CaseOutcome, moves_before: int) -> None:
-    """Write what is needed to make it happen again."""
+    """Write everything that is needed to reproduce a finding into a file."""
     import vllm
 
     path.write_text(
@@ -69,7 +69,7 @@ def read_finding(path: Path) -> tuple[Case, tuple[str, str]]:
     """Return a finding's case and its signature.
 
     Raises:
-        UsageError: the file is none of `kvpipe fuzz`.
+        UsageError: the file was not written by `kvpipe fuzz`.
 
     """
     try:
@@ -84,7 +84,7 @@ def read_finding(path: Path) -> tuple[Case, tuple[str, str]]:
             inspect.signature(getattr(Trial, f"_{name}") if name in MOVES else None).bind(None, *values)  # type: ignore[arg-type]
         signature = (str(kept["kind"]), str(kept["name"]))
     except (OSError, ValueError, KeyError, TypeError, IndexError) as e:
-        raise UsageError(f"kvpipe: {path} is not a finding of kvpipe fuzz: {one_line(e)}") from None
+        raise UsageError(f"kvpipe: {path} is not a finding of kvpipe fuzz: {error_line(e)}") from None
     return case, signature
 
 
@@ -114,7 +114,7 @@ def show_finding(case: Case, found: CaseOutcome, moves_before: int, path: Path |
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `kvpipe fuzz`; return 0 when nothing was found and 1 otherwise."""
+    """Run `kvpipe fuzz`. Return 1 if something was found, otherwise 0."""
     parser = argparse.ArgumentParser(prog="kvpipe fuzz", description="Put any vLLM v1 connector on trial.")
     parser.add_argument("--connector", default=KVPIPE.name, help="class name of the connector")
     parser.add_argument("--module", help="its module: dotted, or a .py file; by default vLLM's registry is asked")
@@ -135,10 +135,10 @@ def main(arguments: Sequence[str]) -> int:
     for option in ("seconds", "seeds", "steps_max", "stuck_seconds"):
         if not getattr(args, option) > 0:
             name = "--" + option.replace("_", "-")
-            raise UsageError(f"kvpipe: {name} {getattr(args, option):g} would try nothing; give more than 0")
+            raise UsageError(f"kvpipe: {name}={getattr(args, option):g} is not valid; give more than 0")
     limits = CaseLimits(args.stuck_seconds, args.steps_max)
     if args.replay is not None:
-        return replay(args.replay, limits)
+        return replay_finding(args.replay, limits)
     connector = _connector(args)
     default = SHAPES if connector.name == KVPIPE.name else FOREIGN_SHAPES
     shapes = args.shape or list(default)
@@ -151,8 +151,8 @@ def main(arguments: Sequence[str]) -> int:
         return _Hunt(bench, connector, changes, args).go(shapes)
 
 
-def replay(path: Path, limits: CaseLimits) -> int:
-    """Run a finding again; return 1 when it, or anything else, is found."""
+def replay_finding(path: Path, limits: CaseLimits) -> int:
+    """Run a finding again. Return 1 if the same finding, or another finding, occurs."""
     case, signature = read_finding(path)
     _make_importable(case.connector)
     with CaseRunner(limits) as bench:
@@ -176,7 +176,7 @@ class _Hunt:
         self._trials = self._steps = 0
 
     def go(self, shapes: list[str]) -> int:
-        """Try seeds until a limit."""
+        """Run seeds until a limit is reached."""
         args, left = self._args, list(shapes)
         deadline = time.monotonic() + args.seconds
         seed = 0
@@ -248,7 +248,7 @@ def _connector(args: argparse.Namespace) -> Connector:
 
 
 def _make_importable(connector: Connector) -> Connector:
-    """Let children import the module by its name, and the working folder's modules."""
+    """Make the connector's module, and the modules of the working folder, importable by name in children."""
     folders = [str(Path.cwd())]
     if connector.module is not None and connector.module.endswith(".py"):
         folders.append(str(Path(connector.module).parent))

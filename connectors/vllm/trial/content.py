@@ -1,8 +1,8 @@
-"""The content oracle: what the KV of a token position must be, and which token the model generates next.
+"""The content oracle: the KV that each token position must hold, and the token that the model generates next.
 
-The KV of a position is a 64-bit hash of the token prefix up to there, of what else vLLM keeps apart (`cache_salt`,
-LoRA), of the layer and of the rank. So every byte of the paged cache and of the pool can be checked, and a request's
-answer is known from its prompt alone.
+The KV of a position is a 64-bit hash. The hash covers the token prefix up to the position, the `cache_salt` and the
+LoRA adapter, the layer and the rank. So every byte of the paged cache and of the pool can be checked, and a request's
+answer follows from its prompt alone.
 """
 
 from __future__ import annotations
@@ -13,27 +13,32 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
+from kvpipe.connectors.vllm.trial.limits import Allowed
+
 VOCAB = 512
-WRONG_TOKEN = VOCAB  # sampled when what was read was not what belongs there
+WRONG_TOKEN = VOCAB  # a rank that has read wrong KV samples this token
 EMBEDDED = 2 * VOCAB
-"""What is added to a token that comes as an embedding."""
+"""The offset that is added to a token that is given as an embedding."""
 
 Words = npt.NDArray[np.uint64]
 _MASK = (1 << 64) - 1
 
 
 class Sequence:
-    """A request's tokens and the hash of every prefix, as far as they are needed."""
+    """A request's tokens and the hash of every prefix, computed on demand."""
 
     def __init__(self, prompt: list[int], apart: str = "") -> None:
-        """`apart`: whatever makes the same tokens mean other KV."""
+        """Start with `prompt`.
+
+        `apart` names everything that gives the same tokens other KV: salt, adapter and weights.
+        """
         self.tokens: list[int] = []
         self.hashes: Words = np.empty(0, np.uint64)
         self.prompt, self.apart, self._seed = prompt, apart, zlib.crc32(apart.encode())
         self.lora = 0
 
     def upto(self, stop: int) -> Words:
-        """Return the hashes of the first `stop` positions."""
+        """Return the hashes of the first `stop` positions, which are computed on demand."""
         if stop > len(self.hashes):
             more = []
             last = int(self.hashes[-1]) if len(self.hashes) else self._seed
@@ -47,7 +52,7 @@ class Sequence:
         return self.hashes[:stop]
 
     def token(self, position: int) -> int:
-        """Return the token at `position`: of the prompt, or what the model generates after it."""
+        """Return the token at `position`: one of the prompt, or one that the model generates after the prompt."""
         self.upto(position + 1)
         return self.tokens[position]
 
@@ -58,21 +63,22 @@ class Sequence:
 
 
 class Live:
-    """One request, and what it must answer."""
+    """One request, and the answer that it must get."""
 
     def __init__(self, request_id: str, sequence: Sequence, wanted: int, salt: int, lora: int) -> None:
-        """`wanted` is the number of tokens to answer."""
+        """`wanted` is the number of tokens that the request must generate."""
         self.id, self.sequence, self.wanted, self.salt, self.lora = request_id, sequence, wanted, salt, lora
         self.output: list[int] = []
         self.aborted = self.closed = False
-        self.turns: deque[tuple[Sequence, int]] | None = None  # of a session: what is still to come
+        self.allowed = Allowed()
+        self.turns: deque[tuple[Sequence, int]] | None = None  # of a session: its inputs that vLLM has not begun with
 
     @property
     def expected(self) -> list[int]:
-        """The answer."""
+        """The tokens of the right answer."""
         return self.sequence.answer(self.wanted)
 
 
 def layer_key(rank: int, layer: int) -> np.uint64:
-    """Return what the prefix hashes are XORed with in `layer` (counted over all groups) of `rank`."""
+    """Return the number with which prefix hashes are XORed in `layer` (counted over all groups) of `rank`."""
     return np.uint64((layer + 1) * 0x9E3779B97F4A7C15 + (rank + 1) * 0xC2B2AE3D27D4EB4F & _MASK)

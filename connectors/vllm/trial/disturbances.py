@@ -1,4 +1,4 @@
-"""The moves of a trial that disturb it: copies, tiers, weights, adapters and hooks that are not as they should be."""
+"""The moves of a trial that disturb it: faults of copies, tiers and hooks, and changes of weights and adapters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from kvpipe.testing.held_tier import TROUBLES, HeldTier
 from kvpipe.transfer.base import Direction
 
 if TYPE_CHECKING:
-    from kvpipe.scheduler.side import SchedulerSide
     from kvpipe.tiers.carrier import Carrier
     from kvpipe.tiers.finder import Finder
 
@@ -26,24 +25,19 @@ _LOADS_FAIL = frozenset({"no_waits", "no_layers", "no_start", "early_bind", "mid
 
 
 class Disturbances(Steps):
-    """What happens to a trial's steps, and how it is waited for."""
+    """Disturbs a trial's steps, and waits until the disturbances have taken effect."""
 
     def __init__(self, shape: Shape, seed: int) -> None:
-        """`seed`: as of `Steps`."""
+        """`seed` has the same meaning as in `Steps`."""
         super().__init__(shape, seed)
         self.engines = list[HeldEngine]()
         self.tiers = [HeldTier(f"dict-{i}") for i in range(shape.tiers)]
-        self.excused = {"reset"}  # names of faults that a move of this trial has asked for
+        self.excused = {"reset"}  # the names of faults that this trial's moves may cause
+        for tier in self.tiers:
+            tier.values_max = shape.room
         self.deferrals = 0
         self.on_reset: Callable[[], object] = ignore
         self._carriers: list[Finder | Carrier] = []
-
-    @property
-    def side(self) -> SchedulerSide:
-        """Kvpipe's scheduler side."""
-        assert self.kvpipe is not None  # noqa: S101
-        assert self.kvpipe.scheduler is not None  # noqa: S101
-        return self.kvpipe.scheduler
 
     def _abort(self, index: int) -> None:
         from vllm.v1.request import RequestStatus
@@ -68,7 +62,6 @@ class Disturbances(Steps):
             engine.pace(saves, loads, backwards=backwards and self.shape.failing)
         if backwards:
             self.excused |= {"job_failed", "save_failed", "load_failed"}
-            self._reversed = True  # a device's copies may now be taken for failed when their step is long over
 
     def _again(self, rank: int, ahead: int) -> None:
         if self.engines:
@@ -79,6 +72,7 @@ class Disturbances(Steps):
         for tier in self.tiers:
             if on:
                 tier.hold()
+                self.excused.add("stores_too_slow")  # an engine waits only a few seconds for a tier's answer
             else:
                 tier.let_go()
         self._settle()
@@ -91,7 +85,7 @@ class Disturbances(Steps):
                 self._mend()
 
     def _mend(self) -> None:
-        """Probe all tiers now, and wait until no breaker is open."""
+        """Probe all tiers now, and wait until every breaker is closed."""
         breakers = [b for one in self._carriers for tier in one.tiers for b in tier.breakers.values()]
         limit = time.monotonic() + SETTLE_SECONDS_MAX
         for one in self._carriers:
@@ -104,12 +98,15 @@ class Disturbances(Steps):
             self.side.staging.expire()
 
     def _adapter(self, kind: int) -> None:
-        """Requests that began with other bytes are none of kvpipe's business, nor are hits of vLLM's own cache."""
+        """Change the adapters. First abort the requests that use them, and empty vLLM's own prefix cache.
+
+        kvpipe does not handle requests and hits of vLLM that began with other bytes.
+        """
         if self.kvpipe is None:
             return
         for place in reversed([place for place, one in enumerate(self.live.values()) if one.lora]):
             self._abort(place)
-        while self._scheduled or self._begun:  # the ranks' own requests are as old as what they hold
+        while self._scheduled or self._begun:  # ranks know only the adapters of their last step
             self._execute()
         self.scheduler.kv_cache_manager.evict_blocks(set(range(self.shape.blocks)))
         how = CHANGES[kind % len(CHANGES)]
@@ -118,23 +115,26 @@ class Disturbances(Steps):
         if how == "loaded in place":
             for number in NUMBERS:
                 self.side.adapter_called(number)
-        elif not self.shape.failing:  # no load may fail: the scheduler's side gets it before it plans the next
+        # if no load may fail, the scheduler side must get the report before it plans the next load
+        elif not self.shape.failing:
             self.side.adapters.reported(held, self.side.trace.step)
 
     def _reset(self, connector: bool, running: bool) -> None:  # noqa: FBT001
-        if running and self.careful and (self.in_flight or self._held_apart()):  # vLLM itself may raise
+        if running and self.careful and (self.in_flight or self._held_apart()):  # vLLM itself may raise an exception
             return
         if connector:
             self.on_reset()
         doubtful = self.kvpipe is not None and self.side.weights.doubtful
         self.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=connector)
-        if self.kvpipe is not None and not doubtful:  # the weights are the same, and nobody waits for the answer
-            self.side.weighed(dict.fromkeys(range(max(1, self.shape.ranks)), (self.side.weights.ask(), self.weights)))
+        if self.kvpipe is not None and not doubtful:  # the weights are the same, and no question is open
+            self.side.weighed(
+                dict.fromkeys(range(max(1, self.shape.ranks)), (self.side.weights.next_question(), self.weights))
+            )
 
     def _weights(self, which: int) -> None:
         if self.kvpipe is None or not self.ranks or self.side.weights.doubtful:
             return
-        while self._scheduled or self._begun:  # before the call that changes them
+        while self._scheduled or self._begun:  # these steps were planned before the weights change
             self._execute()
         for index in reversed(range(len(self.live))):
             self._abort(index)
@@ -146,7 +146,7 @@ class Disturbances(Steps):
         self.side.weights.suspect("move")
 
     def _held_apart(self) -> bool:
-        """Whether others than running requests hold blocks."""
+        """Whether requests that do not run hold blocks."""
         if self.kvpipe is not None:
             return (
                 self.shape.async_loads or self.shape.sibling or any(one.turns is not None for one in self.live.values())
@@ -158,7 +158,7 @@ class Disturbances(Steps):
 
     def _freeze(self, on: bool) -> None:  # noqa: FBT001
         if self.kvpipe is not None:
-            self.kvpipe.set_freeze(on)
+            self.kvpipe.scheduler_role.set_freeze(on)
 
     def _bypass(self, on: bool) -> None:  # noqa: FBT001
         if self.kvpipe is not None:
@@ -185,7 +185,7 @@ class Disturbances(Steps):
         if name in _LOADS_FAIL and not self.shape.failing:
             return
         if name in _ENDS_EARLY and (self.shape.mode == "step" or self.shape.graphs or self.shape.drafter):
-            return  # nothing else marks the end of the forward of a step without hooks
+            return  # without hooks, no other call marks the end of a step's forward
         rank.quirks.append(name)
         self.excused |= {
             "job_failed", "save_failed", "load_failed", "step_never_ended", "layers_never_submitted",
@@ -200,7 +200,7 @@ class Disturbances(Steps):
     # ---- waiting ---------------------------------------------------------------------------------------------------
 
     def _let_end(self) -> None:
-        """Let copies end that were held or lost; those of a foreign connector end by themselves."""
+        """Complete held and lost copies. Copies of a foreign connector complete by themselves."""
         self._hold(on=False)
         self._tick(0, 0)
         self._tick(4, 4)
@@ -208,7 +208,7 @@ class Disturbances(Steps):
             time.sleep(0.0002)
 
     def _settle(self) -> None:
-        """Wait until kvpipe's loop threads have taken every completion, so that a sequence has one outcome."""
+        """Wait until kvpipe's loop threads have processed every completion, so that a sequence has only one outcome."""
         for engine, rank in zip(self.engines, self.ranks, strict=bool(self.engines)):
             pipeline = rank.kvpipe.worker.pipeline
             loop = pipeline.copies.loop
@@ -217,10 +217,10 @@ class Disturbances(Steps):
         self._settle_tiers()
 
     def _settle_tiers(self) -> None:
-        """Wait until all that tiers were asked has ended, or is held back."""
+        """Wait until every call to a tier has ended or is held back."""
         limit = time.monotonic() + SETTLE_SECONDS_MAX
         while sum(one.open for one in self._carriers) > sum(tier.waiting for tier in self.tiers):
             if time.monotonic() > limit:
-                self.violations.append("no_hang: what tiers were asked does not end")
+                self.violations.append("no_hang: calls to tiers do not end")
                 return
             time.sleep(0.0001)

@@ -1,11 +1,12 @@
-"""The oracle of lookups: which tokens must be found, by plain loops over the catalog's keys."""
+"""The oracle of lookups: it computes which tokens lookups must find, by plain loops over the catalog's keys."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvpipe.cache.catalog import KEPT_MARKS_MAX, Chunk
+from kvpipe.cache.catalog import KEPT_MARKS_MAX
+from kvpipe.cache.chunks import Chunk
 from kvpipe.statemachine import chunk as chunk_m
 from kvpipe.statemachine import request as request_m
 
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
     from kvpipe.scheduler.side import SchedulerSide
 
 
-class Found(NamedTuple):
-    """How many units of a request's prefix were found, and the chunks that hold any of it."""
+class FoundPrefix(NamedTuple):
+    """The number of units of a request's prefix that were found, and the chunks that hold these units."""
 
     request: Request
     units: int
@@ -24,7 +25,7 @@ class Found(NamedTuple):
 
     @property
     def stands(self) -> bool:
-        """Whether none of them was evicted, and none has so many readers that it may forget where some have ended."""
+        """Whether lookups must still find these units: no chunk was evicted, and no chunk may have dropped a mark."""
         alive = {chunk_m.READY, chunk_m.GROWING}
         return all(one.state.row in alive and len(one.marks) < KEPT_MARKS_MAX for one in self.chunks)
 
@@ -41,40 +42,46 @@ def _state_keys(side: SchedulerSide, request: Request) -> Sequence[bytes]:
     return side.prefixes.hashes(request)[step - 1 :: step]
 
 
-def ends(side: SchedulerSide, request: Request) -> frozenset[tuple[Chunk, bytes]]:
-    """Return the chunk of each group that holds where the request has ended, or is about to, and the key of that."""
-    found, last = set(), side.geometry.end_units
+def ends(side: SchedulerSide, request: Request, saved_units: int) -> frozenset[tuple[Chunk, bytes]]:
+    """Return, for each group, the chunk that holds the end of the request, and the key of that end.
+
+    If the last generated tokens are not saved, the end of the first `saved_units` units counts as the request's end.
+    """
+    found, last, keys = set(), side.geometry.end_units, keys_of(side, request)
     for group in _growing(side):
         known = {**side.catalog.pending(group), **side.catalog.index(group)}
-        found |= {(known[key], key) for key in [key for key in keys_of(side, request)[-last:] if key in known][-1:]}
+        tails = keys[-last:], keys[max(0, saved_units - last) : saved_units]
+        held = [key for tail in reversed(tails) for key in tail if key in known]
+        found |= {(known[key], key) for key in held[-1:]}
     return frozenset(found)
 
 
-def find(side: SchedulerSide, request: Request, kept: frozenset[tuple[Chunk, bytes]]) -> Found:
-    """Look at what is held of the request's tokens, all of which count: whole chunks, and its end as in `kept`.
+def find_chunks(side: SchedulerSide, request: Request, kept: frozenset[tuple[Chunk, bytes]]) -> FoundPrefix:
+    """Find the chunks that hold the request's tokens, including the last token.
 
-    What else a chunk is known by, another request may have come as far as, and goes on there.
+    Chunks are whole, except for the chunks at the request's end, which `kept` names. Other keys of a chunk are ignored,
+    because they belong to other requests that diverge within the chunk.
     """
     keys, per_chunk = keys_of(side, request), side.geometry.units_per_chunk
     indexes = [side.catalog.index(group) for group in range(len(side.geometry.groups))]
     mine = [_state_keys(side, request) if kind.state else keys for kind in side.geometry.groups]
     chunks = frozenset(index[key] for index, known in zip(indexes, mine, strict=True) for key in known if key in index)
-    units = held(side, request, len(keys))
+    units = held_units(side, request, len(keys))
     while rest := units % per_chunk:
         last = keys[units - 1 : units - rest + per_chunk]
         growing = [indexes[group] for group in _growing(side)]
         if {(index[key], key) for index in growing for key in last if key in index} <= kept:
             break
-        units = held(side, request, units - rest)
-    return Found(request, units, chunks)
+        units = held_units(side, request, units - rest)
+    return FoundPrefix(request, units, chunks)
 
 
 def _growing(side: SchedulerSide) -> list[int]:
     return [group for group, kind in enumerate(side.geometry.groups) if not kind.state]
 
 
-def held(side: SchedulerSide, request: Request, most: int) -> int:
-    """Return the longest prefix of up to `most` units that every group holds as far as it needs to."""
+def held_units(side: SchedulerSide, request: Request, most: int) -> int:
+    """Return the longest prefix, in units and up to `most`, that every group holds as far as its window needs."""
     keys, states = keys_of(side, request), _state_keys(side, request)
     return next((units for units in range(most, 0, -1) if _holds(side, keys, states, units)), 0)
 
@@ -90,7 +97,7 @@ def _holds(side: SchedulerSide, keys: Sequence[bytes], states: Sequence[bytes], 
         first = 0 if window is None else tokens // window * window if kind.local else max(0, tokens - window + 1)
         first //= unit
         if first == units:
-            continue  # nothing is read behind it
+            continue  # attention reads no position before `first`
         index = side.catalog.index(group)
         for base in range(first // per_chunk * per_chunk, units, per_chunk):
             if not covers(keys, base, min(units, base + per_chunk), per_chunk, index):
@@ -99,12 +106,20 @@ def _holds(side: SchedulerSide, keys: Sequence[bytes], states: Sequence[bytes], 
 
 
 def covers(keys: Sequence[bytes], base: int, high: int, per_chunk: int, *indexes: Any) -> bool:  # noqa: ANN401
-    """Whether a chunk that starts at unit `base` holds the prefix up to `high`: it is known by that, or by more."""
+    """Whether a chunk that starts at unit `base` holds the prefix up to unit `high`.
+
+    The chunk may be known under the key of unit `high` or of a later unit.
+    """
     return any(key in index for key in keys[high - 1 : base + per_chunk] for index in indexes)
 
 
-def promised(side: SchedulerSide, request: Request, local_tokens: int, *, waits: bool) -> int | None:
-    """Return how many tokens a lookup has to promise beyond `local_tokens`, if it has to."""
+def promised(
+    side: SchedulerSide, request: Request, local_tokens: int, *, waits: bool, limit: int | None = None
+) -> int | None:
+    """Return how many tokens a lookup must promise beyond `local_tokens`, or None if every answer is right.
+
+    `limit` is the largest number of tokens that the request may load, or None for no limit.
+    """
     if not side.switches.loads:
         return 0
     tracked = side.requests.tracked.get(request.request_id)
@@ -119,14 +134,17 @@ def promised(side: SchedulerSide, request: Request, local_tokens: int, *, waits:
     unit, keys = side.geometry.unit_tokens, keys_of(side, request)
     most = len(keys)
     if (side.geometry.windows or side.geometry.states) and most * unit >= request.num_tokens:
-        most -= (
-            1  # the last token is computed anew: it is in the state, and reads further back than the window after it
-        )
-    tokens = held(side, request, most) * unit
+        # The last token is computed again. The state contains it already, and its attention window begins one position
+        # before the window of the next token.
+        most -= 1
+    if limit is not None:
+        most = min(most, (local_tokens + limit) // unit)
+    tokens = held_units(side, request, most) * unit
     beyond = max(0, min(tokens, request.num_tokens if waits else request.num_tokens - 1) - local_tokens)
     dropped = not side.geometry.ahead_tokens and side.geometry.states_back
     if dropped and side.loading.between_steps and local_tokens and tokens - local_tokens == unit:
-        return 0  # the engine dropped it of its own hit, and computes it sooner than it would wait
+        # vLLM dropped this unit from its own hit, and computes the unit sooner than an asynchronous load would end
+        return 0
     return beyond
 
 

@@ -1,4 +1,4 @@
-"""Hints of a trial's requests: some true, most false, some malformed."""
+"""Hints of a trial's requests. Some hints are true, most are false, and some are malformed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
 from kvpipe.connectors.vllm.hints import PARAMETER
-from kvpipe.scheduler.hints import ACTIONS_MAX
+from kvpipe.features.hints import ACTIONS_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 Hints = tuple[Any, Any]
-"""What a request has as its envelope, and what as its parameter."""
+"""A request's hints: its `KvHintsEnvelope`, and the value of its hint parameter."""
 
 
 def _envelope(**payloads: dict[str, Any]) -> KvHintsEnvelope:
@@ -35,12 +35,12 @@ HINTS: Final[tuple[Callable[[int], Hints], ...]] = (
     lambda _: ("kv.retain", ["retain"]),
     lambda seconds: (KvHintsEnvelope("9", "", [None] * (ACTIONS_MAX - 4 + seconds)), {"retain": {}}),  # type: ignore[list-item]
 )
-"""Each makes hints from a number of seconds."""
+"""Functions that return hints, from a number of seconds."""
 RESUME: Final = 1
-"""The place of a right one."""
+"""The index in `HINTS` of a well-formed `resume`."""
 
 
-def attach(request: Request, hints: Hints) -> None:
-    """Give a request its hints."""
+def set_hints(request: Request, hints: Hints) -> None:
+    """Set the hints of a request."""
     request.kv_hints, own = hints
     request.kv_transfer_params = {PARAMETER: own} if own is not None else None

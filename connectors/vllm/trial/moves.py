@@ -1,4 +1,4 @@
-"""Moves at random: how often each happens and with which arguments, by seed or by Hypothesis."""
+"""Random moves: how often each move happens and with which arguments, by seed or by Hypothesis."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from kvpipe.connectors.vllm.trial.arrivals import ANSWER_TOKENS_MAX, DOCUMENT_TOKENS_MAX, DOCUMENTS, OWN_TOKENS_MAX
 from kvpipe.connectors.vllm.trial.hints import HINTS
+from kvpipe.connectors.vllm.trial.limits import LIMITS
 from kvpipe.connectors.vllm.trial.rank import QUIRKS, STOPS
 from kvpipe.connectors.vllm.trial.shapes import Shape
 from kvpipe.connectors.vllm.trial.trial import Move
@@ -47,6 +48,7 @@ ARGUMENTS: dict[str, tuple[Choices, ...]] = {
     "quirk": (_INDEX, range(len(QUIRKS)), range(len(QUIRKS))),
     "adapter": (range(3),),
     "hint": (range(len(HINTS)), (0, 1, 5, 50)),
+    "limit": (range(len(LIMITS)), (0, 1, 40, 100, DOCUMENT_TOKENS_MAX)),
     "hold": (_EVEN,),
     "trouble": (range(2), (*[0] * 4, *range(len(TROUBLES)))),
     "late": (),
@@ -56,7 +58,7 @@ ARGUMENTS: dict[str, tuple[Choices, ...]] = {
     "probe": (),
     "shutdown": (range(len(STOPS)),),
 }
-"""What each argument of a move is drawn from; the first choice is the simplest."""
+"""The choices for each argument of a move. The first choice is the simplest."""
 
 WEIGHTS: dict[str, float] = {
     "add": 10, "follow": 3, "reuse": 1, "embed": 1, "session": 1, "more": 2, "end": 1,
@@ -67,24 +69,31 @@ WEIGHTS: dict[str, float] = {
     "dummy": 0.4,
     "drain": 0.4,
 }  # fmt: skip
-"""How often each move is made, in proportion."""
+"""The relative frequency of each move."""
+LIMIT = 12
+"""The relative frequency of requests with limits, in shapes with `limits`."""
 HINT = 8
-"""How often a request is to come with hints, where the shape has them."""
+"""The relative frequency of requests with hints, in shapes with `hints`."""
 OPERATE = 8
-"""How often operators pin, unpin or evict, where the shape has them."""
+"""The relative frequency of pins, unpins and evictions by operators, in shapes with `operators`."""
 FAIL = 8
-"""How often a copy is to fail, where vLLM ends a request whose load has failed."""
+"""The relative frequency of failing copies, in shapes in which vLLM ends a request whose load has failed."""
 
 SWARM = (0.3, 1.0, 1.0, 3.0)
-"""A sequence makes each move more or less often than others do, by one of these factors: sequences that are alike reach
-less. (Groce et al., Swarm Testing, ISSTA 2012.)"""
+"""A sequence makes each move more or less often, by one of these factors, because similar sequences reach less.
+
+See Groce et al., Swarm Testing, ISSTA 2012.
+"""
 
 SHUTDOWNS = 0.1
-"""The share of sequences that end in mid-flight."""
+"""The share of sequences that end with a shutdown in mid-flight."""
 
 
 def random_moves(seed: int | str, count: int, more: Mapping[str, float] = MappingProxyType({})) -> Iterator[Move]:
-    """Yield `count` moves, and at last a probe or a shutdown. `more`: weights beside `WEIGHTS`, or in their place."""
+    """Yield `count` moves, and then a probe or a shutdown.
+
+    `more` has weights in addition to `WEIGHTS`, or in place of some of `WEIGHTS`.
+    """
     made = {**WEIGHTS, **more}
     rng = random.Random(seed)  # noqa: S311
     weights = [weight * rng.choice(SWARM) for weight in made.values()]
@@ -94,14 +103,25 @@ def random_moves(seed: int | str, count: int, more: Mapping[str, float] = Mappin
 
 
 def trial_moves(shape: Shape, seed: int) -> Iterator[Move]:
-    """Yield the moves of the trial of `shape` with `seed`."""
-    wanted = (shape.hints, "hint", HINT), (shape.operators, "operate", OPERATE), (shape.fails, "fail", FAIL)
+    """Yield the moves of the trial of `shape` with `seed`.
+
+    The moves do not depend on `save_steps`, so that shapes can be compared that differ only in `save_steps`.
+    """
+    wanted = (
+        (shape.hints, "hint", HINT),
+        (shape.operators, "operate", OPERATE),
+        (shape.fails, "fail", FAIL),
+        (shape.limits, "limit", LIMIT),
+    )
     more = {move: weight for holds, move, weight in wanted if holds}
-    return random_moves(f"{seed} Shape({_fields(shape)})", MOVES_PER_TRIAL, more)
+    return random_moves(f"{seed} Shape({_fields(shape._replace(save_steps=1))})", MOVES_PER_TRIAL, more)
 
 
 def _fields(shape: Shape) -> str:
-    """Return the fields of `shape`, those behind `dense` only if set: so a new one leaves other shapes' moves."""
+    """Return the fields of `shape` as text.
+
+    Fields after `dense` are included only if they are set. So a new field does not change the moves of other shapes.
+    """
     names = shape._fields
     first, default = names.index("dense") + 1, shape._field_defaults
     shown = names[:first] + tuple(name for name in names[first:] if getattr(shape, name) != default[name])
@@ -109,5 +129,5 @@ def _fields(shape: Shape) -> str:
 
 
 def show(move: Move) -> str:
-    """Return a move as one reads it."""
+    """Return a move in a form that is easy to read."""
     return " ".join([str(move[0]), *(str(int(one)) if isinstance(one, bool) else str(one) for one in move[1:])])

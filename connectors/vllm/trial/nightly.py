@@ -1,8 +1,8 @@
-"""Trials by the seed, for as long as one likes: `make fuzz SECONDS_MAX=3600`.
+"""Runs trials by seed for a given time: `make fuzz SECONDS_MAX=3600`.
 
-With a state file a run goes on where the last one ended. What breaks an invariant is shrunk and written as a sequence
-that `property_tests/regressions/` can keep. Exits with 1 when that happened, and with `--reach` also when a cell that
-can be reached never was.
+With a state file, a run continues where the last run ended. A sequence that breaks an invariant is shrunk and written
+in the format of `property_tests/regressions/`, and the exit status is 1. With `--reach`, the exit status is also 1 if a
+reachable cell was never reached.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvpipe.connectors.vllm.trial import reach, worlds
-from kvpipe.connectors.vllm.trial.children import Case, CaseRunner
+from kvpipe.connectors.vllm.trial.children import Case, CaseRunner, warm_up
 from kvpipe.connectors.vllm.trial.invariants import Watched
 from kvpipe.connectors.vllm.trial.moves import trial_moves
 from kvpipe.connectors.vllm.trial.shapes import KVPIPE, SHAPES, Shape
@@ -37,21 +37,21 @@ BROKEN_MAX = NEVER_MAX = 20
 SEEDS = range(8)
 """The seeds of the default profile, for every shape."""
 WORLDS_PER_SEED = 24
-"""How many worlds are tried beside all shapes."""
+"""The number of worlds that are tried for each seed, in addition to all shapes."""
 
 
 class TrialRun(NamedTuple):
-    """One trial's end. `broken` is empty when every invariant held; `made` are the moves up to there."""
+    """The result of one trial. `broken` is empty if every invariant held. `made` are the moves that were made."""
 
     steps: int
     broken: list[str]
     made: list[Move]
     counters: Counter[str]
-    cells: Counter[reach.Cell]
+    cells: Counter[reach.CellPlace]
 
 
-def run(shape: Shape, seed: int, moves: Iterable[Move] | None = None) -> TrialRun:
-    """Try `shape` with the moves of `seed`, or with `moves`; stop at the first broken invariant."""
+def run_moves(shape: Shape, seed: int, moves: Iterable[Move] | None = None) -> TrialRun:
+    """Try `shape` with `moves`, or with the moves of `seed`. Stops at the first broken invariant."""
     trial = Trial(shape, seed)
     watched = Watched(trial)
     made: list[Move] = []
@@ -61,7 +61,7 @@ def run(shape: Shape, seed: int, moves: Iterable[Move] | None = None) -> TrialRu
             trial.do(move)
             if watched.broken:
                 break
-    except Exception:  # noqa: BLE001  (whatever came out of vLLM is the finding)
+    except Exception:  # noqa: BLE001  (an exception that leaves vLLM is a finding)
         watched.broken.append(f"nothing_raises: {traceback.format_exc(limit=-8)}")
     finally:
         trial.close()
@@ -71,51 +71,51 @@ def run(shape: Shape, seed: int, moves: Iterable[Move] | None = None) -> TrialRu
     return TrialRun(trial.steps, watched.broken, made, counters, reach.counts(trial))
 
 
-class Work(NamedTuple):
-    """One trial to make: of a seed, or of a kept sequence."""
+class TrialSeed(NamedTuple):
+    """One trial to run: from a seed, or from a kept sequence."""
 
     shape: str
     seed: int
     moves: tuple[Move, ...] | None = None
 
     def all_moves(self) -> tuple[Move, ...]:
-        """Return the moves that it makes."""
+        """Return the moves of the trial."""
         return self.moves if self.moves is not None else tuple(trial_moves(shape_named(self.shape), self.seed))
 
 
 class Done(NamedTuple):
-    """One trial made."""
+    """One finished trial."""
 
-    work: Work
+    work: TrialSeed
     ran: TrialRun
 
 
-def _make(work: Work) -> Done:
-    return Done(work, run(shape_named(work.shape), work.seed, work.moves))
+def _make(work: TrialSeed) -> Done:
+    return Done(work, run_moves(shape_named(work.shape), work.seed, work.moves))
 
 
-def sequences(folder: Path) -> list[Work]:
-    """Return the sequences that `folder` keeps."""
+def sequences(folder: Path) -> list[TrialSeed]:
+    """Return the sequences that are kept in `folder`."""
     kept = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))]
-    return [Work(one["shape"], one["seed"], tuple(tuple(move) for move in one["moves"])) for one in kept]
+    return [TrialSeed(one["shape"], one["seed"], tuple(tuple(move) for move in one["moves"])) for one in kept]
 
 
 class Night:
-    """A run over seeds: what it has done so far, kept in a file if one is given."""
+    """A run over seeds. It records its progress, and writes the record to a file if a file is given."""
 
     def __init__(self, state: Path | None, jobs: int = 1) -> None:
-        """Go on from the file `state`, with so many processes."""
+        """Continue from the file `state` if it exists. `jobs` is the number of processes."""
         self._state, self._jobs = state, jobs
         self.seed = self.steps = self.trials = 0
         self.seconds = 0.0
-        self.cells: Counter[reach.Cell] = Counter()
-        self.pairs: Counter[worlds.Pair] = Counter()
+        self.cells: Counter[reach.CellPlace] = Counter()
+        self.pairs: Counter[worlds.AxisPair] = Counter()
         self.broken: list[dict[str, object]] = []
         if state is not None and state.exists():
             kept = json.loads(state.read_text(encoding="utf-8"))
             self.seed, self.steps, self.trials = kept["seed"], kept["steps"], kept["trials"]
             self.seconds, self.broken = kept["seconds"], kept["broken"]
-            self.cells.update({reach.Cell(*name.split("/")): times for name, times in kept["cells"].items()})
+            self.cells.update({reach.CellPlace(*name.split("/")): times for name, times in kept["cells"].items()})
             told = {tuple(name.split()): times for name, times in kept.get("pairs", {}).items()}
             self.pairs.update({pair: told[pair] for pair in worlds.possible() if pair in told})
 
@@ -131,12 +131,12 @@ class Night:
             self._state.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
     def go(
-        self, names: list[str], first: list[Work], seconds: float, seed_stop: int, steps_stop: int, drawn: int
+        self, names: list[str], first: list[TrialSeed], seconds: float, seed_stop: int, steps_stop: int, drawn: int
     ) -> None:
-        """Make the trials of `first`, then, per seed, every shape and `drawn` worlds, until one of the limits."""
+        """Run the trials of `first`. Then, for each seed, try every shape and `drawn` random worlds, up to a limit."""
         begin = last = time.monotonic()
         seeds, steps, earlier = self.seed, self.steps, self.seconds
-        with make_pool(self._jobs) as pool:
+        with make_pool(self._jobs, forks=True) as pool:
             todo = first
             while True:
                 for done in _results(pool.imap_unordered(_make, todo), todo):
@@ -150,11 +150,11 @@ class Night:
                     break
                 rng = random.Random(f"worlds {self.seed}")  # noqa: S311
                 others = itertools.islice(worlds.covering(rng, self.pairs.keys()), drawn)
-                todo = [Work(name, self.seed) for name in (*names, *map(worlds.name_of, others))]
+                todo = [TrialSeed(name, self.seed) for name in (*names, *map(worlds.name_of, others))]
                 if now - last > REPORT_SECONDS:
                     last = now
                     self.save()
-                    reached, can, _ = reach.report(self.cells)
+                    reached, can, _ = reach.coverage(self.cells)
                     sys.stdout.write(
                         f"seed {self.seed}: {self.steps} steps, {(self.steps - steps) / (now - begin):.0f} steps/s, "
                         f"{(self.seed - seeds) / (now - begin):.2f} seeds/s of {len(names)} trials, "
@@ -178,8 +178,11 @@ class Night:
             sys.stdout.flush()
 
 
-def _results(results: IMapIterator[Done], todo: list[Work]) -> Iterator[Done]:
-    """Yield results as they come; a process that hangs or died is a finding, and the end of the run."""
+def _results(results: IMapIterator[Done], todo: list[TrialSeed]) -> Iterator[Done]:
+    """Yield results in the order of completion.
+
+    A process that hangs or dies counts as a finding, and ends the run.
+    """
     left = list(todo)
     while left:
         try:
@@ -194,23 +197,30 @@ def _results(results: IMapIterator[Done], todo: list[Work]) -> Iterator[Done]:
 
 
 def start_process(free: multiprocessing.SimpleQueue[int]) -> None:
-    """Bind this process to one of the cores that are `free`, and keep expected warnings out of the report."""
+    """Bind this process to one of the `free` cores, and filter expected warnings out of the report."""
     import logging
 
     import torch
 
-    if hasattr(os, "sched_setaffinity"):  # a trial's threads take turns: on one core they do so without waking another
+    # the threads of a trial alternate, and on one core they do so without waking another core
+    if hasattr(os, "sched_setaffinity"):
         core = free.get()
-        free.put(core)  # behind the others': for whoever takes the place of a process that dies
+        free.put(core)  # the core goes to the end of the queue, for the successor of a process that dies
         os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
     logging.disable(logging.ERROR)
 
 
-def make_pool(processes: int) -> Pool:
-    """Return a pool for trials, a process per core, in which a seed always leads to the same trial."""
-    os.environ["PYTHONHASHSEED"] = "0"  # the order of vLLM's sets of request ids is part of a trial
-    context = multiprocessing.get_context("spawn")
+def make_pool(processes: int, *, forks: bool = False) -> Pool:
+    """Return a pool with one process per core, in which a seed always leads to the same trial.
+
+    A trial depends on the order of vLLM's sets of request ids, so its process needs the hash seed 0. With `forks`, a
+    process that has this seed forks the pool's processes, which then need no import of vLLM of their own.
+    """
+    os.environ["PYTHONHASHSEED"] = "0"
+    if forks := forks and not sys.flags.hash_randomization:
+        warm_up()
+    context = multiprocessing.get_context("fork" if forks else "spawn")
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
     free: multiprocessing.SimpleQueue[int] = context.SimpleQueue()
     for i in range(processes):
@@ -219,7 +229,7 @@ def make_pool(processes: int) -> Pool:
 
 
 def shrink(broken: list[dict[str, object]], folder: Path) -> None:
-    """Write each finding's shortest sequence into `folder`."""
+    """Write the shortest sequence of each finding into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     with make_pool(1) as pool:
         for at, one in enumerate(broken):
@@ -242,7 +252,7 @@ def _shrink_one(broken: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run, and print what was covered."""
+    """Run the trials, and print what they covered."""
     parser = argparse.ArgumentParser(prog="python -m kvpipe.connectors.vllm.trial.nightly", description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0, help="how long")
     parser.add_argument("--seeds", type=int, default=1 << 60, help="stop before this seed")
@@ -250,9 +260,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--shape", action="append", choices=sorted(SHAPES), help="only this shape; may be repeated")
     parser.add_argument("--sequences", type=Path, help="folder with kept sequences to begin with")
-    parser.add_argument("--state", type=Path, help="file to go on from, and to write")
+    parser.add_argument("--state", type=Path, help="file from which the run continues, and to which it writes")
     parser.add_argument("--out", type=Path, default=Path(".cache/fuzz"), help="folder for shrunk findings")
-    parser.add_argument("--reach", action="store_true", help="fail when a cell that can be reached was not")
+    parser.add_argument("--reach", action="store_true", help="fail if a reachable cell was not reached")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     options = parser.parse_args(arguments)
     import vllm
@@ -265,7 +275,7 @@ def main(arguments: list[str] | None = None) -> int:
     found = night.broken[known:]
     if found:
         shrink(found, options.out)
-    reached, can, missed = reach.report(night.cells)
+    reached, can, missed = reach.coverage(night.cells)
     rate = night.steps / max(night.seconds, 1e-9)
     sys.stdout.write(
         f"vLLM {vllm.__version__}: {night.trials} trials to seed {night.seed}, {night.steps} steps in "
@@ -278,7 +288,7 @@ def main(arguments: list[str] | None = None) -> int:
         + "".join(f"  never: {one} with {other}\n" for one, other in never[:NEVER_MAX])
     )
     if options.reach and missed:
-        sys.stdout.write("not every cell that can be reached was: give it more time\n")
+        sys.stdout.write("some reachable cells were not reached: run for a longer time\n")
     if options.json:
         kept = {"version": vllm.__version__, "broken": night.broken, "seed": night.seed, "never": never}
         sys.stdout.write(json.dumps(kept) + "\n")

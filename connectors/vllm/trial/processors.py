@@ -1,8 +1,8 @@
-"""A simulated processor: vLLM decides as on a CPU with AMX, with AVX-512 but without AMX, or with neither.
+"""A simulated processor. vLLM decides as on a CPU with AMX, with AVX-512 but without AMX, or with neither.
 
-`processor(kind)` is the one switch: torch answers from a table of that processor while it is on. `plan` goes as far as
-an engine's start without kernels: configuration, backends, block sizes and kvpipe's geometry. `complete(kind)` is for
-engines that run: kernels that this machine lacks are replaced by kernels that every processor has.
+`processor(kind)` is the context in which torch reports the features of this processor. `plan` runs an engine's start
+without kernels: configuration, backends, block sizes and kvpipe's geometry. `complete(kind)` is for engines that
+compute. It replaces the kernels that this machine lacks by kernels that run on every processor.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _FEATURES: Final[dict[Processor, frozenset[str]]] = {
 }
 PROCESSORS: Final[tuple[Processor, ...]] = tuple(_FEATURES)
 MLA_BLOCK: Final = 16
-"""Tokens of the only block that the kernel of latent attention takes on a CPU without AMX."""
+"""The number of tokens of the only block size that the kernel of latent attention accepts on a CPU without AMX."""
 
 
 def _features() -> frozenset[str]:
-    """Return what this process is told of its processor's AMX and AVX-512."""
+    """Return the AMX and AVX-512 instructions that torch reports to this process."""
     told = torch.cpu.get_capabilities()
     return frozenset(name for name, here in told.items() if here is True and name.startswith(("amx_", "avx512_")))
 
@@ -51,8 +51,9 @@ def runs_here(kind: Processor) -> bool:
 
 @contextmanager
 def _told(features: frozenset[str]) -> Iterator[None]:
-    """Let torch report these instructions of AMX and AVX-512, and no others."""
+    """Make torch report these AMX and AVX-512 instructions, and no other ones."""
     import vllm._custom_ops  # noqa: F401  (the kernels are those of this machine, and are loaded once)
+    from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.attention import selector
 
     told = dict(torch.cpu.get_capabilities())
@@ -63,6 +64,9 @@ def _told(features: frozenset[str]) -> Iterator[None]:
         with (
             patch.object(torch.cpu, "get_capabilities", lambda: MappingProxyType(told)),
             patch.object(torch.backends.cpu, "get_cpu_capability", lambda: level),
+            patch.object(
+                CpuPlatform, "import_kernels", lambda *_: None
+            ),  # loading a second library of kernels would crash the process
         ):
             yield
     finally:
@@ -71,19 +75,20 @@ def _told(features: frozenset[str]) -> Iterator[None]:
 
 @contextmanager
 def processor(kind: Processor) -> Iterator[None]:
-    """Let vLLM and kvpipe take this machine's processor for one of `kind`."""
+    """Make vLLM and kvpipe treat this machine's processor as a processor of `kind`."""
     from vllm.platforms.cpu import CpuPlatform
 
     with (
         _told(_FEATURES[kind]),
-        patch.object(CpuPlatform, "check_and_update_config", _decides()),  # also where kernels are lent
+        # for the case that `lent` has replaced the function
+        patch.object(CpuPlatform, "check_and_update_config", _decides()),
     ):
         yield
 
 
 @functools.cache
 def _decides() -> classmethod[Any, Any, None]:
-    """Return how vLLM's platform decides, as vLLM has it."""
+    """Return the function with which vLLM's own platform decides, without any replacement."""
     from vllm.platforms.cpu import CpuPlatform
 
     return CpuPlatform.__dict__["check_and_update_config"]  # type: ignore[no-any-return]
@@ -91,11 +96,13 @@ def _decides() -> classmethod[Any, Any, None]:
 
 @contextmanager
 def lent(kind: Processor) -> Iterator[None]:
-    """Let vLLM's platform decide as on `kind`; the kernels are those of this machine, but never AMX kernels.
+    """Make vLLM's platform decide as on `kind`. The kernels are this machine's kernels, but never AMX kernels.
 
-    The kernel of latent attention takes one block size only, so engines on a lent "amx" have that block size.
+    The kernel of latent attention accepts only one block size, so engines on a lent "amx" have that block size.
     """
     from vllm.platforms.cpu import CpuPlatform
+
+    _decides()  # keeps vLLM's own function before it is replaced
 
     def decided(vllm_config: VllmConfig) -> None:
         with processor(kind):
@@ -113,10 +120,10 @@ def lent(kind: Processor) -> Iterator[None]:
 
 @contextmanager
 def complete(kind: Processor | None) -> Iterator[None]:
-    """Let engines run as on `kind`: with its own kernels where this machine has the instructions, else with lent ones.
+    """Make engines run as on `kind`. They use that kind's kernels if this machine can run them, otherwise lent kernels.
 
-    An engine whose kernels are lent still has the platform's decisions: block size, prefix caching, types of states.
-    None is this machine's own processor.
+    An engine with lent kernels still makes the platform's decisions: block size, prefix caching, types of states. If
+    `kind` is None, engines run as on this machine's own processor.
     """
     with nullcontext() if kind is None else processor(kind) if runs_here(kind) else lent(kind):
         yield
@@ -131,20 +138,21 @@ class Plan(NamedTuple):
     backends: tuple[str, ...]
     block_tokens: int
     unit_tokens: int | None
-    """Tokens of kvpipe's unit; None without kvpipe."""
+    """The number of tokens in a unit of kvpipe; None without kvpipe."""
     caches_prefixes: bool
     caches: tuple[tuple[str, int, int], ...]
-    """Kind, tokens of a block and bytes of a block, of each kind of cache."""
+    """For each kind of cache: (kind, tokens per block, bytes per block)."""
 
 
 def plan(model: Path | str, kvpipe: dict[str, Any] | None, **options: Any) -> Plan:  # noqa: ANN401
-    """Return what an engine of `model` would decide on the processor of now. Nothing is allocated or computed.
+    """Return what an engine of `model` would decide on the present processor. Nothing is allocated or computed.
 
-    Raises what the engine's start would raise: no common block size, a chunk that does not fit the unit.
+    Raises the errors that the engine's start would raise, for example if there is no common block size, or if a chunk
+    does not fit the unit.
     """
     from vllm.engine.arg_utils import EngineArgs
 
-    from kvpipe.connectors.vllm.trial.engine import models_inspected_here, register_kernels_once
+    from kvpipe.connectors.vllm.tiny.engine import models_inspected_here, register_kernels_once
 
     register_kernels_once()
     transfer: Any = None if kvpipe is None else {"kv_connector": "KVPipeConnector", "kv_role": "kv_both"}
@@ -160,7 +168,7 @@ def plan(model: Path | str, kvpipe: dict[str, Any] | None, **options: Any) -> Pl
 
 @contextmanager
 def _groups_of_ranks() -> Iterator[None]:
-    """Free the groups of ranks that a plan makes, unless an engine in this process has made them before."""
+    """Release the groups of ranks that a plan creates, unless an engine in this process has created them before."""
     from vllm.distributed import parallel_state
 
     before = parallel_state.model_parallel_is_initialized()
@@ -173,7 +181,7 @@ def _groups_of_ranks() -> Iterator[None]:
 
 
 def _planning() -> Any:  # noqa: ANN401  (a module)
-    """Return the module that forms groups of caches: vLLM 0.33 has it in a file of its own."""
+    """Return the module that forms cache groups. vLLM 0.33 has moved it to a file of its own."""
     places = (f"vllm.v1.core.kv_cache_{name}" for name in ("planning", "utils"))
     return importlib.import_module(next(place for place in places if importlib.util.find_spec(place)))
 
@@ -183,7 +191,7 @@ def _decided(config: VllmConfig, kvpipe: dict[str, Any] | None) -> Plan:
     from vllm.platforms import current_platform
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from kvpipe.config import Settings
+    from kvpipe.config.settings import Settings
     from kvpipe.connectors.vllm import support
 
     with set_current_vllm_config(config):
@@ -201,7 +209,10 @@ def _decided(config: VllmConfig, kvpipe: dict[str, Any] | None) -> Plan:
 
 
 def build(config: VllmConfig) -> None:
-    """Build the model of `config` without memory for its weights: its layers are in the configuration afterwards."""
+    """Build the model of `config` without memory for its weights.
+
+    Afterwards the configuration contains the model's layers.
+    """
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state
     from vllm.model_executor.layers import rotary_embedding
@@ -222,7 +233,12 @@ def build(config: VllmConfig) -> None:
 
 
 def _caches(config: VllmConfig) -> tuple[set[str], dict[str, KVCacheSpec]]:
-    """Return the backends of the built layers and their caches. Raises `ValueError` for a block no kernel takes."""
+    """Return the built layers' backends and caches.
+
+    Raises:
+        ValueError: no kernel accepts a block.
+
+    """
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.v1.kv_cache_interface import AttentionSpec
     from vllm.v1.worker.utils import select_common_block_size

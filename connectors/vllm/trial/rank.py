@@ -1,28 +1,28 @@
-"""One rank's fake model runner: real paged tensors, and the connector's hooks in the order of vLLM's runners.
+"""The fake model runner of one rank: real paged tensors, and the connector's hooks in the order of vLLM's runners.
 
-V1 (`v1/worker/kv_connector_model_runner_mixin.py`): preemptions are handled before new blocks are zeroed. V2
-(`v1/worker/gpu/kv_connector.py`): after, with keyword arguments, and `finish_forward` behind the forward. Sync loads
-start before the forward, others behind it; with a draft model the step is finalized after its reports.
+Runner V1 (`v1/worker/kv_connector_model_runner_mixin.py`) calls `handle_preemptions` before it zeroes new blocks.
+Runner V2 (`v1/worker/gpu/kv_connector.py`) calls `handle_preemptions` after it has zeroed new blocks. V2 also passes
+keyword arguments, and calls `finish_forward` after the forward. Sync loads start before the forward, other loads after
+it. With a draft model, a step is finalized after its reports.
 """
 
 from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
 from kvpipe.connectors.vllm.trial.content import Sequence, Words, layer_key
 from kvpipe.connectors.vllm.trial.drafts import accepted
-from kvpipe.connectors.vllm.trial.shapes import INTERLEAVE, Shape
+from kvpipe.connectors.vllm.trial.paged import WORD_BYTES, PagedLayer, Positions, make_caches
+from kvpipe.connectors.vllm.trial.shapes import Shape
 from kvpipe.connectors.vllm.trial.states import RunningStates, exported
 from kvpipe.connectors.vllm.trial.tap import empty, kvpipe_in
-from kvpipe.messages import Kind, Report, Tally
+from kvpipe.protocol.messages import Kind, Report, Tally
 from kvpipe.transfer.pool import HostPool
 
 if TYPE_CHECKING:
@@ -31,36 +31,37 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.outputs import KVConnectorOutput
 
+NOWHERE: Positions = np.empty(0, np.int64)
 STEPS_PER_SLOT = 6
 QUIRKS = {
-    "no_waits": "attention reads without `wait_for_layer_load`",
+    "no_waits": "attention reads without a call of `wait_for_layer_load`",
     "no_saves": "`save_kv_layer` is not called",
-    "no_layers": "no layer hook runs, as in a replay of a full CUDA graph",
+    "no_layers": "no layer hook is called, as in a replay of a full CUDA graph",
     "no_start": "`start_load_kv` is not called",
     "no_end": "`wait_for_save` is not called",
     "no_clear": "the metadata is not cleared",
-    "no_tail": "neither `wait_for_save` is called nor the metadata cleared, as on some of V1's pipeline ranks",
-    "mid_end": "`wait_for_save` runs in mid-forward",
-    "twice": "every hook runs twice",
-    "backwards": "the layers run in reverse",
-    "strangers": "hooks of layers that nobody registered",
+    "no_tail": "`wait_for_save` is not called and the metadata is not cleared, as on some pipeline ranks of V1",
+    "mid_end": "`wait_for_save` is called in the middle of the forward",
+    "twice": "every hook is called twice",
+    "backwards": "the layers run in reverse order",
+    "strangers": "hooks are called for layers that are not registered",
     "early_clear": "the metadata is cleared before the forward",
-    "mid_clear": "the metadata is cleared in mid-forward",
-    "early_bind": "an empty step is bound over this one before the forward",
-    "mid_bind": "an empty step is bound over this one in mid-forward",
-    "late_start": "`start_load_kv` is called when the results were asked for",
+    "mid_clear": "the metadata is cleared in the middle of the forward",
+    "early_bind": "the metadata of an empty step replaces this step's before the forward",
+    "mid_bind": "the metadata of an empty step replaces this step's in the middle of the forward",
+    "late_start": "`start_load_kv` is called after the results were requested",
 }
-"""What a runner may do to a connector that its grammar does not allow."""
+"""Ways in which a runner may violate the order of a connector's calls."""
 STOPS = ("", "first_stop", "early_stop", "mid_stop", "late_stop")
-"""Where in a step a rank may be shut down: between steps, before its metadata is bound, before the forward, in it, when
-the results were asked for."""
+"""The moments of a step at which a shutdown may happen.
 
-
-Positions = npt.NDArray[np.int64]
+These are: between steps, before the metadata is bound, before the forward, in the forward, after the results were
+requested.
+"""
 
 
 class Wrong(NamedTuple):
-    """A read of KV that was not what belongs there."""
+    """A read that returned KV of wrong tokens."""
 
     rank: int
     request: str
@@ -70,55 +71,37 @@ class Wrong(NamedTuple):
 
 
 class TrialStep(NamedTuple):
-    """A scheduled step: vLLM's output, and what was true when it was scheduled."""
+    """A scheduled step: vLLM's output, and the state at the time when the step was scheduled."""
 
     output: SchedulerOutput
     sampling: frozenset[str]  # requests whose prefill is complete with this step
     sequences: dict[str, Sequence]
-    undigested: int = 0  # steps before it whose results vLLM had not got yet
+    undigested: int = 0  # earlier steps whose results vLLM had not received yet
+
+
+class Access(NamedTuple):
+    """The positions that a step writes and reads for one request, in the layers of a group, and what they must hold."""
+
+    request: str
+    start: int
+    content: Words
+    expected: Words
+    drafts: int
+    written: Positions = NOWHERE  # places in the cache
+    read: Positions = NOWHERE
+    positions: slice | Positions = NOWHERE  # the positions that are read
 
 
 class RankOutput(NamedTuple):
     """One rank's results of a step."""
 
     kv_output: KVConnectorOutput
-    sampled: dict[str, list[int]]  # the tokens that each request would sample: accepted drafts, and the one behind them
+    sampled: dict[str, list[int]]  # the tokens that each request samples: accepted drafts, and the next token
     wrong: list[Wrong]
 
 
-class PagedLayer(NamedTuple):
-    """One layer's paged cache, ``[block, 1, token, 2]`` float32, and the same memory as 64-bit words.
-
-    Of its `shards` a block's tokens are divided among, it holds stretch `shard`, and every `shards`'th behind that.
-    """
-
-    name: str
-    group: int
-    cache: torch.Tensor
-    words: Words
-    key: np.uint64
-    ahead: int = 0  # tokens behind a position that its KV depends on
-    shard: int = 0
-    shards: int = 1
-
-    def content(self, sequence: Sequence, start: int, stop: int) -> Words:
-        """Return what the positions from `start` to `stop` must hold."""
-        return sequence.upto(stop + self.ahead)[start + self.ahead :] ^ self.key
-
-    def held(self, start: int, stop: int) -> Positions:
-        """Return those of the positions from `start` to `stop` that this rank holds."""
-        positions = np.arange(start, stop)
-        return positions[positions // INTERLEAVE % self.shards == self.shard]
-
-    def places(self, positions: Positions, table: Positions, block: int) -> tuple[Positions, Positions]:
-        """Return where `positions` lie: their blocks, and their offsets in these. `block`: tokens of a block."""
-        place = positions % block
-        turn = INTERLEAVE * self.shards
-        return table[positions // block], place // turn * INTERLEAVE + place % INTERLEAVE if self.shards > 1 else place
-
-
 class Runner(ABC):
-    """What every runner knows of its requests: their block tables, and how much of them is computed."""
+    """The state that every runner keeps of its requests: block tables, and numbers of computed tokens."""
 
     def __init__(self, shape: Shape) -> None:
         """Start without requests."""
@@ -133,12 +116,16 @@ class Runner(ABC):
         """Run one step. `drafts` are the draft tokens that end each request's scheduled tokens."""
 
     def computed(self, request: str) -> int:
-        """Return how many tokens of `request` are computed, drafts that were rejected taken off."""
+        """Return how many tokens of `request` are computed. Rejected drafts do not count."""
         return self._computed[request]
 
     def table(self, request: str) -> set[int]:
         """Return the blocks of `request`, of all groups."""
         return {block for table in self._tables.get(request, ()) for block in table}
+
+    def holders(self, blocks: set[int]) -> set[str]:
+        """Return the requests that had one of `blocks` when they were last scheduled."""
+        return {request for request in self._tables if blocks & self.table(request)}
 
     def _update_states(self, output: SchedulerOutput) -> None:
         for request in output.finished_req_ids:
@@ -161,7 +148,8 @@ class Runner(ABC):
             else:
                 for table, more in zip(self._tables[request], blocks or (), strict=False):
                     table.extend(more)
-            if resumed or not self._own_counts:  # else the scheduler's count takes all drafts for accepted
+            # otherwise the scheduler's count includes all drafts, as if all were accepted
+            if resumed or not self._own_counts:
                 self._computed[request] = computed
 
     def _count(self, request: str, step: TrialStep, drafts: list[int]) -> list[int]:
@@ -172,10 +160,10 @@ class Runner(ABC):
 
 
 class Reporter(Runner):
-    """In place of ranks, where only kvpipe's scheduler side is of interest: every job ends well with its step."""
+    """A runner without caches, for trials of kvpipe's scheduler side alone. It reports that every job has succeeded."""
 
     def execute(self, step: TrialStep, drafts: dict[str, list[int]]) -> RankOutput:
-        """Run nothing, and report what kvpipe's workers would."""
+        """Compute nothing, and report what kvpipe's workers would report."""
         from vllm.v1.outputs import KVConnectorOutput
 
         from kvpipe.connectors.vllm.metadata import PlanMetadata, ReportMetadata
@@ -194,12 +182,15 @@ class Reporter(Runner):
 
 
 class Rank(Runner):
-    """One rank."""
+    """One rank with its paged caches and its side of the connector."""
 
     def __init__(
         self, index: int, connector: KVConnectorBase_V1, shape: Shape, names: list[list[str]] | None = None
     ) -> None:
-        """Make the paged cache and register it. `names` are the layers of each group, if they are not the shape's."""
+        """Make the paged caches and register them.
+
+        `names` has the layers of each group. By default these are the shape's.
+        """
         super().__init__(shape)
         self.index, self.connector = index, connector
         self.kvpipe: Any = kvpipe_in(connector)
@@ -212,12 +203,12 @@ class Rank(Runner):
         self._drafts = shape.stage_of(index) == shape.stages - 1
         self._deferred = shape.deferred and self._drafts
         layers = [(group, name) for group, named in enumerate(names) for name in named]
+        caches = make_caches(shape, names)
         for i, (group, name) in enumerate(layers):
-            shards = shape.shards(group)
-            tokens = shape.block_tokens[group] // shards
-            cache = torch.zeros(shape.blocks, 1, tokens, 2)
-            words: Words = cache.numpy().view(np.uint64).reshape(shape.blocks, tokens)
-            last = len(layers) if shape.masks else len(names[0])  # of all, or of the first group
+            shards, cache = shape.shards(group), caches[i]
+            words: Words = cache.numpy().view(np.uint64)[:, 0, :, 0]
+            # with masks the drafter has the last of all layers, otherwise the last layer of the first group
+            last = len(layers) if shape.masks else len(names[0])
             drafts = shape.drafter and self._drafts and i == last - 1
             key, shard, ahead = layer_key(index, i), index % shards, int(drafts and not shape.masks)
             self.layers.append(PagedLayer(name, group, cache, words, key, ahead, shard, shards))
@@ -236,7 +227,7 @@ class Rank(Runner):
         self._drops = config.speculative_config is not None and config.speculative_config.use_eagle_block_drop()
         self._introduce(config)
         connector.register_kv_caches({layer.name: layer.cache for layer in self.layers})
-        self._ready_at = STEPS_PER_SLOT + index  # the step with which the next slot of a fresh pool is ready
+        self._ready_at = STEPS_PER_SLOT + index  # the step in which the next slot of a fresh pool becomes ready
         if shape.fresh:
             self._pool.ready = 1 + index
 
@@ -307,13 +298,16 @@ class Rank(Runner):
         config.compilation_config.static_forward_context.update(made)
 
     def _context(self, quirks: set[str]) -> Any:  # noqa: ANN401  (a `ForwardContext`, of which little is read)
-        """Return the context with which loads are started: runner V2 has none for a graph of a whole step."""
+        """Return the context with which loads are started.
+
+        For a CUDA graph of a whole step, runner V2 passes a context without attention metadata.
+        """
         if not (self.shape.graphs and "no_layers" in quirks):
             return self._forward
         return self._no_forward if self.shape.v2 else self._replay
 
     def _interrupt(self, place: str, quirks: set[str], metadata: KVConnectorMetadata | None) -> None:
-        """Make the calls that come at this `place` of a step, where none should."""
+        """Make the wrong calls of `quirks` at this `place` of a step."""
         if self.kvpipe is not None and f"{place}_bind" in quirks:
             self.kvpipe.bind_connector_metadata(empty(metadata))
         if self.kvpipe is not None and f"{place}_clear" in quirks:
@@ -325,8 +319,17 @@ class Rank(Runner):
         if f"{place}_stop" in quirks:
             self.connector.shutdown()
 
+    def places(self, group: int, layer: int, tokens: int) -> Positions:
+        """Return where the first `tokens` tokens of layer number `layer` of `group` lie in a slot, in words."""
+        layers = [one for one in self.layers if one.group == group]
+        page = layers[0].words.shape[1]
+        if not (self.shape.cross and self.shape.mode == "step"):
+            return np.arange(tokens) + self.kvpipe.geometry.layer_offsets[group][layer] // WORD_BYTES
+        pages, within = np.divmod(np.arange(tokens), page)
+        return (pages * len(layers) + layer) * page + within
+
     def dummy_run(self) -> None:
-        """Run the hooks of a warm-up: no step is bound."""
+        """Run the hooks of a warm-up, for which no step is bound."""
         for layer in self.layers:
             self.connector.wait_for_layer_load(layer.name)
             self.connector.save_kv_layer(layer.name, layer.cache, self._attention)
@@ -358,16 +361,17 @@ class Rank(Runner):
                 layer.words[block] = 0
 
     def _copy_blocks(self, output: SchedulerOutput) -> None:
-        """Copy the blocks that a request shares in part, before it writes on in its own."""
+        """Copy the blocks that a request shares in part, before the request writes into its own copies."""
         for copy in output.kv_cache_block_copies or ():
             for layer in self.layers:
                 layer.words[copy.dst_block_id] = layer.words[copy.src_block_id]
 
     def _run_layers(self, step: TrialStep, drafts: dict[str, list[int]], quirks: set[str]) -> list[Wrong]:
-        """Run every layer: write the new positions, read the whole context, check what was read."""
+        """Run every layer: write the new positions, read the whole context, and check the content that was read."""
         connector, times = self.connector, 2 if "twice" in quirks else 1
         bad: set[str] = set()
         wrong: list[Wrong] = []
+        accesses: dict[tuple[int, int], list[Access]] = {}
         layers = self.layers[::-1] if "backwards" in quirks else self.layers
         for layer in layers:
             if "strangers" in quirks:
@@ -377,12 +381,15 @@ class Rank(Runner):
             if hooked and not quirks & {"no_waits", "no_layers"}:
                 for _ in range(times):
                     connector.wait_for_layer_load(layer.name)
-            fed = self.shape.masks and self._drafts and layer is self.layers[-1]  # when it is known what was accepted
-            for request, scheduled in {}.items() if fed else step.output.num_scheduled_tokens.items():
-                found = self._attend(layer, step, request, scheduled, drafts.get(request, []), junk=request in bad)
-                if found is not None:
-                    bad.add(request)
-                    wrong.append(found)
+            # this layer is run when the accepted drafts are known
+            fed = self.shape.masks and self._drafts and layer is self.layers[-1]
+            if not fed:
+                kind = layer.group, layer.ahead
+                if kind not in accesses:
+                    accesses[kind] = self._accesses(layer, step, drafts)
+                found = list(self._attend(layer, accesses[kind], bad))
+                bad.update(one.request for one in found)
+                wrong += found
             if hooked and not quirks & {"no_saves", "no_layers"}:
                 for _ in range(times):
                     connector.save_kv_layer(layer.name, layer.cache, self._attention)
@@ -390,34 +397,49 @@ class Rank(Runner):
                 self._interrupt("mid", quirks, step.output.kv_connector_metadata)
         return wrong
 
-    def _attend(
-        self, layer: PagedLayer, step: TrialStep, request: str, scheduled: int, drafts: list[int], *, junk: bool
-    ) -> Wrong | None:
-        sequence = step.sequences[request]
-        start, stop = self._computed[request], self._computed[request] + scheduled
-        right = stop - len(drafts) + accepted(sequence, stop, drafts)
-        table, block = np.asarray(self._tables[request][layer.group]), self.shape.block_tokens[layer.group]
-        content = layer.content(sequence, start, stop)
-        content[right - start :] ^= np.uint64(0xBAD)  # of a draft that will be rejected, and of all behind it
-        if junk:  # what rests on garbage is garbage
-            content = ~content
-        if layer.group in self.shape.states:
-            return self._go_on(layer, request, sequence, start, content, len(drafts))
-        positions = layer.held(start, stop)
-        layer.words[layer.places(positions, table, block)] = content[positions - start]
-        window = self.shape.windows[layer.group]
-        first = 0 if window is None else start - window + 1
-        if window is not None and layer.group in self.shape.locals:
+    def _accesses(self, layer: PagedLayer, step: TrialStep, drafts: dict[str, list[int]]) -> list[Access]:
+        """Return what a step writes and reads in `layer`, and in the layers of its group that look as far ahead."""
+        return [self._access(layer, step, request, drafts) for request in step.output.num_scheduled_tokens]
+
+    def _access(self, layer: PagedLayer, step: TrialStep, request: str, drafts: dict[str, list[int]]) -> Access:
+        sequence, mine, group = step.sequences[request], drafts.get(request, []), layer.group
+        start = self._computed[request]
+        stop = start + step.output.num_scheduled_tokens[request]
+        right = stop - len(mine) + accepted(sequence, stop, mine)
+        hashes = sequence.upto(stop + layer.ahead)[layer.ahead :]
+        content = hashes.copy()
+        content[right:] ^= np.uint64(0xBAD)  # content of the first rejected draft and of all later positions
+        if group in self.shape.states:
+            return Access(request, start, content[start:], hashes, len(mine))
+        window = self.shape.windows[group]
+        first = 0 if window is None else max(0, start - window + 1)
+        if window is not None and group in self.shape.locals:
             first = start // window * window
-        positions = layer.held(max(0, first), right)
-        read = layer.words[layer.places(positions, table, block)]
-        differs = positions[read != layer.content(sequence, 0, right)[positions]]
-        if not len(differs):
-            return None
-        return Wrong(self.index, request, layer.name, differs.tolist(), frozenset(table[differs // block].tolist()))
+        places = layer.places(self._tables[request][group])
+        written, read = layer.mine(start, stop), layer.mine(first, right)
+        return Access(request, start, content[written], hashes[read], len(mine), places[written], places[read], read)
+
+    def _attend(self, layer: PagedLayer, accesses: list[Access], bad: set[str]) -> Iterator[Wrong]:
+        """Write what each request computes, then check what it reads.
+
+        After a wrong read, a request writes wrong content.
+        """
+        words, states = layer.flat, layer.group in self.shape.states
+        for one in accesses:
+            content = one.content ^ (~layer.key if one.request in bad else layer.key)
+            if not states:
+                words[one.written] = content
+            elif (found := self._go_on(layer, one, content)) is not None:
+                yield found
+        for one in () if states else accesses:
+            differs = words[one.read] != one.expected ^ layer.key
+            if np.count_nonzero(differs):
+                positions = np.r_[one.positions][differs]
+                blocks = one.read[differs] // layer.stride
+                yield Wrong(self.index, one.request, layer.name, positions.tolist(), frozenset(blocks.tolist()))
 
     def _draft(self, step: TrialStep, before: dict[str, int], bad: set[str]) -> list[Wrong]:
-        """Run a drafter that is fed context: write the KV of what was accepted, read all, write masks behind it."""
+        """Run a drafter that is fed context: write the KV of accepted tokens, read the context, then write masks."""
         layer, wrong = self.layers[-1], list[Wrong]()
         block = self.shape.block_tokens[layer.group]
         for request in step.output.num_scheduled_tokens if self.shape.masks and self._drafts else ():
@@ -427,7 +449,7 @@ class Rank(Runner):
             self._write(layer, table, start, ~content[start:] if request in bad else content[start:])
             window = self.shape.windows[layer.group]
             read = layer.held(0 if window is None else max(0, start - window + 1), right)
-            differs = read[layer.words[layer.places(read, table, block)] != content[read]]
+            differs = read[layer.flat[layer.places(table)[read]] != content[read]]
             if len(differs) and request not in bad:
                 blocks = frozenset(table[differs // block].tolist())
                 wrong.append(Wrong(self.index, request, layer.name, differs.tolist(), blocks))
@@ -436,25 +458,23 @@ class Rank(Runner):
         return wrong
 
     def _write(self, layer: PagedLayer, table: Positions, start: int, content: Words) -> None:
-        """Write `content` from position `start` on, but into no null block."""
+        """Write `content` from position `start` on, but not into null blocks."""
         positions, block = layer.held(start, start + len(content)), self.shape.block_tokens[layer.group]
         positions = positions[table[positions // block] != 0]
-        layer.words[layer.places(positions, table, block)] = content[positions - start]
+        layer.flat[layer.places(table)[positions]] = content[positions - start]
 
-    def _go_on(
-        self, layer: PagedLayer, request: str, sequence: Sequence, start: int, content: Words, drafts: int
-    ) -> Wrong | None:
-        """Read the state of the first `start` tokens, and write what it becomes with `content`."""
-        table = self._tables[request][layer.group]
-        words, block = self._states.read(layer, request, table)
-        right = not start or bool((words == (sequence.upto(start)[-1] ^ layer.key)).all())
-        self._states.write(layer, request, table, content, drafts)
+    def _go_on(self, layer: PagedLayer, one: Access, content: Words) -> Wrong | None:
+        """Read the state after the first tokens, and write the states that follow from `content`."""
+        table, start = self._tables[one.request][layer.group], one.start
+        words, block = self._states.read(layer, one.request, table)
+        right = not start or bool((words == (one.expected[start - 1] ^ layer.key)).all())
+        self._states.write(layer, one.request, table, content, one.drafts)
         tokens, place = exported(self.shape, start, start + len(content), drops=self._drops)
         if tokens and table[place]:
             layer.words[table[place]] = content[tokens - 1]
-        return None if right else Wrong(self.index, request, layer.name, [start - 1], frozenset((block,)))
+        return None if right else Wrong(self.index, one.request, layer.name, [start - 1], frozenset((block,)))
 
 
 def _union(reports: Iterable[set[str] | None]) -> set[str] | None:
-    """Return the union of several reports, or None if it is empty."""
+    """Return the union of several reports, or None if the union is empty."""
     return set[str]().union(*(one or () for one in reports)) or None

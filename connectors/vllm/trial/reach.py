@@ -1,4 +1,7 @@
-"""Which cells of the machines a run has reached: all can be, but those whose event would be a bug of kvpipe."""
+"""Counts which cells of the state machines a run has reached.
+
+Every cell is reachable, except the cells that reject their event as a bug.
+"""
 
 from __future__ import annotations
 
@@ -18,37 +21,37 @@ MACHINES: tuple[Machine, ...] = (
 _NAMES = frozenset(machine.name for machine in MACHINES)
 
 
-class Cell(NamedTuple):
-    """One cell of one table."""
+class CellPlace(NamedTuple):
+    """One cell of one state machine's table."""
 
     machine: str
     state: str
     event: str
 
     def __str__(self) -> str:
-        """Name the cell as reports do."""
+        """Return the cell's name in reports."""
         return f"{self.machine}: {self.state} x {self.event}"
 
 
-def counts(trial: Trial) -> Counter[Cell]:
+def counts(trial: Trial) -> Counter[CellPlace]:
     """Return how often each cell was taken in `trial`, over all cursors of kvpipe's sides."""
     trial.replay_traces()
-    return Counter({Cell(*cell): times for cell, times in trial.replay.cells.items() if cell[0] in _NAMES})
+    return Counter({CellPlace(*cell): times for cell, times in trial.replay.cells.items() if cell[0] in _NAMES})
 
 
-def reachable() -> list[Cell]:
-    """Return every cell that some sequence of vLLM's calls leads to: each that does not reject."""
+def reachable() -> list[CellPlace]:
+    """Return every cell that some sequence of vLLM's calls reaches: all cells that do not reject their events."""
     rows = ((machine, state, row) for machine in MACHINES for state, row in machine.table.items())
     return [
-        Cell(machine.name, state, event)
+        CellPlace(machine.name, state, event)
         for machine, state, row in rows
         for event, cell in row.items()
         if cell.kind != "reject"
     ]
 
 
-def report(taken: Counter[Cell]) -> tuple[int, int, list[Cell]]:
-    """Return (cells reached, cells that can be, those that were not)."""
+def coverage(taken: Counter[CellPlace]) -> tuple[int, int, list[CellPlace]]:
+    """Return (number of reached cells, number of reachable cells, reachable cells that were not reached)."""
     can = reachable()
     missed = [cell for cell in can if not taken[cell]]
     return len(can) - len(missed), len(can), missed

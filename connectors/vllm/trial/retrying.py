@@ -1,4 +1,4 @@
-"""A connector with a fault: it tries a failed load again, which vLLM's scheduler does not survive. For tests only."""
+"""A connector with a fault, for tests only. It retries a failed load, and then vLLM's scheduler hangs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from kvpipe.scheduler.side import SchedulerSide
 from kvpipe.statemachine.request import RECOMPUTING
 
 if TYPE_CHECKING:
-    from kvpipe.scheduler.base import Answer, Request
+    from kvpipe.protocol.engine import LookupAnswer, Request
 
 
 class RetryingSide(SchedulerSide):
-    """Forgets, at the next lookup, that a load of the request has failed."""
+    """A scheduler side that forgets a request's failed load at the request's next lookup."""
 
-    def lookup(self, request: Request, local_tokens: int, *, elsewhere: bool = False) -> Answer:
+    def lookup(self, request: Request, local_tokens: int, *, elsewhere: bool = False) -> LookupAnswer:
         """Look up as if the request were new."""
         tracked = self.requests.tracked.get(request.request_id)
         if tracked is not None and tracked.state.row == RECOMPUTING:
@@ -24,10 +24,10 @@ class RetryingSide(SchedulerSide):
 
 
 class RetryingConnector(KVPipeConnector):
-    """Kvpipe with `RetryingSide`."""
+    """kvpipe's connector with a `RetryingSide` as its scheduler side."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        """Take what vLLM passes."""
+        """Pass all arguments to `KVPipeConnector`."""
         super().__init__(*args, **kwargs)
         if self.scheduler is not None:
             self.scheduler.__class__ = RetryingSide

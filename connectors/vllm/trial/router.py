@@ -1,7 +1,8 @@
-"""What a prefix-aware router knows of an engine: an index made of KV cache events alone, each of which it checks.
+"""A prefix-aware router that indexes an engine from KV cache events alone, and checks each event.
 
-It hashes tokens and extra keys itself, as vLLM does. All that it needs besides is where each adapter is: vLLM's hash
-covers an adapter's name and path, and its events name it only (`/v1/models` has both).
+The router hashes tokens and extra keys itself, as vLLM does. In addition to events, the router needs only the path of
+each adapter. vLLM's hash covers an adapter's name and path, but vLLM's events have only the name (`/v1/models` has
+both).
 """
 
 from __future__ import annotations
@@ -10,28 +11,42 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm.distributed.kv_events import BlockStored, EventBatch, KVCacheEvent
+    from vllm.distributed.kv_events import BlockRemoved, BlockStored, EventBatch, KVCacheEvent
     from vllm.v1.core.sched.scheduler import Scheduler
 
-Place = tuple[str, int]
-"""A medium, and a cache group."""
+MediumGroup = tuple[str, int]
+"""(medium, cache group). If the medium has an owner, the owner follows after a slash."""
 
 
 class Router:
-    """Applies events in order. `problems` grows when they contradict each other, or lack what they must have."""
+    """Applies events in order. `problems` gets an entry if events contradict each other, or lack a required field."""
 
     def __init__(self, adapters: Mapping[str, str], hash_tokens: int = 0) -> None:
-        """`adapters`: paths by name. `hash_tokens`: tokens per block hash; 0: as many as a block has, in all events."""
+        """Start without blocks. `adapters` maps names to paths.
+
+        `hash_tokens` is the number of tokens per block hash. If it is 0, each block has one hash.
+        """
         self.adapters, self._hash_tokens = adapters, hash_tokens
-        self.index: dict[Place, set[bytes]] = {}
+        self.index: dict[MediumGroup, set[bytes]] = {}
         """Full hashes of the blocks that are held."""
         self.problems: list[str] = []
         self.extra_keys: dict[bytes, tuple[Any, ...] | None] = {}
-        self._full: dict[Any, bytes] = {}  # by what events call a block: that is cut short by default
-        self._parents: dict[tuple[Place, bytes], bytes | None] = {}
+        self._full: dict[Any, bytes] = {}  # full hashes, by the block names in events, which are shortened by default
+        self._routed: dict[Any, bytes] = {}  # full hashes of the prompts that were routed, by their block names
+        self._parents: dict[tuple[MediumGroup, bytes], bytes | None] = {}
+
+    def routed(self, hashes: Iterable[bytes]) -> None:
+        """Remember the block hashes of a prompt and its answer.
+
+        A block may be announced although its parent was not saved. Events have one key for all embeddings of a block.
+        From such events alone, no router can compute the hashes within the block.
+        """
+        from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+
+        self._routed.update((maybe_convert_block_hash(BlockHash(one)), one) for one in hashes)
 
     def apply(self, events: Iterable[KVCacheEvent]) -> None:
-        """Update the index with what an engine has published."""
+        """Update the index with the events of an engine."""
         from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
         for event in events:
@@ -40,9 +55,9 @@ class Router:
             elif isinstance(event, BlockStored):
                 self._stored(event)
             elif isinstance(event, BlockRemoved):
-                held = self.index.setdefault((event.medium or "", event.group_idx or 0), set())
+                held = self.index.setdefault(_place(event), set())
                 gone = {self._full.get(name, b"") for name in event.block_hashes}
-                if event.medium == "CPU" and not gone <= held:
+                if event.medium != "GPU" and not gone <= held:
                     self.problems.append(f"{len(gone - held)} blocks are removed that are not there")
                 held -= gone
 
@@ -50,12 +65,14 @@ class Router:
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import hash_block_tokens, maybe_convert_block_hash
 
-        place = (event.medium or "", event.group_idx or 0)
+        place = _place(event)
         held = self.index.setdefault(place, set())
         extra = event.extra_keys or [None] * len(event.block_hashes)
         size, parent = event.block_size, None
         if event.parent_block_hash is not None:
             parent = self._full.get(event.parent_block_hash)
+            if parent is None:  # its parent was not saved, or lies before vLLM's window
+                parent = self._routed.get(event.parent_block_hash)
             if parent is None:
                 self.problems.append(f"group {event.group_idx} of {event.medium}: a parent that nobody has announced")
                 return
@@ -66,22 +83,22 @@ class Router:
         for i, name in enumerate(event.block_hashes):
             keys, before = self._tagged(event, extra[i]), parent
             if size > step and any(key[0] in {"mm", "prompt_embeds"} for key in keys or ()):
-                parent = self._full.get(name)  # the keys are of the whole block: vLLM's own events have its parts
+                parent = self._full.get(name, self._routed.get(name))  # the keys cover the whole block
             else:
-                for at in range(0, size, step):  # the name of a block that has several hashes is the last of them
+                for at in range(0, size, step):  # a block is named by its last hash
                     tokens = event.token_ids[i * size + at : i * size + at + step]
                     parent = hash_block_tokens(sha256, parent, tokens, _from(keys, at))  # type: ignore[arg-type]
             if parent is None or maybe_convert_block_hash(parent) != name:
                 self.problems.append(f"group {event.group_idx} of {event.medium}: a block's hash is not its event's")
                 return
-            if event.medium == "CPU" and parent in held:
+            if event.medium != "GPU" and parent in held:
                 self.problems.append(f"group {event.group_idx} of {event.medium}: a block is announced twice")
             self._full[name], self._parents[place, parent] = parent, before
             self.extra_keys[parent] = keys
             held.add(parent)
 
-    def promised(self, place: Place, hashes: Sequence[bytes]) -> int:
-        """Return how many of a prompt's first hashes are held, up to a block whose predecessors are held, too."""
+    def promised(self, place: MediumGroup, hashes: Sequence[bytes]) -> int:
+        """Return the largest n such that the block that ends at hash n and all blocks before it are held, or 0."""
         held = self.index.get(place, set())
         for many in range(len(hashes), 0, -1):
             block: bytes | None = hashes[many - 1]
@@ -92,7 +109,10 @@ class Router:
         return 0
 
     def _tagged(self, event: BlockStored, keys: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
-        """Return extra keys as they are hashed: events leave out what each one is, and where an adapter is."""
+        """Return extra keys in the form in which they are hashed.
+
+        Events leave out the kind of each key, and the path of an adapter.
+        """
         if keys is None:
             return None
         left, out = list(keys), list[tuple[Any, ...]]()
@@ -106,13 +126,17 @@ class Router:
         return tuple(out)
 
 
+def _place(event: BlockStored | BlockRemoved) -> MediumGroup:
+    return "/".join(filter(None, (event.medium, event.ownership))), event.group_idx or 0
+
+
 def _from(keys: tuple[Any, ...] | None, token: int) -> tuple[Any, ...] | None:
-    """Return those of a block's extra keys that are hashed from its token `token` on: a salt is at the beginning."""
+    """Return the extra keys that are hashed for a block's tokens from `token` on. Only the first hash covers a salt."""
     return tuple(key for key in keys or () if not token or key[0] != "cache_salt") or None
 
 
 def listening(scheduler: Scheduler, adapters: Mapping[str, str]) -> Router:
-    """Return a router that gets what `scheduler` publishes, instead of anybody else."""
+    """Return a router that receives the events of `scheduler`. No other publisher receives them."""
     router = Router(adapters, scheduler.hash_block_size)
 
     def publish(batch: EventBatch) -> None:

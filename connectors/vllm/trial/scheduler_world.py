@@ -1,4 +1,4 @@
-"""A scheduler side and all that vLLM would keep around it, played by plain namespaces."""
+"""A scheduler side together with plain namespaces in place of the objects of vLLM around it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from kvpipe.cache.catalog import Chunk
-from kvpipe.config import load_settings
-from kvpipe.connectors.vllm.adapter import ManagedBlocks, Remedies
+from kvpipe.cache.chunks import Chunk
+from kvpipe.config.settings import load_settings
+from kvpipe.connectors.vllm.engine_protocols import ManagedBlocks, Remedies
 from kvpipe.connectors.vllm.remedies.admission import LoadAdmission
-from kvpipe.geometry import Geometry, Group, Layer
-from kvpipe.messages import Job, Kind, Report, Tally
-from kvpipe.scheduler.base import LATER, SpansOf
+from kvpipe.node.client import NodePool
+from kvpipe.protocol.engine import LATER, SpansOf
+from kvpipe.protocol.geometry import Geometry, Group, Layer
+from kvpipe.protocol.messages import Job, Kind, Report, Tally, TierOrder
+from kvpipe.scheduler.hooks import EngineFacts, EngineHooks
 from kvpipe.scheduler.records import BEYOND_TOKENS
 from kvpipe.scheduler.side import SchedulerSide
 from kvpipe.testing.catalog_integrity import check_integrity
@@ -21,19 +23,19 @@ from kvpipe.trace.recorder import OFF, Recorder
 
 UNIT = 16
 GROUP_BYTES = 4
-"""A block's key in vLLM's prefix cache is its hash, followed by the group in so many bytes."""
+"""The number of bytes of the group in a key of vLLM's prefix cache, after the block's hash."""
 SAVE, SYNC, ASYNC = Kind.SAVE, Kind.LOAD_SYNC, Kind.LOAD_ASYNC
 
 
 class TableEntry(NamedTuple):
-    """A block as a block table holds it."""
+    """A block as it is stored in a block table."""
 
     block_id: int
     is_null: bool
 
 
 class PlayedBlocks(ManagedBlocks):
-    """The block tables of a played cache manager. It imports no vLLM."""
+    """The block tables of a fake cache manager, without an import of vLLM."""
 
     def knows(self, block_id: int, key: bytes) -> bool:
         """Whether the prefix cache has a block under `key`."""
@@ -42,22 +44,22 @@ class PlayedBlocks(ManagedBlocks):
 
 
 class CountingIndex(dict[bytes, Chunk]):
-    """An index that counts how often it is asked."""
+    """An index that counts the lookups in it."""
 
     probes = 0
 
     def __contains__(self, key: object) -> bool:
-        """Count and ask."""
+        """Count the lookup, and return whether the index has the key."""
         self.probes += 1
         return super().__contains__(key)
 
     def get(self, key: bytes, default: Any = None) -> Any:
-        """Count and ask."""
+        """Count the lookup, and return the entry."""
         self.probes += 1
         return super().get(key, default)
 
 
-def make_geometry(
+def geometry_of_windows(
     windows: tuple[int | None, ...],
     chunk_units: int,
     slots: int,
@@ -65,13 +67,16 @@ def make_geometry(
     ahead_tokens: int = 0,
     dropped_units: int = 0,
 ) -> Geometry:
-    """Return the geometry of one group per window, in chunks of `chunk_units` units; `states`: groups of states."""
+    """Return a geometry with one group per window, in chunks of `chunk_units` units.
+
+    `states` are the groups of states.
+    """
     groups = tuple(Group((Layer(f"l{i}", 64),), UNIT, window, i in states) for i, window in enumerate(windows))
     return Geometry(groups, chunk_units * UNIT, slots * 4096, ahead_tokens, dropped_units)
 
 
 class SchedulerWorld:
-    """A scheduler side, the requests and block tables around it, and what every page of every slot holds."""
+    """A scheduler side, the requests and block tables around it, and the content that each page must have."""
 
     def __init__(
         self,
@@ -93,32 +98,37 @@ class SchedulerWorld:
         quotas: Sequence[dict[str, Any]] = (),
         spans_of: SpansOf | None = None,
         also_of: Callable[[str], str] = lambda _: "",
+        save_steps: int | None = 1,
+        pipeline_stages: int = 1,
+        node: NodePool | None = None,
     ) -> None:
-        """An empty cache."""
-        keys = {"load": load, "prefault": touch, "policy": policy, "learn_answers": True}
-        keys |= {"quotas": list(quotas)} if quotas else {}  # else the environment may name some
+        """Make an empty cache. `node` is the node's memory that the engine uses, or None."""
+        keys: dict[str, Any] = {"load": load, "prefault": touch, "policy": policy, "save_decode_steps": save_steps}
+        keys |= {"quotas": list(quotas)} if quotas else {}  # otherwise the environment's variables may set quotas
         settings = load_settings(keys)
-        geometry = make_geometry(windows, chunk_units, slots, states, ahead_tokens, dropped_units)
+        geometry = geometry_of_windows(windows, chunk_units, slots, states, ahead_tokens, dropped_units)
         self.ranks, self.groups, self.free, self._states = ranks, len(windows), 1 << 20, states
         self.remedies = Remedies(geometry, LoadAdmission(geometry, BEYOND_TOKENS, 64 * UNIT))
         self.side = SchedulerSide(
             settings,
             geometry,
-            hash_tokens=UNIT,
-            ranks=ranks,
-            saves=True,
-            loads=loads,
-            recovery=self.remedies,
-            waits_idle=waits_idle,
+            EngineFacts(
+                hash_tokens=UNIT,
+                ranks=ranks,
+                saves=True,
+                loads=loads,
+                waits_idle=waits_idle,
+                pipeline_stages=pipeline_stages,
+            ),
+            EngineHooks(recovery=self.remedies, spans_of=spans_of, also_of=also_of),
             tiers=tiers,
-            spans_of=spans_of,
-            also_of=also_of,
             trace=trace,
+            node=node,
         )
         self.tables: list[dict[str, list[TableEntry]]] = [{} for _ in windows]
         self.forgotten: set[int] = set()
         self.known: dict[int, Any] = {}
-        """The blocks of states that were offered, as vLLM's prefix cache knows them."""
+        """The blocks of the offered states, as vLLM's prefix cache has them."""
         managers: Any = [SimpleNamespace(req_to_blocks=tables, num_cached_block={}) for tables in self.tables]
         manager: Any = SimpleNamespace(
             coordinator=SimpleNamespace(single_type_managers=managers),
@@ -130,21 +140,23 @@ class SchedulerWorld:
         self.remedies.bind(self.blocks, self.side.counters)
         self.prefixes: dict[bytes, list[bytes]] = {}
         self.pages: dict[tuple[int, int], bytes] = {}
+        self.orders: tuple[TierOrder, ...] = ()
+        """The tier orders of the last step. A test carries them out."""
         self._blocks = self.wait_ms = 0
 
     def request(self, name: str, units: int, *, shared: int = 0, extra: int = 0) -> Any:
-        """Make a request of `units` units and `extra` tokens; the first `shared` units are common to all requests."""
+        """Make a request of `units` units and `extra` tokens. All requests share their first `shared` units."""
         made = SimpleNamespace(request_id=name, num_preemptions=0, num_computed_tokens=0, block_hashes=[])
         made.skip_reading_prefix_cache = made.resumable = False
         made.lora_request = None
         made.num_tokens = made.num_prompt_tokens = units * UNIT + extra
         made.shared = shared
-        made.all_token_ids = range(made.num_tokens)  # all prompts begin alike
+        made.all_token_ids = range(made.num_tokens)  # all prompts have the same beginning
         self._hash(made)
         return made
 
     def grow(self, request: Any, units: int) -> None:
-        """Let `request` generate tokens until it has `units` units."""
+        """Generate tokens of `request` until it has `units` units."""
         request.num_tokens = units * UNIT
         self._hash(request)
         self.allocate(request)
@@ -156,7 +168,7 @@ class SchedulerWorld:
             self.prefixes[request.block_hashes[-1]] = list(request.block_hashes)
 
     def allocate(self, request: Any, null: int = 0) -> Any:
-        """Extend the request's block tables to its tokens; the first `null` blocks are null."""
+        """Extend the request's block tables to its number of tokens. The first `null` blocks are null blocks."""
         for tables in self.tables:
             table = tables.setdefault(request.request_id, [])
             while len(table) * UNIT < request.num_tokens:
@@ -167,29 +179,32 @@ class SchedulerWorld:
         return tuple(tables[request.request_id] for tables in self.tables)
 
     def ask(self, request: Any, local: int = 0) -> int:
-        """Look up, and return the tokens that are promised."""
+        """Look up `request`, and return the number of promised tokens."""
         answer = self.side.lookup(request, local)
         assert answer is not LATER
         return answer.tokens
 
     def admit(self, request: Any) -> int:
-        """Look up and admit `request`, loading what is held. Returns the tokens that the load brings."""
+        """Look up and admit `request`, and load its hit. Returns the number of loaded tokens."""
         tokens = self.ask(request)
         self.side.admitted(request, self.allocate(request), tokens)
         request.num_computed_tokens = tokens
         return tokens
 
     def admit_local(self, request: Any, tokens: int) -> int:
-        """Look up and admit `request` when vLLM's own cache holds `tokens`. Returns what kvpipe would have added."""
+        """Look up and admit `request` while vLLM's own cache holds `tokens` tokens.
+
+        Returns the tokens that kvpipe adds.
+        """
         external = self.ask(request, tokens)
         self.side.admitted(request, self.allocate(request), 0)
         request.num_computed_tokens = tokens
         return external
 
     def step(self, *requests: Any, boundaries: tuple[int, ...] = ()) -> list[Job]:
-        """Schedule all the tokens that `requests` have left, and return the step's jobs.
+        """Schedule all remaining tokens of `requests`, and return the step's jobs.
 
-        `boundaries`: units after which states are final then, in every group of states.
+        `boundaries` are the numbers of units after which the step leaves a final state, in every group of states.
         """
         scheduled = {r.request_id: r.num_tokens - r.num_computed_tokens for r in requests}
         offered = {r.request_id: [self._offer(r, g, at) for g in self._states for at in boundaries] for r in requests}
@@ -197,7 +212,7 @@ class SchedulerWorld:
         plan = self.side.plan_step(
             SimpleNamespace(num_scheduled_tokens=scheduled, preempted_req_ids=None, kv_connector_block_state=states)
         )
-        self.wait_ms = plan.wait_ms
+        self.wait_ms, self.orders = plan.wait_ms, plan.orders
         for request in requests:
             request.num_computed_tokens = request.num_tokens
         hashes = {r.request_id: r.block_hashes for r in requests}
@@ -216,41 +231,41 @@ class SchedulerWorld:
         return group, block, units * UNIT
 
     def report(self, *tallies: tuple[Job, int, int]) -> None:
-        """Report (job, ok, bad) for each."""
+        """Report each (job, ok, bad)."""
         self.side.reported(Report({job.id: Tally(ok, bad) for job, ok, bad in tallies}))
         self.check()
 
     def succeed(self, *jobs: Job) -> None:
-        """Report that every rank has done `jobs`."""
+        """Report that `jobs` have succeeded on every rank."""
         self.report(*((job, self.ranks, 0) for job in jobs))
 
     def preempt(self, request: Any) -> None:
-        """Take the request's blocks."""
+        """Take the request's blocks away."""
         request.num_preemptions += 1
         request.num_computed_tokens = 0
         for tables in self.tables:
             del tables[request.request_id]
 
     def publish(self, request: Any) -> None:
-        """Run `request` to its end with everything saved."""
+        """Run `request` to its end, with all of its KV saved."""
         self.admit(request)
         self.succeed(*self.step(request))
         self.side.finished(request)
         assert self.found(request) == len(request.block_hashes)
 
     def found(self, request: Any) -> int:
-        """Return the longest prefix of `request`, in units, that the first group's index names."""
+        """Return the length in units of the longest prefix of `request` that the first group's index has."""
         index = self.side.catalog.index(0)
         return max((i for i, key in enumerate(request.block_hashes, 1) if key in index), default=0)
 
     def drop(self, group: int, key: bytes) -> None:
-        """Lose the chunk that is found under `key`."""
+        """Drop the chunk that is found under `key`."""
         chunk = self.side.catalog.find(group, key)
         assert chunk is not None
         self.side.catalog._drop(chunk, "evicted")
 
     def check(self) -> None:
-        """The catalog agrees with itself, and every prefix that can be found is in the pages that it names."""
+        """Check that the catalog is consistent, and that every prefix that can be found is in its pages."""
         catalog = self.side.catalog
         check_integrity(catalog)
         for group in range(self.groups):
@@ -263,5 +278,5 @@ class SchedulerWorld:
 
 
 def slots_of(job: Job) -> list[int]:
-    """Return the slot of every row."""
+    """Return the slot of each row."""
     return [int(slot) for slot in job.table()[:, 1]]

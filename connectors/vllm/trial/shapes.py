@@ -1,4 +1,4 @@
-"""What a trial builds: scheduler, cache groups, ranks, drafts, pool; small, so that everything happens often."""
+"""The shapes of trials: scheduler, cache groups, ranks, drafts, pool. All are small, so rare events happen often."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
-import kvpipe.connectors.vllm.trial.engine  # noqa: F401  (sets the environment, before vllm is imported)
+import kvpipe.connectors.vllm.tiny.engine  # noqa: F401  (sets the environment, before vllm is imported)
 from kvpipe.connectors.vllm.trial.content import VOCAB
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ QUOTAS: Final[list[dict[str, Any]]] = [
 
 
 class Connector(NamedTuple):
-    """The connector on trial. `extra` is JSON text, so that a connector can be a key."""
+    """The connector on trial. `extra` is JSON text, so that a `Connector` is hashable."""
 
     name: str = "KVPipeConnector"
     module: str | None = "kvpipe.connectors.vllm.connector"
@@ -45,54 +45,67 @@ KVPIPE = Connector()
 
 
 class Shape(NamedTuple):
-    """One engine. `windows` names each cache group's sliding window in tokens, None for full attention.
+    """One engine. `windows` has the sliding window of each cache group in tokens; None is full attention.
 
-    Of the groups `locals` it is the size of a chunk of local attention.
-
-    `sizes`: tokens per block of each group, where it is not `BLOCK` in all. `hashes`: tokens per block hash, where it
-    is not as much as every group's blocks allow.
-
-    `ranks`: 0 for an engine whose ranks have no connector and no caches: only the scheduler's side is on trial.
-
-    `asynchronous`: vLLM's AsyncScheduler, with two steps in flight. `drafts`: draft tokens per step. `v2`: the order of
-    vLLM's second model runner. `deferred`: the step is finalized after its reports, as with a draft model.
-    `drafter`: with KV of its own, in the last layer of the first group, that depends on the token behind it. vLLM's own
-    prefix cache is off, as it gives a request KV of another one's token there; with `states` it finds nothing.
-    `masks`: the drafter is fed context (DSpark, DFlash), in the last layer of the last group, which vLLM knows as its
-    where it is not the first: its KV depends on no token behind it, is written behind the forward as far as drafts
-    were accepted, and so many tokens behind that with what is of no use.
-    `device`: copies are ordered by a device and complete later; with runner V1 the next step sets a step's fence.
+    `locals`: groups with local attention. For such a group `windows` has the size of a chunk of local attention.
+    `sizes`: tokens per block of each group, if they are not all `BLOCK`.
+    `hashes`: tokens per block hash, if it is less than the blocks of all groups allow.
+    `ranks`: 0 for an engine whose ranks have no connector and no caches, so that only the scheduler side is on trial.
+    `asynchronous`: vLLM's AsyncScheduler, with two steps in flight.
+    `drafts`: draft tokens per step.
+    `v2`: hooks are called in the order of vLLM's second model runner.
+    `deferred`: a step is finalized after its reports, as with a draft model.
+    `drafter`: a drafter has its own KV, in the last layer of the first group. That KV depends on the next token.
+    vLLM's own prefix cache is off, because there it would give a request KV that depends on another next token. With
+    `states` or `masks` it is on, but finds nothing with `states` alone.
+    `masks`: the drafter is fed context (DSpark, DFlash) and has the last layer of the last group. vLLM knows the
+    group as the drafter's, unless it is the first. The drafter's KV depends on no later token. It is written after
+    the forward, up to the last accepted draft. After that position the drafter writes garbage for `masks` tokens.
+    `device`: a device orders copies, which complete later. With runner V1 the next step sets a step's fence.
     `graphs`: every second step is replayed from a CUDA graph, without hooks.
-    `unhooked`: of each group so many layers, the first ones, call no hook.
-    `tiers`: dictionaries beyond memory, which the ranks share.
-    `fresh`: the slots of the ranks' pools become ready one by one, beside the steps.
-    `sibling`: under vLLM's MultiConnector, behind a connector whose asynchronous loads fail.
-    `events`: vLLM publishes KV cache events, and a router listens. Not with `states`: of those vLLM's own events leave
-    out the blocks that it does not keep, but not their tokens (`BlockPool.cache_full_blocks`), and name parents that no
-    event has announced.
-    `answers`: what requests generate is saved, not only their prompts.
-    `priorities`: vLLM's priority policy; requests that answer more or less have one of three.
+    `unhooked`: the first `unhooked` layers of each group call no hook.
+    `tiers`: number of dictionaries that the ranks share as tiers.
+    `fresh`: the slots of the ranks' pools become ready one by one while steps run.
+    `sibling`: kvpipe is in vLLM's MultiConnector, after a connector whose asynchronous loads fail.
+    `events`: vLLM publishes KV cache events, and a router receives them. Not with `states`: vLLM's events of states
+    leave out the blocks that it does not keep, but not their tokens (`BlockPool.cache_full_blocks`). These events
+    also name parents that no event has announced.
+    `answers`: generated tokens are saved, too, not only prompts.
+    `save_steps`: generated tokens are saved in every `save_steps`-th step of a request only; None: kvpipe's default,
+    which depends on the number of requests in a step.
+    `priorities`: vLLM's priority policy. A request has one of three priorities, by the length of its answer.
     `states`: the cache groups that hold a recurrent state instead of tokens' KV.
-    `dcp`: decode context parallelism: of full attention a rank holds each so many'th stretch of `INTERLEAVE` tokens.
-    `whole`: groups of full attention of which every rank holds all even so: those of a drafter whose model is not MLA.
+    `dcp`: decode context parallelism over `dcp` ranks. A rank holds every `dcp`-th stretch of `INTERLEAVE` tokens
+    of full attention.
+    `whole`: groups of full attention that every rank holds completely in spite of `dcp`, as for a drafter that is not
+    MLA.
     `dense`: vLLM keeps the state of every boundary at which a step ends, not only where prompts end or branch.
-    `stages`: of a pipeline; the ranks are split into so many, and the layers, unevenly. A stage runs ahead of the next.
-    `hints`: requests come with hints, which the policy gets; its time is counted in steps. `resumes`: most of them
-    announce when they are resumed.
-    `operators`: prompts are pinned and evicted meanwhile. `warms`: before a pin, what tiers have is fetched.
-    `quotas`: requests of two salts, and others, share the pool by quotas.
-    `exports`: layers of states write that of a prompt's last hash from within a step, where it ends at a multiple of so
-    many tokens from where the step begins.
-    `undropped`: of a drafter that is fed context vLLM drops no last block of a hit: 0.33 always, 0.32 if configured so.
-    `long_prefills`: where there are other requests a step computes so many tokens of a prefill at most; 0: all.
-    `branches`: vLLM keeps the state of where prompts branch within a block, too.
-    `failing`: loads may fail; off where vLLM's own recovery is known to answer wrongly.
-    `role`: vLLM's `kv_role`. A consumer has a producer beside it, to which all happens that happens to the consumer:
-    they share the tiers.
-    `slow`: the tiers are slower than the engine computes.
-    `fails`: vLLM's `kv_load_failure_policy` is `fail`: it ends a request whose load has failed.
+    `stages`: number of pipeline stages. Ranks and layers are divided among them, the layers unevenly. An earlier
+    stage runs ahead of later stages.
+    `hints`: requests come with hints for the eviction policy, whose time is counted in steps.
+    `resumes`: most requests announce when they will be resumed.
+    `operators`: operators pin and evict prompts.
+    `warms`: a pin first fetches the prompt's chunks from tiers.
+    `quotas`: two salts have a quota each, and the other requests share a third.
+    `exports`: layers write the state at the end of a prompt's last hash during a step, if that end is a multiple of
+    `exports` tokens from the step's start.
+    `undropped`: vLLM drops no last block of a hit for a drafter that is fed context: always in 0.33, by configuration
+    in 0.32.
+    `long_prefills`: the most tokens of a prefill that a step computes if there are other requests; 0: no limit.
+    `branches`: vLLM also keeps the state at which prompts branch within a block.
+    `failing`: loads may fail. It is off where vLLM's own recovery is known to answer wrongly.
+    `role`: vLLM's `kv_role`. A consumer has a producer, to which every move of the consumer also happens. They share
+    the tiers.
+    `slow`: reading the tiers is slower than computing.
+    `fails`: vLLM's `kv_load_failure_policy` is `fail`, so vLLM ends a request whose load has failed.
     `unmet`: the ranks' first reports come with the first step, as in an engine.
-    `behind`: under vLLM's MultiConnector, before a connector that does so (`sibling.DEEDS`), or between two siblings.
+    `limits`: requests come with limits of tokens, and of the tiers that they load from.
+    `behind`: kvpipe is in vLLM's MultiConnector, before a connector with these deeds (`sibling.DEEDS`), or between
+    two siblings.
+    `cross`: the caches have a cross-layer layout: a block has the pages of all layers of its group side by side, and
+    groups overlay each other.
+    `room`: the number of values that the tiers keep. A tier drops the oldest value beyond it; 0: no limit.
+    `engines`: 1 or 2 engines on one node's memory (`pool: node`); 0: private pools. Every move happens to both engines.
     """
 
     asynchronous: bool = False
@@ -123,6 +136,7 @@ class Shape(NamedTuple):
     hashes: int = 0
     priorities: bool = False
     answers: bool = True
+    save_steps: int | None = None
     states: tuple[int, ...] = ()
     dense: bool = False
     stages: int = 1
@@ -143,41 +157,45 @@ class Shape(NamedTuple):
     fails: bool = False
     unmet: bool = False
     behind: str = ""
+    cross: bool = False
+    limits: bool = False
+    room: int = 0
+    engines: int = 0
 
     @property
     def steps_in_flight(self) -> int:
-        """How many steps vLLM schedules before the first one's results are there."""
+        """The number of steps that vLLM schedules before the results of the first step arrive."""
         if self.stages > 1:
             return self.stages + (self.asynchronous and self.v2)
         return 2 if self.asynchronous else 1
 
     @property
     def block_tokens(self) -> tuple[int, ...]:
-        """Tokens per block, of each group."""
+        """The number of tokens per block of each group."""
         return self.sizes or (BLOCK,) * len(self.windows)
 
     @property
     def unit_tokens(self) -> int:
-        """The least that a hit can have."""
+        """The smallest number of tokens that a hit can have."""
         shards = [self.shards(i) if self.states else 1 for i in range(len(self.windows))]
         return lcm(*(size // n for size, n in zip(self.block_tokens, shards, strict=True)))
 
     @property
     def whole_tokens(self) -> int:
-        """After how many tokens blocks of all groups end."""
+        """The number of tokens after which blocks of all groups end together."""
         return lcm(*self.block_tokens)
 
     @property
     def hash_tokens(self) -> int:
-        """Tokens per block hash."""
+        """The number of tokens per block hash."""
         return self.hashes or gcd(*self.block_tokens)
 
     def shards(self, group: int) -> int:
-        """Return among how many ranks the tokens of a block of `group` are divided."""
+        """Return the number of ranks among which the tokens of a block of `group` are divided."""
         return self.dcp if self.windows[group] is None and group not in (*self.states, *self.whole) else 1
 
     def blocks_of(self, tokens: int) -> int:
-        """Return the most blocks that one request of so many tokens holds."""
+        """Return the largest number of blocks that one request of `tokens` tokens holds."""
         return sum(
             -(-(tokens if window is None else min(tokens, window + self.step_tokens_max + size)) // size)
             for window, size in zip(self.windows, self.block_tokens, strict=True)
@@ -185,15 +203,18 @@ class Shape(NamedTuple):
 
     @property
     def async_loads(self) -> bool:
-        """Whether kvpipe may load between steps: with `auto`, of one group too, as soon as others run."""
+        """Whether kvpipe may load between steps.
+
+        With `auto`, kvpipe does so as soon as other requests run, even in an engine with one cache group.
+        """
         return self.load != "sync"
 
     def stage_of(self, rank: int) -> int:
-        """Return in which stage a rank runs."""
+        """Return the pipeline stage of a rank."""
         return rank * self.stages // max(1, self.ranks)
 
     def layer_names(self, rank: int = 0) -> list[list[str]]:
-        """Return the names of each group's layers on a rank. The last stage has more of them than the first."""
+        """Return the names of each group's layers on a rank. The last stage has more layers than the first stage."""
         stage = self.stage_of(rank)
         bounds = [self.layers_per_group * at**2 // self.stages**2 for at in (stage, stage + 1)]
         return [[f"g{g}.l{i}" for i in range(*bounds)] for g in range(len(self.windows))]
@@ -205,13 +226,18 @@ class Shape(NamedTuple):
             "pool_bytes_max": self.pool_slots * slot_bytes, "chunk_tokens": 4 * self.unit_tokens, "load": self.load,
             "mode": self.mode, "policy": self.policy, "log_level": "error", "stall_ms_max": 0,
             "lookup_ms_max": 600_000, "store_idle_s_max": 86_400, "save_decode": self.answers,
-        } | ({"quotas": QUOTAS} if self.quotas else {})  # fmt: skip
+            "save_decode_steps": self.save_steps,
+        } | ({"quotas": QUOTAS} if self.quotas else {}) | self._node_extra()  # fmt: skip
+
+    def _node_extra(self) -> dict[str, Any]:
+        """Return what differs on a node's memory. Chunks are small, so that requests fill whole chunks."""
+        return {"pool": "node", "chunk_tokens": 2 * self.unit_tokens} if self.engines else {}
 
 
 _HYBRID = Shape(windows=(None, 2 * BLOCK), blocks=24, pool_slots=24, events=True)
 _STATES = Shape(windows=(None, None), states=(1,), blocks=24, pool_slots=24)
 _TAILS = _HYBRID._replace(windows=(None, BLOCK), sizes=(2 * BLOCK, BLOCK // 2), blocks=24, events=False)
-"""A window that ends within a unit."""
+"""A shape with a window that ends within a unit."""
 _STAGED_TAILS = _TAILS._replace(ranks=2, stages=2, layers_per_group=4)
 _STAGED_DRAFTS: dict[str, Any] = {
     "asynchronous": True, "v2": True, "ranks": 2, "stages": 2, "layers_per_group": 4, "drafts": 3, "deferred": True,
@@ -219,7 +245,7 @@ _STAGED_DRAFTS: dict[str, Any] = {
 }  # fmt: skip
 _DRAFTED_STATES = _STATES._replace(drafts=2, deferred=True, drafter=True, mode="auto", dense=True, blocks=36)
 _DIVIDED_STATES = _STATES._replace(sizes=(2 * BLOCK, BLOCK), ranks=2, dcp=2)
-"""A block of attention is two of states."""
+"""A shape in which a block of attention is two blocks of states."""
 _DIVIDED_DRAFTER = Shape(ranks=2, dcp=2, v2=True, drafts=2, deferred=True, drafter=True, mode="auto", failing=False)
 _DIVIDED_STATES_DRAFTER = _DRAFTED_STATES._replace(sizes=(2 * BLOCK, BLOCK), ranks=2, dcp=2, v2=True)
 _DIVIDED_STATES_MASKS = _DIVIDED_STATES_DRAFTER._replace(
@@ -229,6 +255,10 @@ SHAPES: dict[str, Shape] = {
     "sync": Shape(load="sync"),
     "async-load": Shape(load="async", policy="s3fifo", events=True),
     "step-mode": Shape(load="sync", mode="step"),
+    "whole-blocks": Shape(load="sync", mode="step", cross=True, layers_per_group=4, ranks=2, tiers=1),
+    "async-scheduler-whole-blocks": _HYBRID._replace(
+        asynchronous=True, v2=True, ranks=2, device=True, mode="step", cross=True, tiers=1, events=False
+    ),
     "either-load": Shape(load="auto", policy="sessions"),
     "hybrid": _HYBRID,
     "window": Shape(windows=(2 * BLOCK,)),
@@ -237,6 +267,9 @@ SHAPES: dict[str, Shape] = {
     "block-sizes": Shape(windows=(None, 2 * BLOCK), sizes=(2 * BLOCK, BLOCK), blocks=24, pool_slots=12, events=True),
     "hash-blocks": _HYBRID._replace(hashes=BLOCK // 2),
     "prompts-only": Shape(answers=False, ranks=2),
+    "every-step-saves": Shape(load="sync", save_steps=1),
+    "grouped-saves": Shape(load="sync", save_steps=5),
+    "async-scheduler-grouped-saves": Shape(asynchronous=True, load="async", device=True, save_steps=32),
     "priorities": Shape(priorities=True, events=True),
     "async-scheduler-priorities": Shape(asynchronous=True, load="async", priorities=True),
     "fresh-pool": Shape(ranks=2, fresh=True),
@@ -271,6 +304,7 @@ SHAPES: dict[str, Shape] = {
         sibling=True, behind="waits keeps returns prefills", load="async", asynchronous=True, ranks=2, unmet=True
     ),
     "tier": Shape(tiers=1, pool_slots=6, events=True),
+    "small-tiers": Shape(tiers=2, ranks=2, load="async", pool_slots=6, events=True, room=12),
     "slow-tier": Shape(tiers=1, pool_slots=6, slow=True),
     "tier-fresh-pool": Shape(asynchronous=True, tiers=1, fresh=True, failing=False),
     "two-tiers": Shape(tiers=2, ranks=2, load="async", policy="sessions", pool_slots=6),
@@ -395,11 +429,40 @@ SHAPES: dict[str, Shape] = {
     "async-scheduler-consumer": _STATES._replace(
         role=CONSUMER, asynchronous=True, ranks=2, tiers=1, dense=True, pool_slots=16, policy="sessions"
     ),
+    "limits": _HYBRID._replace(tiers=2, pool_slots=8, limits=True),
+    "async-scheduler-limits": _STATES._replace(
+        asynchronous=True, ranks=2, tiers=2, dense=True, pool_slots=16, limits=True
+    ),
+    "node": Shape(engines=2, pool_slots=40),
+    "async-scheduler-node": _HYBRID._replace(
+        engines=2, asynchronous=True, v2=True, ranks=2, device=True, pool_slots=60, events=False
+    ),
+    "node-tiers": Shape(engines=2, pool_slots=40, tiers=1),
+    "async-scheduler-node-tiers": _HYBRID._replace(
+        engines=2, asynchronous=True, v2=True, ranks=2, pool_slots=60, tiers=2, events=False
+    ),
 }  # fmt: skip
+
+# Most shapes save generated tokens as users do who set nothing. These shapes have explicit settings.
+for _name in (
+    "two-ranks", "two-tiers", "tier", "drafts", "drafter", "device-order", "priorities", "fresh-pool", "limits",
+    "context-parallel", "states-exported", "pipeline-2", "sibling", "async-scheduler-v2", "async-scheduler-hybrid",
+    "async-scheduler-device-order", "async-scheduler-tier", "async-scheduler-masks", "async-scheduler-node",
+    "async-scheduler-pipeline-2-states", "async-scheduler-graphs", "hybrid", "sibling-behind",
+    "hash-blocks", "async-scheduler-drafts", "window",
+):  # fmt: skip
+    SHAPES[_name] = SHAPES[_name]._replace(save_steps=1)
+for _name in (
+    "async-scheduler-local", "async-scheduler-priorities", "async-scheduler-states", "async-scheduler-pipeline-2",
+):  # fmt: skip
+    SHAPES[_name] = SHAPES[_name]._replace(save_steps=3)
 
 
 def _beside(shape: Shape, connector: Connector, extra: dict[str, Any]) -> tuple[Connector, dict[str, Any]]:
-    """Return a MultiConnector, and its configuration: `connector`, and the siblings that are asked before and after."""
+    """Return a MultiConnector and its configuration.
+
+    It contains `connector`, and the siblings that vLLM asks before and after `connector`.
+    """
     before = "fails" if "shakes" in shape.behind else "fails shakes"
     does = [before] * shape.sibling, [shape.behind] * bool(shape.behind)
     siblings = [
@@ -420,7 +483,7 @@ def _beside(shape: Shape, connector: Connector, extra: dict[str, Any]) -> tuple[
 
 
 def make_cache(shape: Shape, rank: int = 0) -> KVCacheConfig:
-    """Return what vLLM knows of a rank's cache groups, and its scheduler of those of the first."""
+    """Return vLLM's configuration of a rank's cache groups. The scheduler gets the configuration of the first rank."""
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
     from vllm.v1.kv_cache_interface import (
         ChunkedLocalAttentionSpec,
@@ -458,7 +521,7 @@ def make_cache(shape: Shape, rank: int = 0) -> KVCacheConfig:
 
 @functools.cache
 def _second_runners() -> type:
-    """Return vLLM's configuration of an engine whose ranks are runner V2; on a CPU it would have them be V1."""
+    """Return vLLM's configuration of an engine whose ranks are runner V2. On a CPU, vLLM itself would choose V1."""
     from vllm.config import VllmConfig
 
     return type("SecondRunners", (VllmConfig,), {"use_v2_model_runner": True})
@@ -466,7 +529,7 @@ def _second_runners() -> type:
 
 @functools.cache
 def make_configs(shape: Shape, connector: Connector = KVPIPE) -> tuple[Any, Any]:
-    """Return vLLM's (VllmConfig, KVCacheConfig) for `shape`, shared by every engine made of it."""
+    """Return vLLM's (VllmConfig, KVCacheConfig) for `shape`. All engines of this shape share the two objects."""
     from vllm.config import (
         CacheConfig,
         DeviceConfig,
@@ -518,11 +581,11 @@ def make_configs(shape: Shape, connector: Connector = KVPIPE) -> tuple[Any, Any]
         )
     if shape.drafter:
         drafts.method, drafts.draft_model_config = "eagle", model
-    if shape.masks:  # one for the sampled token more than drafts, or as many
+    if shape.masks:  # the number of masks is the number of drafts, or one more for the sampled token
         drafts.method = "dflash" if shape.masks > shape.drafts else "dspark"
         drafts.disable_eagle_block_drop = shape.undropped
         cache.kv_cache_groups[-1].is_eagle_group = len(shape.windows) > 1 and drafts.use_eagle_block_drop()
-    # the CPU platform forces it off, for its own runner's sake; the scheduler itself does not care
+    # vLLM's CPU platform turns asynchronous scheduling off for its own runner, but the scheduler supports it
     config.scheduler_config.async_scheduling = shape.asynchronous
     config.cache_config.num_gpu_blocks = shape.blocks
     config.cache_config.prefix_cache_retention_interval = cache.prefix_cache_retention_interval

@@ -1,10 +1,10 @@
-"""Many requests of all kinds through a real engine, with samples of the process's memory: `make soak`.
+"""Runs many requests of all kinds through a real engine and samples the process's memory: `make soak`.
 
-The same requests go through the same engine without kvpipe, in a process of its own: what grows there is vLLM's. Memory
-is read after a collection of garbage; its slope is taken after a warm-up.
+The same requests also run through the same engine without kvpipe, in a separate process. Growth of that process is
+vLLM's. Memory is read after a garbage collection, and its slope is computed after a warm-up.
 
-oneDNN keeps code for each of the last 1,024 shapes, 100 KB apiece: for thousands of requests of mixed lengths that
-hides all else. So it is configured to keep few.
+oneDNN keeps code for each of the last 1,024 shapes, 100 KB per shape. With thousands of requests of mixed lengths, this
+growth hides all other growth. So oneDNN is configured to keep code for few shapes.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvpipe.connectors.vllm.trial.engine import Engine
+from kvpipe.connectors.vllm.tiny.engine import Engine
+from kvpipe.connectors.vllm.tiny.models import VOCAB, make_model
 from kvpipe.testing.catalog_integrity import check_integrity
-from kvpipe.testing.models import VOCAB, make_model
 from kvpipe.worker.side import WorkerSide
 
 REQUESTS: Final = 20_000
 CROWD: Final = 10
 SAMPLES: Final = 100
-WARM_SHARE: Final = 0.4  # of the requests, before the slope is taken
-SLOPE_BYTES_MAX: Final = 512  # of resident memory, per request, beyond what grows without kvpipe
-SLOPE_OBJECTS_MAX: Final = 0.1  # of kvpipe's own, per request
+WARM_SHARE: Final = 0.4  # share of the requests that are warm-up, before the slope is computed
+SLOPE_BYTES_MAX: Final = 512  # resident memory per request, beyond the growth without kvpipe
+SLOPE_OBJECTS_MAX: Final = 0.1  # objects of kvpipe's classes per request
 PROMPT_TOKENS_MAX, ANSWER_TOKENS_MAX, DOCUMENTS = 400, 40, 24
 ABORTS: Final = 0.04
 ENGINE: Final[dict[str, Any]] = {"num_gpu_blocks_override": 28, "max_model_len": 512, "max_num_batched_tokens": 512}
@@ -54,14 +54,14 @@ MIB: Final = 1 << 20
 
 @dataclass
 class MemorySample:
-    """What the process and kvpipe hold after so many requests."""
+    """The resources that the process and kvpipe hold after a number of requests."""
 
     requests: int = 0
     seconds: float = 0.0
     resident_bytes: int = 0
-    malloc_bytes: int = 0  # in use, of C's allocator
-    python_blocks: int = 0  # in use, of Python's
-    objects: int = 0  # of kvpipe's own classes
+    malloc_bytes: int = 0  # bytes in use of C's allocator
+    python_blocks: int = 0  # blocks in use of Python's allocator
+    objects: int = 0  # objects of kvpipe's classes
     threads: int = 0
     descriptors: int = 0
     preemptions: int = 0
@@ -82,7 +82,7 @@ class _Mallinfo(ctypes.Structure):
 
 
 def malloc_bytes() -> int:
-    """Return how many bytes C's allocator has given out; 0 where it does not report that."""
+    """Return the number of bytes that C's allocator has allocated, or 0 if the allocator does not report it."""
     try:
         ask = ctypes.CDLL(None).mallinfo2
     except AttributeError:
@@ -92,8 +92,8 @@ def malloc_bytes() -> int:
     return int(info.uordblks + info.hblkhd)
 
 
-def held() -> MemorySample:
-    """Return what this process holds. Garbage is collected first."""
+def held_resources() -> MemorySample:
+    """Return the resources that this process holds, after a garbage collection."""
     gc.collect()
     resident = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return MemorySample(
@@ -107,10 +107,13 @@ def held() -> MemorySample:
 
 
 class Player:
-    """Plays requests of all kinds on one engine: new prompts and old ones, long and short, some of them aborted."""
+    """Sends requests of all kinds to one engine: new and repeated prompts, long and short ones.
+
+    Some requests are aborted.
+    """
 
     def __init__(self, engine: Engine) -> None:
-        """Make the documents that prompts begin with."""
+        """Make the documents with which prompts begin."""
         self.engine, self._rng = engine, random.Random(0)  # noqa: S311
         self._documents = [self._tokens(self._rng.randrange(20, PROMPT_TOKENS_MAX)) for _ in range(DOCUMENTS)]
         self._live: list[str] = []
@@ -131,7 +134,7 @@ class Player:
         self._live.append(self.engine.add(prompt, rng.randrange(1, ANSWER_TOKENS_MAX), salt=salt))
 
     def play(self, requests: int) -> None:
-        """Play until so many more requests are over."""
+        """Run until `requests` more requests have ended."""
         stop = self.done + requests
         while self.done < stop:
             while len(self._live) < min(CROWD, stop - self.done):
@@ -146,8 +149,8 @@ class Player:
         self.engine.preemptions.clear()
 
     def sample(self) -> MemorySample:
-        """Return what is held now. Nothing is in flight when it is taken, and the catalog agrees with itself."""
-        taken = held()
+        """Return a sample of the resources in use. Nothing is in flight then, and the catalog is consistent."""
+        taken = held_resources()
         taken.requests, taken.preemptions = self.done, self.preempted
         taken.seconds = round(time.monotonic() - self._began, 1)
         if self.engine.scheduler.connector is None:
@@ -168,7 +171,7 @@ class Player:
 
 @contextlib.contextmanager
 def player(kvpipe: dict[str, Any] | None, *, disk_bytes_max: str = "24MiB") -> Iterator[Player]:
-    """Make an engine, with kvpipe and a tier on disk that will be full in time, or without."""
+    """Make an engine with kvpipe and a disk tier that becomes full during the run, or an engine without kvpipe."""
     with tempfile.TemporaryDirectory(prefix="kvpipe-soak-") as folder:
         config = None
         if kvpipe is not None:
@@ -184,7 +187,7 @@ def player(kvpipe: dict[str, Any] | None, *, disk_bytes_max: str = "24MiB") -> I
 def soak(
     requests: int, kvpipe: dict[str, Any] | None, on_sample: Callable[[MemorySample], object]
 ) -> list[MemorySample]:
-    """Play `requests` requests; return the samples. `on_sample` is called with each as it is taken."""
+    """Run `requests` requests and return the samples. `on_sample` is called with each new sample."""
     samples = []
     with player(kvpipe) as one:
         per_sample = max(1, requests // SAMPLES)
@@ -199,7 +202,7 @@ def soak(
 
 
 def slope(samples: Sequence[MemorySample], what: str = "resident_bytes") -> float:
-    """Return how much grows with every request after the warm-up: the median slope of all pairs (Theil and Sen)."""
+    """Return the growth per request after the warm-up: the median slope of all pairs of samples (Theil and Sen)."""
     warm = samples[int(len(samples) * WARM_SHARE) :]
     pairs = [
         (getattr(b, what) - getattr(a, what)) / (b.requests - a.requests) for a, b in itertools.combinations(warm, 2)
@@ -207,8 +210,8 @@ def slope(samples: Sequence[MemorySample], what: str = "resident_bytes") -> floa
     return median(pairs) if pairs else 0.0
 
 
-def verdict(plain: Sequence[MemorySample], piped: Sequence[MemorySample]) -> tuple[bool, str]:
-    """Return whether memory is flat, and one sentence."""
+def memory_verdict(plain: Sequence[MemorySample], piped: Sequence[MemorySample]) -> tuple[bool, str]:
+    """Return whether memory stays flat, and a sentence with the result."""
     mine, theirs = slope(piped), slope(plain)
     objects = slope(piped, "objects")
     flat = mine - max(0.0, theirs) <= SLOPE_BYTES_MAX and objects <= SLOPE_OBJECTS_MAX
@@ -223,8 +226,8 @@ def verdict(plain: Sequence[MemorySample], piped: Sequence[MemorySample]) -> tup
     return flat, message
 
 
-def table(title: str, samples: Sequence[MemorySample]) -> Table:
-    """Return some of the samples, the first and the last among them."""
+def sampled_rows(title: str, samples: Sequence[MemorySample]) -> Table:
+    """Return some of the samples, including the first and the last sample."""
     made = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
     heads = (
         "requests", "seconds", "resident MiB", "malloc MiB", "python blocks", "kvpipe objects", "threads", "files",
@@ -241,7 +244,7 @@ def table(title: str, samples: Sequence[MemorySample]) -> Table:
 
 
 def plot(series: Mapping[str, Sequence[MemorySample]]) -> str:
-    """Draw resident memory over requests, each series by the last letter of its name."""
+    """Draw resident memory over requests. Each series is drawn with the last letter of its name."""
     least = min(one.resident_bytes for samples in series.values() for one in samples)
     most = max(one.resident_bytes for samples in series.values() for one in samples)
     last = max(samples[-1].requests for samples in series.values())
@@ -259,7 +262,7 @@ def plot(series: Mapping[str, Sequence[MemorySample]]) -> str:
 
 
 def main() -> int:
-    """Soak both engines, each in a process of its own; print and keep what was seen. 1 when memory grows."""
+    """Run both engines, each in its own process. Print and store the samples. Return 1 if memory grows, otherwise 0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=REQUESTS)
     parser.add_argument("--json", type=Path)
@@ -271,10 +274,10 @@ def main() -> int:
         soak(given.requests, config, lambda one: sys.stdout.write(f"{MARK}{json.dumps(asdict(one))}\n") and None)
         return 0
     series = {name: _in_a_process(name, given.requests, given.kvpipe) for name in ("plain", "piped")}
-    flat, message = verdict(series["plain"], series["piped"])
+    flat, message = memory_verdict(series["plain"], series["piped"])
     console = Console(width=150)
     for name, samples in series.items():
-        console.print(table({"plain": "without kvpipe", "piped": "with kvpipe"}[name], samples))
+        console.print(sampled_rows({"plain": "without kvpipe", "piped": "with kvpipe"}[name], samples))
     console.print(plot(series), markup=False, highlight=False)
     console.print(message, highlight=False)
     if given.json is not None:

@@ -1,4 +1,4 @@
-"""The steps of a trial: vLLM's scheduler schedules them, fake ranks run them, and what they report goes back."""
+"""The steps of a trial: vLLM's scheduler schedules a step, fake ranks run it, and the scheduler gets their reports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpipe.connectors.vllm.trial.drafts import Drafter
 from kvpipe.connectors.vllm.trial.rank import Rank, RankOutput, Runner, TrialStep, Wrong
 from kvpipe.connectors.vllm.trial.shapes import Shape
 from kvpipe.connectors.vllm.trial.tap import plan_in
-from kvpipe.messages import Kind
+from kvpipe.protocol.messages import Kind
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
@@ -29,13 +29,16 @@ def ignore(*_: object) -> None:
 
 
 class Steps(Arrivals):
-    """The moves of a trial that schedule steps, run them, and give their results back."""
+    """The moves of a trial that schedule steps, run them, and return their results to the scheduler."""
 
     runners: list[Runner]
     aggregator: KVOutputAggregator
 
     def __init__(self, shape: Shape, seed: int) -> None:
-        """`seed`: the documents and the drafts. If it is even, what the two sides exchange is pickled."""
+        """`seed` determines the documents and the drafts.
+
+        If `seed` is even, messages between the two sides are pickled.
+        """
         super().__init__(shape, seed)
         self._pickles = seed % 2 == 0
         self.ranks = list[Rank]()
@@ -46,23 +49,23 @@ class Steps(Arrivals):
         self.wrong = list[Wrong]()
         self.let_down = set[str]()  # requests whose failed asynchronous loads were reported to vLLM
         self._throttled = False
-        self._reversed = False  # copies have been completed in another order
-        self._scheduled, self._executed = deque[TrialStep](), deque[tuple[TrialStep, "ModelRunnerOutput"]]()
-        self._begun = deque[tuple[TrialStep, dict[str, list[int]], list[RankOutput]]]()  # by a pipeline's first stage
+        self._scheduled, self._executed = deque[TrialStep](), deque[tuple[TrialStep, "ModelRunnerOutput", set[str]]]()
+        # steps that only the first stage of a pipeline has run
+        self._begun = deque[tuple[TrialStep, dict[str, list[int]], list[RankOutput]]]()
         self._drafter = Drafter(seed + 1, shape.drafts)
-        self._invalid = deque[set[int]](maxlen=8)  # blocks of failed loads, as the last steps have reported them
+        self._invalid = deque[set[int]](maxlen=8)  # blocks of failed loads that each of the last steps has reported
 
     @abstractmethod
     def _settle_tiers(self) -> None:
-        """Wait until all that tiers were asked has ended, or is held back."""
+        """Wait until every call to a tier has ended or is held back."""
 
     @property
     def in_flight(self) -> int:
-        """Steps that were scheduled and not yet given back to the scheduler."""
+        """The number of steps that were scheduled and whose results the scheduler has not processed."""
         return len(self._scheduled) + len(self._begun) + len(self._executed)
 
     def _in_flight_steps(self) -> list[TrialStep]:
-        return [*self._scheduled, *(step for step, *_ in self._begun), *(step for step, _ in self._executed)]
+        return [*self._scheduled, *(step for step, *_ in self._begun), *(step for step, *_ in self._executed)]
 
     def _schedule(self) -> None:
         self._pauses -= 1
@@ -81,7 +84,11 @@ class Steps(Arrivals):
         self._scheduled.append(TrialStep(output, sampling, sequences, self.in_flight))
 
     def _execute(self) -> None:
-        """Run the oldest step; of a pipeline first the first stage, as far ahead as it can, and then the others."""
+        """Run the oldest scheduled step.
+
+        In a pipeline, only the first stage runs the step. If no scheduled step is left, the other stages run the oldest
+        step that the first stage has run.
+        """
         if self._scheduled:
             step = self._scheduled.popleft()
             drafts = self._drafts(step)
@@ -92,11 +99,12 @@ class Steps(Arrivals):
         self._finish()
 
     def _finish(self) -> None:
-        """Run what is left of the oldest step that was begun."""
+        """Run the other stages of the oldest step that the first stage has run."""
         if self._begun:
             step, drafts, ran = self._begun.popleft()
             ran += [one.execute(step, drafts) for one in self.runners[len(ran) :]]
-            self._executed.append((step, self._result(step, ran)))
+            result = self._result(step, ran)
+            self._executed.append((step, result, self._holders(step, result)))
             self.steps += 1
 
     def _update(self) -> None:
@@ -108,27 +116,64 @@ class Steps(Arrivals):
             return
         from vllm.v1.engine import FinishReason
 
-        step, result = self._executed.popleft()
+        step, result, holders = self._executed.popleft()
         reported = result.kv_connector_output
+        if holders and reported is not None:
+            holders |= self._sharing(reported.invalid_block_ids)
         self.let_down |= reported.failed_recving if reported is not None else set()
         for outputs in self.scheduler.update_from_output(step.output, result).values():
             for one in outputs.outputs:
                 self.live[one.request_id].output += one.new_token_ids
                 if one.finish_reason == FinishReason.ERROR:
-                    self._cut_short(one.request_id, reported)
+                    self._cut_short(one.request_id, holders | reported.failed_recving if reported else holders)
         self.wrong = [wrong for wrong in self.wrong if wrong.request not in self.cut_short]
         self._gone()
         if self.shape.drafts and not self.shape.asynchronous:
             self._propose(step)
         self.on_update()
 
-    def _cut_short(self, request: str, reported: KVConnectorOutput | None) -> None:
-        """Excuse a request that vLLM has ended because a load failed: its answer is short, its last reads are wrong."""
-        if self.shape.fails and reported is not None and (reported.invalid_block_ids or reported.failed_recving):
+    def _cut_short(self, request: str, let_down: set[str]) -> None:
+        """Excuse a request that vLLM has ended because a load failed.
+
+        The request's answer is short, and its last reads are wrong. `let_down` are the requests that have blocks of a
+        load that the step has reported as failed.
+        """
+        if self.shape.fails and request in let_down:
             self.live[request].aborted = True
             self.cut_short.add(request)
         else:
-            self.violations.append(f"right_answers: {request} was ended, but no load has failed in this step")
+            self.violations.append(f"right_answers: {request} was ended, but has no block of a load that failed")
+
+    def _holders(self, step: TrialStep, result: ModelRunnerOutput) -> set[str]:
+        """Return the requests that have a block of a load that failed within `step`."""
+        reported = result.kv_connector_output
+        if reported is None or not reported.invalid_block_ids:
+            return set()
+        invalid: set[int] = reported.invalid_block_ids
+        failed = invalid & self._loaded(step) if self.kvpipe is not None else invalid
+        return set().union(*(rank.holders(failed) for rank in self.ranks))
+
+    def _sharing(self, blocks: set[int]) -> set[str]:
+        """Return the requests that share `blocks`.
+
+        Steps in flight have admitted these requests with `blocks` as computed blocks.
+        """
+        found = set[str]()
+        for step in self._in_flight_steps():
+            cached, size = step.output.scheduled_cached_reqs, self.shape.block_tokens[0]
+            admitted = [(new.req_id, new.block_ids, new.num_computed_tokens) for new in step.output.scheduled_new_reqs]
+            rows = zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True)
+            admitted += [(one, ids, computed) for one, ids, computed in rows if one in cached.resumed_req_ids and ids]
+            for request, tables, computed in admitted:
+                if blocks & {*tables[0][: -(-computed // size)]} - self._loaded(step, request):
+                    found.add(request)
+        return found
+
+    def _loaded(self, step: TrialStep, request: str = "") -> set[int]:
+        """Return the blocks that kvpipe loads within `step`, for all requests or only for `request`."""
+        jobs = plan_in(step.output.kv_connector_metadata).jobs if self.kvpipe is not None else ()
+        mine = [job for job in jobs if job.kind == Kind.LOAD_SYNC and request in {"", job.request}]
+        return {block for job in mine for block in job.blocks()}
 
     def _step(self, count: int = 1) -> None:
         for _ in range(1 + count % 8):
@@ -174,14 +219,12 @@ class Steps(Arrivals):
         assert result is not None  # noqa: S101
         reported = result.kv_connector_output
         invalid: set[int] = reported.invalid_block_ids if reported is not None else set()
-        if self.kvpipe is not None and invalid and not self._reversed:
-            jobs = plan_in(step.output.kv_connector_metadata).jobs
-            loads = [job.blocks() for job in jobs if job.kind == Kind.LOAD_SYNC]
-            if others := invalid - {block for blocks in loads for block in blocks}:
-                self.violations.append(f"only_failed_blocks_are_reported: {others}, which this step has not loaded")
+        others = invalid - self._loaded(step) if self.kvpipe is not None and invalid else ()
+        if others:
+            self.violations.append(f"only_failed_blocks_are_reported: {others}, which this step has not loaded")
         late = list(self._invalid)[-step.undigested :] if self.shape.fails and step.undigested else ()
         self._invalid.append(invalid)
-        for wrong in (w for one in ran for w in one.wrong):  # vLLM discards results that rest on invalid blocks
+        for wrong in (w for one in ran for w in one.wrong):  # vLLM discards results that depend on invalid blocks
             table = self.ranks[wrong.rank].table(wrong.request)
             if wrong.request not in self.cut_short and not invalid.union(*late) & table:
                 self.wrong.append(wrong)
@@ -192,12 +235,13 @@ class Steps(Arrivals):
         output, out = step.output, {}
         fresh = {new.req_id for new in output.scheduled_new_reqs} | output.scheduled_cached_reqs.resumed_req_ids
         for request, tokens in output.scheduled_spec_decode_tokens.items():
-            if self.shape.asynchronous and request not in fresh:  # placeholders: only the runner knows its drafts
+            # the scheduler has placeholders, and only the runner knows its drafts
+            if self.shape.asynchronous and request not in fresh:
                 stop = self.runners[0].computed(request)
                 scheduled = output.num_scheduled_tokens[request]
                 out[request] = self._drafter.guess(step.sequences[request], stop + scheduled - len(tokens), len(tokens))
             else:
-                out[request] = list(tokens)  # where a fresh request has placeholders, they are rejected
+                out[request] = list(tokens)  # placeholders of a fresh request are rejected
         return out
 
     def _propose(self, step: TrialStep) -> None:

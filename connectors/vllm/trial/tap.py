@@ -1,4 +1,4 @@
-"""How a trial observes kvpipe: finding it among vLLM's connectors, its plans, its traces, its faults."""
+"""Observes kvpipe in a trial: finds it among vLLM's connectors, and reads its plans, traces and faults."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvpipe.trace.events import Started
 from kvpipe.trace.recorder import Recorder
 from kvpipe.trace.replay import Replay
+from kvpipe.worker.side import WorkerSide
 
 if TYPE_CHECKING:
     from kvpipe.connectors.vllm.connector import KVPipeConnector
     from kvpipe.connectors.vllm.metadata import PlanMetadata
-    from kvpipe.messages import StepPlan
+    from kvpipe.protocol.messages import StepPlan
     from kvpipe.statemachine.core import Cursor, Edge, State
 
 
@@ -23,10 +24,10 @@ class CountedFault(NamedTuple):
 
 
 class TraceTap:
-    """Replays what kvpipe's sides trace through the machines, and collects the faults that they count."""
+    """Replays the traces of kvpipe's sides through the state machines, and collects the counted faults."""
 
     def __init__(self) -> None:
-        """Observe nobody yet."""
+        """Start without a side to observe."""
         self.replay = Replay()
         self.faults: list[CountedFault] = []
         self.recorders: list[Recorder] = []
@@ -39,23 +40,30 @@ class TraceTap:
         recorder.rank, recorder.lifecycle, recorder.transitions, recorder.detail = rank, True, True, True
         if side.scheduler is not None:
             side.scheduler.trace_moves()
+            if side.scheduler.node is not None:  # again, because `take` has removed the first move
+                side.scheduler.tracer.watch_node(side.scheduler.node.pool)
         self.replay.feed(Started(0, rank, "", 0, 0, layers=len(side.geometry.layers)))
         self.recorders.append(recorder)
         side.counters.watcher = lambda name, fields: self.faults.append(CountedFault(name, fields))
 
+    def count_layers(self, side: KVPipeConnector, rank: int) -> None:
+        """Set the number of layers that copies of `rank` have in the replay. The rank has its caches now."""
+        if isinstance(worker := side.worker, WorkerSide):
+            self.replay.feed(Started(0, rank, "", 0, 0, layers=len(worker.geometry.layers), part=1))
+
     def replay_new(self) -> None:
-        """Replay what was traced since the last call through the machines."""
+        """Replay the trace events since the last call through the state machines."""
         for recorder in self.recorders:
             for event in recorder.take():
                 self.replay.feed(event)
 
     def step_moved(self, cursor: Cursor, was: State, edge: Edge, _why: str) -> None:
-        """Count what a rank's step has done: the machine of steps is in no trace."""
+        """Count the transitions of a rank's step, because no trace contains the state machine of steps."""
         self.replay.cells[cursor.machine.machine.name, was.row, edge.event] += 1
 
 
 def kvpipe_in(connector: object) -> KVPipeConnector | None:
-    """Return kvpipe's connector: `connector` itself, or the only one among those that it passes on to."""
+    """Return kvpipe's connector: `connector` itself, or the only one among the connectors that it wraps."""
     from kvpipe.connectors.vllm.connector import KVPipeConnector
 
     inside = [one for one in getattr(connector, "sub_connectors", [connector]) if isinstance(one, KVPipeConnector)]
@@ -63,13 +71,13 @@ def kvpipe_in(connector: object) -> KVPipeConnector | None:
 
 
 def empty(metadata: Any) -> PlanMetadata:  # noqa: ANN401  (as for `plan_in`)
-    """Return kvpipe's metadata for the same step, without anything to do."""
+    """Return kvpipe's metadata for the step of `metadata`, with an empty plan."""
     from kvpipe.connectors.vllm.metadata import PlanMetadata
 
     return PlanMetadata(plan_in(metadata)._replace(jobs=(), orders=(), question=0, claims=()))
 
 
 def plan_in(metadata: Any) -> StepPlan:  # noqa: ANN401  (kvpipe's, or what several connectors send together)
-    """Return kvpipe's plan for the step."""
+    """Return kvpipe's plan in the metadata of a step."""
     plan: StepPlan = next(one.plan for one in getattr(metadata, "metadata", [metadata]) if hasattr(one, "plan"))
     return plan

@@ -1,7 +1,7 @@
 """A connector on trial: vLLM's real scheduler, the connector on both sides, fake ranks, and moves that disturb them.
 
-`Trial.do(move)` makes one move; a move that is not possible now does nothing, so any list of moves is a sequence that
-can be replayed and shrunk. Every move is a tuple of a name and JSON values: `MOVES` lists them.
+`Trial.do(move)` makes one move. A move that is not possible at that moment does nothing, so any list of moves can be
+replayed and shrunk. Every move is a tuple of a name and JSON values. `MOVES` lists the names.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from unittest.mock import patch
 from kvpipe.connectors.vllm.trial.adapters import PATHS
 from kvpipe.connectors.vllm.trial.arrivals import DOCUMENTS
 from kvpipe.connectors.vllm.trial.disturbances import Disturbances
-from kvpipe.connectors.vllm.trial.lookups import listen_to_lookups
+from kvpipe.connectors.vllm.trial.limits import LOCALITIES
+from kvpipe.connectors.vllm.trial.neighbours import TrialMemory
 from kvpipe.connectors.vllm.trial.rank import STOPS, Rank, Reporter
 from kvpipe.connectors.vllm.trial.router import listening
 from kvpipe.connectors.vllm.trial.shapes import CONSUMER, KVPIPE, PRODUCER, Connector, Shape, make_cache, make_configs
@@ -35,56 +36,63 @@ if TYPE_CHECKING:
 
 Move = tuple[Any, ...]
 DRAIN_STEPS_MAX, PROBES = 4000, 3
+LOOKUPS_PER_REPEAT = 5
 
 MOVES = {
-    "add": "document, tokens of it, own tokens, answer tokens, salt, LoRA id: a new request",
-    "follow": "index, own tokens, answer tokens: a request that continues a finished one",
-    "reuse": "document, tokens of it, answer tokens: a new request under the id of one that is over",
-    "embed": "document, tokens of it, own tokens, answer tokens: a new request, the document as embeddings",
-    "session": "document, tokens of it, answer tokens: a new request to which more input will come",
-    "more": "index, own tokens, answer tokens: more input comes to a session",
-    "end": "index: no more input comes to a session",
+    "add": "document, tokens of it, own tokens, answer tokens, salt, LoRA id: a new request arrives",
+    "follow": "index, own tokens, answer tokens: a request arrives that continues a finished request",
+    "reuse": "document, tokens of it, answer tokens: a request arrives with the id of a finished request",
+    "embed": "document, tokens of it, own tokens, answer tokens: a request arrives whose document is given as "
+    "embeddings",
+    "session": "document, tokens of it, answer tokens: a streaming session begins, which will get more input",
+    "more": "index, own tokens, answer tokens: a session gets more input",
+    "end": "index: a session ends and gets no more input",
     "schedule": "the scheduler schedules a step",
     "execute": "the ranks run the oldest scheduled step",
-    "update": "the scheduler gets the oldest step's results",
-    "step": "whole steps, as many",
-    "abort": "index: a live request is aborted",
-    "tick": "saves, loads: so many held copies complete; neither: lost news arrive",
-    "pace": "saves, loads, backwards: from now on copies complete by so many, at once; 0: when waited for",
-    "again": "rank, ahead: the last completion is delivered once more, that of so many copies later twice",
+    "update": "the scheduler processes the results of the oldest step",
+    "step": "number: whole steps are scheduled, run and processed",
+    "abort": "index: a request is aborted",
+    "tick": "saves, loads: this many held copies complete; if both are 0, late completions arrive",
+    "pace": "saves, loads, backwards: from now on copies complete in groups of this size; 0: only when a thread "
+    "waits for them",
+    "again": "rank, ahead: the last completion is delivered again, and the completion of the copy `ahead` copies "
+    "later twice",
     "reset": "connector, running: the prefix cache is reset",
-    "weights": "which: everything is aborted and the weights change, or do not; nobody resets anything",
-    "pause": "what, steps: vLLM admits nothing new, schedules nothing or puts prefills off, for so many steps",
-    "freeze": "on or off",
-    "bypass": "on or off",
-    "later": "times: lookups answer that they do not know yet",
-    "fail": "rank, is a load, layer: the next copy job fails in that layer",
-    "lose": "rank, is a load, in time: the next wait for a copy is given up, its news lost for long, or just in time",
-    "quirk": "rank, two indices: the next step's hooks are not what they should be, in one way or two",
-    "adapter": "kind: the LoRA adapter changes, on disk, in the ranks or both, once its requests are gone",
-    "hint": "which, seconds: the next request comes with hints, good or bad ones, where the shape has them",
-    "hold": "on or off: tiers answer nothing until they are let go",
-    "trouble": "tier, kind: what is wrong with a tier from now on",
-    "late": "whoever waits for a tier has waited long enough",
-    "operate": "index, what, tokens: operators pin (or fetch), unpin or evict a prompt, where the shape has them",
-    "dummy": "hooks of a warm-up run, without a step",
-    "drain": "no more arrivals: everything ends",
-    "probe": "everything ends; then the last requests are asked once more, with vLLM's own cache and without it",
-    "shutdown": "place in a step, 0 for between steps: the engine stops, whatever is in flight",
+    "weights": "which: all requests are aborted, then the weights change or stay the same; no cache is reset",
+    "pause": "what, steps: for this many steps vLLM admits no new request, schedules nothing, or postpones prefills",
+    "freeze": "on or off: the freeze switch is set",
+    "bypass": "on or off: the bypass switch is set",
+    "later": "times: this many lookups are postponed",
+    "fail": "rank, whether a load, layer: the next copy of this kind fails in this layer",
+    "lose": "rank, whether a load, in time: the next wait for a copy times out; the copy's completion comes late, "
+    "or just in time",
+    "quirk": "rank, two indices: the rank's next step has one or two quirks (`QUIRKS` in `rank.py`)",
+    "adapter": "kind: the requests of the LoRA adapter are aborted, then it changes on disk, in the ranks, or in both",
+    "hint": "which, seconds: the next request has good or bad hints, if the shape has hints",
+    "limit": "which, tokens: the next request has valid or invalid limits, if the shape has limits",
+    "hold": "on or off: tiers hold their answers back",
+    "trouble": "tier, kind: from now on a tier has a fault of this kind",
+    "late": "all waits for tiers time out",
+    "operate": "index, what, tokens: an operator pins (or fetches), unpins or evicts a prompt, if the shape has "
+    "operators",
+    "dummy": "the ranks call the hooks of a warm-up run, without a step",
+    "drain": "no more requests arrive, and steps run until every request has ended",
+    "probe": "drain, then the last requests are repeated, with vLLM's own cache and without it",
+    "shutdown": "place in a step, or 0 for between steps: the engine stops, perhaps with copies in flight",
 }
 
 
 @functools.cache
-def _measured_once() -> Callable[[Any, Iterable[Any]], str]:
-    """Return `numerics.measured` with a memory: all ranks of a trial are in one process."""
-    from kvpipe.connectors.vllm.numerics import measured
+def measured_once() -> Callable[[Any, Iterable[Any]], str]:
+    """Return `numerics.measured` with a cache, because all ranks of a trial measure in the same process."""
+    from kvpipe.connectors.vllm.identity.numerics import measured
 
     remembered = functools.cache(measured)
     return lambda device, dtypes: remembered(device, tuple(dtypes))
 
 
 class Trial(Disturbances):
-    """One engine. `violations` grows when an invariant is broken; nothing is raised for that."""
+    """One engine on trial. A broken invariant is appended to `violations`, and raises no exception."""
 
     def __init__(
         self,
@@ -92,8 +100,12 @@ class Trial(Disturbances):
         seed: int = 0,
         *,
         connector: Connector = KVPIPE,
+        memory: TrialMemory | None = None,
     ) -> None:
-        """`seed`: the documents. If it is even, what the two sides exchange is pickled, as between processes."""
+        """`seed` determines the documents. `memory` is that of an engine beside this one.
+
+        If `seed` is even, messages between the sides are pickled, as between processes.
+        """
         from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
         from vllm.v1.core.sched.scheduler import Scheduler as PlainScheduler
@@ -102,13 +114,18 @@ class Trial(Disturbances):
         from kvpipe.connectors.vllm.connector import KVPipeConnector
 
         super().__init__(shape, seed)
-        self.producer: Trial | None = None
+        self.beside: Trial | None = None
+        """The producer of a consumer, or the other engine on a node's memory."""
+        self._memory = memory or (TrialMemory() if shape.engines else None)
         if shape.role == CONSUMER:
-            self.producer = Trial(shape._replace(role=PRODUCER), seed, connector=connector)
-            self.tiers = self.producer.tiers
+            self.beside = Trial(shape._replace(role=PRODUCER), seed, connector=connector)
+            self.tiers = self.beside.tiers
+        elif shape.engines > 1:
+            self.beside = Trial(shape._replace(engines=1), seed, connector=connector, memory=self._memory)
+            self.tiers = self.beside.tiers
         config, cache = make_configs(shape, connector)
         kind = AsyncScheduler if shape.asynchronous else PlainScheduler
-        with patch.object(KVPipeConnector, "make_tiers", self._made_tiers):
+        with patch.object(KVPipeConnector, "make_tiers", self._made_tiers), self._attaching():
             self.scheduler: Scheduler = kind(
                 vllm_config=config,
                 kv_cache_config=cache,
@@ -130,12 +147,15 @@ class Trial(Disturbances):
         self.on_lookup: Callable[[Request, int, tuple[int | None, bool]], object] = ignore
         self.on_drain: Callable[[], object] = ignore
         self.is_down = False
-        listen_to_lookups(self)
+        _listen_to_lookups(self)
         self._moves: dict[str, Callable[..., None]] = {name: getattr(self, f"_{name}") for name in MOVES}
-        if self.producer is not None:
+        if shape.role == CONSUMER and self.beside is not None:
             for document in range(DOCUMENTS):
-                self.producer.do(("add", document, -1, 0, 0))
-            self.producer.do(("drain",))
+                self.beside.do(("add", document, -1, 0, 0))
+            self.beside.do(("drain",))
+
+    def _attaching(self, rank: int = 0) -> AbstractContextManager[object]:
+        return nullcontext() if self._memory is None else self._memory.attaching(rank)
 
     def _make_ranks(self, config: VllmConfig) -> None:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -145,40 +165,46 @@ class Trial(Disturbances):
             self.side.adapters.reader, self.side.prefetching.idle_s_max = self.adapters, 3600.0  # type: ignore[assignment]
             self.begin_hints()
             if self.side.staging is not None:
-                self.side.staging.patience.await_s = 0.0  # by the clock: a sequence would not have one outcome
+                self.side.staging.patience.await_s = 0.0  # a wait by the clock would make a sequence's outcome random
             if self.shape.slow and self.side.staging is not None:
                 patience = self.side.staging.patience
                 patience.pace.s_per_token, patience.rates = 1e-12, dict.fromkeys(range(len(self.tiers)), 1.0)
         for index in range(self.shape.ranks):
             cache = make_cache(self.shape, index)
-            worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
+            with self._attaching(index):
+                worker = KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, cache)
             mine: Any = kvpipe_in(worker)
             if mine is not None:
                 self.tap.attach(mine, index)
-                mine.make_tiers, mine.rank = self._made_tiers, index
+                mine.make_tiers, mine.worker_role.rank = self._made_tiers, index
                 self.engines.append(engine := HeldEngine(device=self.shape.device))
                 mine.make_engine = lambda engine=engine: engine
                 mine.hooks = functools.partial(self._hooks, mine.hooks)
             self.ranks.append(rank := Rank(index, worker, self.shape))
             if mine is not None:
+                self.tap.count_layers(mine, index)
                 mine.worker.weigh = lambda: self.weights
                 rank.before_results, mine.worker.step.watch = self._settle, self.tap.step_moved
                 rank.load_adapters = functools.partial(self.adapters.load, index)
                 self.adapters.join(index, mine.worker.adapters)
 
     def _hooks(self, hooks: Callable[[Any], Any], caches: Any) -> Any:  # noqa: ANN401
-        """Return what the shape's runner calls, as far as it is another than the hooks of this machine's."""
+        """Return the hooks that the shape's runner calls, if they differ from the hooks of this machine's runner."""
         from kvpipe.connectors.vllm.hooks import is_replayed
 
         fences_late = self.shape.device and not self.shape.v2
         return hooks(caches)._replace(replayed=is_replayed if self.shape.graphs else None, fences_late=fences_late)
 
     def _made_tiers(self, *, writes: bool) -> list[MadeTier]:  # noqa: ARG002
-        spec = DictSpec.model_validate({"lanes": 64, "timeout_ms_max": 600_000})
-        return [(tier.name, spec, tier) for tier in self.tiers]
+        keys = {"lanes": 64, "timeout_ms_max": 600_000}
+        specs = [DictSpec.model_validate(keys | {"announce": locality}) for locality in LOCALITIES]
+        return [(tier.name, spec, tier) for tier, spec in zip(self.tiers, specs, strict=False)]
 
     def _introduce(self) -> None:
-        """Shake hands, as vLLM does when the ranks have their caches. Then the ranks report, as with an empty step."""
+        """Make the handshake, as vLLM does when the ranks have their caches.
+
+        Then the ranks send their first reports, as with an empty step.
+        """
         from vllm.v1.outputs import KVConnectorOutput
 
         if self.kvpipe is None:
@@ -187,7 +213,7 @@ class Trial(Disturbances):
             self.side.ranks_ready({0: self.side.catalog.slots}, ())
             return
         connector: Any = self.scheduler.connector
-        with patch("kvpipe.connectors.vllm.numerics.measured", _measured_once()):
+        with patch("kvpipe.connectors.vllm.identity.numerics.measured", measured_once()):
             hands = {(self.shape.stage_of(r.index), r.index): r.connector.get_handshake_metadata() for r in self.ranks}
         connector.set_xfer_handshake_metadata_pp_aware({rank: hand for rank, hand in hands.items() if hand is not None})
         if not self.shape.unmet:
@@ -200,36 +226,41 @@ class Trial(Disturbances):
         carriers = [rank.kvpipe.worker.carrier for rank in self.ranks]
         self._carriers += [*sides, *(one for one in carriers if one is not None)]
         for tier in (tier for one in self._carriers for tier in one.tiers):
-            tier.probe_s = 3600.0  # by the clock: a sequence would not have one outcome
-        if self.producer is not None:  # who waits for one waits for both: calls that a tier holds may be either's
-            self.producer._carriers += self._carriers  # noqa: SLF001
-            self._carriers = self.producer._carriers  # noqa: SLF001
+            tier.probe_s = 3600.0  # a probe by the clock would make a sequence's outcome random
+        # both engines wait together, because a held call of a tier may belong to either engine
+        if self.beside is not None:
+            self.beside._carriers += self._carriers  # noqa: SLF001
+            self._carriers = self.beside._carriers  # noqa: SLF001
 
     def do(self, move: Move) -> None:
-        """Make one move. None is possible after a shutdown."""
+        """Make one move. After a shutdown no move has an effect."""
         if self.is_down:
             return
-        if self.producer is not None:
-            self.producer.do(move)
+        if self.beside is not None:
+            self.beside.do(move)
+        if self._memory is not None and self.beside is not None:
+            self._memory.count_move()
         self._moves[move[0]](*move[1:])
 
     def replay_traces(self) -> None:
-        """Replay what was traced since the last call through the machines."""
+        """Replay the trace events since the last call through the state machines."""
         self.tap.replay_new()
 
     def close(self) -> None:
-        """End threads, in vLLM's order. Idempotent."""
-        if self.producer is not None:
-            self.producer.close()
+        """End all threads, in vLLM's order. A second call does nothing."""
+        if self.beside is not None:
+            self.beside.close()
         if not self.is_down:
             self.is_down = True
             with self._no_drain_of_held_tiers():
                 for rank in self.ranks:
                     rank.connector.shutdown()
                 self.scheduler.shutdown()
+        if self._memory is not None and self.beside is not None:
+            self._memory.close()
 
     def _no_drain_of_held_tiers(self) -> AbstractContextManager[object]:
-        """Let a shutdown give up stores at once while tiers are held, because no store would end."""
+        """Make a shutdown drop stores at once while tiers are held, because these stores would never end."""
         held = any(tier.is_held for tier in self.tiers)
         return patch.object(carrier, "DRAIN_S_MAX", 0.0) if held else nullcontext()
 
@@ -259,7 +290,7 @@ class Trial(Disturbances):
                 self._update()
             elif self.scheduler.has_requests():
                 self._schedule()
-                if not self._scheduled[-1].output.total_num_scheduled_tokens:  # only copies are left to wait for
+                if not self._scheduled[-1].output.total_num_scheduled_tokens:  # the trial waits only for copies
                     self._let_end()
             elif not all(engine.idle for engine in self.engines):
                 self._let_end()
@@ -281,3 +312,42 @@ class Trial(Disturbances):
                 prompt = one.sequence.prompt + one.output
                 self._enter(f"r{self.added}", prompt, 0, one.salt, one.lora)
                 self._drain()
+
+
+def _listen_to_lookups(trial: Trial) -> None:
+    """Make lookups return None while `deferrals` lasts, as with a slow tier. Repeat some of kvpipe's lookups."""
+    if trial.kvpipe is not None:
+        _report_lookups(trial, trial.kvpipe)
+    shape = trial.shape
+    if shape.drafter and shape.states and not shape.masks:  # vLLM caches states, but must not find its own states
+        trial.scheduler.kv_cache_manager.prefix_cache_lookup_enabled = lambda _: False  # type: ignore[method-assign]
+    lookups = 0
+    connector: Any = trial.scheduler.connector
+    ask = connector.get_num_new_matched_tokens
+
+    def lookup(request: Request, computed: int) -> tuple[int | None, bool]:
+        nonlocal lookups
+        lookups += 1
+        answer: tuple[int | None, bool] = ask(request, computed)
+        if trial.kvpipe is not None and not lookups % LOOKUPS_PER_REPEAT:
+            again = ask(request, computed)
+            if again != answer:
+                trial.violations.append(f"lookups_are_idempotent: {request.request_id}: {answer}, then {again}")
+        if trial.deferrals:
+            trial.deferrals -= 1
+            return None, False
+        return answer
+
+    connector.get_num_new_matched_tokens = lookup
+
+
+def _report_lookups(trial: Trial, connector: Any) -> None:  # noqa: ANN401
+    """Call `on_lookup` with each lookup of kvpipe and its answer."""
+    ask = connector.get_num_new_matched_tokens
+
+    def lookup(request: Request, computed: int) -> tuple[int | None, bool]:
+        answer: tuple[int | None, bool] = ask(request, computed)
+        trial.on_lookup(request, computed, answer)
+        return answer
+
+    connector.get_num_new_matched_tokens = lookup

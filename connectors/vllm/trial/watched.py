@@ -1,20 +1,23 @@
-"""A trial under watch: what the checks need to know of earlier steps, and when they run."""
+"""A trial whose invariants are checked: the state that checks keep between steps, and when checks run."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvpipe.cache.catalog import Chunk
-from kvpipe.cache.miss_reasons import NO_ROOM
+from kvpipe.cache.catalog import Catalog
+from kvpipe.cache.chunks import Chunk
+from kvpipe.cache.tenants import ANYBODY, Tenant
 from kvpipe.connectors.vllm.hints import is_prefilled_elsewhere
 from kvpipe.connectors.vllm.trial.content import Live
-from kvpipe.connectors.vllm.trial.efficacy import Found, ends, promised
+from kvpipe.connectors.vllm.trial.efficacy import FoundPrefix, ends, promised
 from kvpipe.connectors.vllm.trial.laws import INVARIANTS, When
-from kvpipe.connectors.vllm.trial.quotas import watch
+from kvpipe.connectors.vllm.trial.shapes import QUOTAS
 from kvpipe.connectors.vllm.trial.tap import plan_in
 from kvpipe.connectors.vllm.trial.trial import Trial
-from kvpipe.messages import Job, Kind, TierOrder
+from kvpipe.protocol.messages import Job, Kind, TierOrder
+from kvpipe.trace.miss_reasons import NO_ROOM
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -24,32 +27,40 @@ Admission = tuple["Request", int]
 
 
 class Final(NamedTuple):
-    """How far a request's KV was final when it was last scheduled, in one of its admissions."""
+    """The number of final units of a request when it was last scheduled, in one of its admissions."""
 
     admission: Admission
     units: int
 
 
 class Watched:
-    """A trial under watch, from step to step: remembers what was checked already, and what was broken."""
+    """Checks a trial from step to step.
+
+    It remembers the results of earlier checks, and the invariants that were broken.
+    """
 
     def __init__(self, trial: Trial, only: str = "") -> None:
-        """Watch `trial` from now on, for all invariants or for one."""
+        """Watch `trial` from now on, for all invariants or only for the invariant `only`."""
         self.trial, self._only = trial, only
         self._faults = self._wrong = 0
         self.findable: dict[tuple[int, bytes], tuple[int, int]] = {}
         self.final: dict[str, Final] = {}
-        self.excused: set[str] = set()  # requests whose KV need not be saved: a fault has named them
+        self.excused: set[str] = set()  # requests whose KV need not be saved, because a fault has named them
         self.forgotten: set[Chunk] = set()  # chunks that a reset has dropped
-        self.stale: dict[str, Admission] = {}  # admissions that have lived through a reset
+        self.stale: dict[str, Admission] = {}  # admissions that began before a reset and still run
         self.dropped = self.replayed = self.gave_up = 0
-        self.asked: dict[str, int] = {}  # how much had been dropped when a request was last looked up
-        self.short: list[str] = []  # answers of lookups that should have been more
-        self.found: dict[Live, Found] = {}  # of the last requests that are over
-        self.ends: dict[Live, frozenset[tuple[Chunk, bytes]]] = {}  # of all that are over: who held their ends then
-        self.unfair = watch(trial.side.catalog) if trial.shape.quotas and trial.kvpipe is not None else list[str]()
+        self.asked: dict[str, int] = {}  # the value of `drops` at each request's last lookup
+        self.announced = 0  # the number of the last chunk in a tier whose announcement was checked
+        self.over: list[str] = []  # lookups that promised more tokens than a limit allows
+        self.short: list[str] = []  # lookups that promised another number of tokens than they should
+        self.found: dict[Live, FoundPrefix] = {}  # for the last finished requests
+        # for each finished request, the chunks that held its end when it finished
+        self.ends: dict[Live, frozenset[tuple[Chunk, bytes]]] = {}
+        self.unfair = (
+            _watch_quotas(trial.side.catalog) if trial.shape.quotas and trial.kvpipe is not None else list[str]()
+        )
         self.output: SchedulerOutput | None = None
-        beside = Watched(trial.producer, only) if trial.producer is not None else None
+        beside = Watched(trial.beside, only) if trial.beside is not None else None
         self.broken: list[str] = beside.broken if beside is not None else []
         trial.on_schedule = self.after_schedule
         trial.on_update = self.after_update
@@ -59,22 +70,25 @@ class Watched:
         trial.on_leave = self.after_leave
 
     def after_schedule(self, output: SchedulerOutput) -> None:
-        """Check what holds for a step that goes out."""
+        """Check the invariants of a step that vLLM has just scheduled."""
         self.output = output
         self._check("schedule")
 
     def after_update(self) -> None:
-        """Check what holds whenever the scheduler has digested a step."""
+        """Check the invariants that hold after the scheduler has processed a step's results."""
         self._check("update")
 
     def after_drain(self) -> None:
-        """Check everything, when nothing is left to do. After a shutdown much is."""
+        """Check all invariants when no request is left.
+
+        After a shutdown nothing is checked, because requests may be left.
+        """
         if not self.trial.is_down:
             self._check("update")
             self._check("drain")
 
     def after_lookup(self, request: Request, computed: int, answer: tuple[int | None, bool]) -> None:
-        """Compare what kvpipe has promised with what it holds."""
+        """Compare the number of tokens that kvpipe has promised with the number of tokens that the catalog holds."""
         side = self.trial.side
         self.asked[request.request_id] = self.drops
         before, self.gave_up = self.gave_up, side.counters["lookup_gave_up"]
@@ -83,7 +97,10 @@ class Watched:
             if elsewhere and answer[0] is None:
                 self.short.append(f"{request.request_id}: later, while another connector waits to bring the prompt")
             return
-        wanted = promised(side, request, computed, waits=answer[1])
+        limit = self.trial.allowed(request.request_id).load_tokens
+        if limit is not None and answer[0] > limit:
+            self.over.append(f"{request.request_id} loads {answer[0]} tokens, {limit} are allowed")
+        wanted = promised(side, request, computed, waits=answer[1], limit=limit)
         if elsewhere and wanted is not None:
             put_off = not answer[0] and side.requests.tracked[request.request_id].asking.why == NO_ROOM
             if put_off or request.num_tokens - computed - wanted > unit:
@@ -92,9 +109,11 @@ class Watched:
             self.short.append(f"{request.request_id} beyond {computed}: {answer[0]} tokens instead of {wanted}")
 
     def after_leave(self, one: Live) -> None:
-        """Remember where a request that is over has ended."""
+        """Remember in which chunks a finished request has ended."""
+        last = self.final.pop(one.id, None)
         if self.trial.kvpipe is not None:
-            self.ends[one] = ends(self.trial.side, self.request_of(one))
+            saved = last.units if last is not None and last.admission == admission(last.admission[0]) else 0
+            self.ends[one] = ends(self.trial.side, self.request_of(one), saved)
 
     def request_of(self, one: Live) -> Request:
         """Return a request that continues `one`."""
@@ -102,12 +121,13 @@ class Watched:
 
     @property
     def drops(self) -> int:
-        """How often something that was to be saved, or was saved, had to give way."""
+        """The number of chunks that were evicted, whose save failed, or that got no slot."""
         counters = self.trial.side.counters
-        return counters["evicted"] + counters["save_dropped_pool_full"] + counters["save_dropped_at_limit"]
+        lost = counters["evicted"] + counters["save_failed"]
+        return lost + counters["save_dropped_pool_full"] + counters["save_dropped_at_limit"]
 
     def before_reset(self) -> None:
-        """Remember what the reset of the connector's cache must end."""
+        """Remember the chunks and admissions that exist before the reset of the connector's cache."""
         if self.trial.kvpipe is None:
             return
         side, scheduler = self.trial.side, self.trial.scheduler
@@ -116,33 +136,34 @@ class Watched:
             self.forgotten |= set(side.catalog.index(group).values())
         tables = scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
         for request_id, request in scheduler.requests.items():
-            if tables.get(request_id) and request_id not in scheduler.failed_recving_kv_req_ids:  # they begin anew
+            # requests in `failed_recving_kv_req_ids` are computed again
+            if tables.get(request_id) and request_id not in scheduler.failed_recving_kv_req_ids:
                 self.stale[request_id] = admission(request)
                 self.excused.add(request_id)
 
     def _check(self, when: When) -> None:
-        while self.trial.let_down:  # vLLM takes their blocks back: they begin anew
+        while self.trial.let_down:  # vLLM takes back the blocks of these requests, and computes the requests again
             self.stale.pop(self.trial.let_down.pop(), None)
         found = []
         for one in INVARIANTS.values():
             if one.when == when and (one.outside or self.trial.kvpipe is not None):
                 found += [f"{one.name}: {what}" for what in one.check(self)]
-        found += self.trial.violations  # last: a wrong answer comes of a wrong read
+        found += self.trial.violations  # these come last, because a wrong answer follows from a wrong read
         self.trial.violations = []
         self.broken += [what for what in found if what.startswith(self._only)]
 
     def saves(self) -> Iterator[Job]:
-        """Yield the saves of the step that goes out."""
+        """Yield the saves of the step that was just scheduled."""
         assert self.output is not None  # noqa: S101
         return (job for job in plan_in(self.output.kv_connector_metadata).jobs if job.kind == Kind.SAVE)
 
     def orders(self) -> tuple[TierOrder, ...]:
-        """Return the orders of the step that goes out."""
+        """Return the tier orders of the step that was just scheduled."""
         assert self.output is not None  # noqa: S101
         return plan_in(self.output.kv_connector_metadata).orders
 
     def new_faults(self) -> Iterator[str]:
-        """Yield the faults since the last call that no move has asked for, and excuse whom they name."""
+        """Yield the faults since the last call that no move has caused, and excuse the requests that faults name."""
         new, self._faults = self.trial.faults[self._faults :], len(self.trial.faults)
         for fault in new:
             self.excused.add(fault.fields.get("request", ""))
@@ -156,5 +177,33 @@ class Watched:
 
 
 def admission(request: Request) -> Admission:
-    """Name one stay of a request in vLLM's block pool."""
+    """Return an identifier of the request's present admission: the request and its number of preemptions."""
     return request, request.num_preemptions
+
+
+def _watch_quotas(catalog: Catalog) -> list[str]:
+    """Check each slot that `catalog` reserves from now on. Returns the list to which violations are appended."""
+    broken: list[str] = []
+    reserve = catalog.reserve
+
+    def checked(group: int, tenant: Tenant = ANYBODY) -> Chunk | None:
+        before = used_slots(catalog)
+        chunk = reserve(group, tenant)
+        now = used_slots(catalog)
+        for one in QUOTAS:
+            salt, sure = one.get("salt", ""), int(one.get("share", 0) * catalog.ready)
+            if salt != _whose(tenant) and now[salt] < min(sure, before[salt]):
+                broken.append(f"{one['name']} had {before[salt]} slots of {sure}, and has {now[salt]} for another")
+        return chunk
+
+    catalog.reserve = checked  # type: ignore[method-assign]
+    return broken
+
+
+def _whose(tenant: Tenant) -> str:
+    return tenant.salt if tenant.salt in {"1", "2"} else ""
+
+
+def used_slots(catalog: Catalog) -> Counter[str]:
+    """Return the number of slots in use, by the salt of their quota."""
+    return Counter(_whose(chunk.tenant) for chunk in catalog.chunks())

@@ -1,7 +1,9 @@
-"""Worlds: one value of every axis of a configuration, drawn as a product, so that no combination is left out by hand.
+"""Worlds: a world has one value of every axis of a configuration.
 
-A world's name lists the values that are not their axis's first, as in `world: scheduler=async failure=fail`. A name is
-all that is needed to build the shape again.
+Worlds are drawn at random, so that no combination is forgotten.
+
+A world's name lists the values that are not the first value of their axis, as in `world: scheduler=async failure=fail`.
+The name is sufficient to build the shape again.
 """
 
 from __future__ import annotations
@@ -17,8 +19,8 @@ from kvpipe.connectors.vllm.trial.shapes import BLOCK, CONSUMER, PRODUCER, SHAPE
 
 PREFIX: Final = "world:"
 WORLDS: Final = 100
-World = tuple[tuple[str, str], ...]
-"""(axis, value) of every axis, in the order of `AXES`."""
+DrawnWorld = tuple[tuple[str, str], ...]
+"""(axis, value) for every axis, in the order of `AXES`."""
 
 _TWO: Final[dict[str, Any]] = {"windows": (None, 2 * BLOCK), "blocks": 24}
 _STATES: Final[dict[str, Any]] = {"windows": (None, None), "states": (1,), "blocks": 24}
@@ -41,7 +43,12 @@ AXES: Final[dict[str, dict[str, dict[str, Any]]]] = {
         "window-and-states": {"windows": (None, 2 * BLOCK, None), "states": (2,), "blocks": 36},
     },
     "runner": {"v1": {}, "v2": {"v2": True}},
-    "mode": {"layerwise": {}, "step": {"mode": "step"}, "auto": {"mode": "auto"}},
+    "mode": {
+        "layerwise": {},
+        "step": {"mode": "step"},
+        "auto": {"mode": "auto"},
+        "whole-blocks": {"mode": "step", "cross": True, "layers_per_group": 4},
+    },
     "ranks": {
         "one": {},
         "two": {"ranks": 2},
@@ -80,7 +87,12 @@ AXES: Final[dict[str, dict[str, dict[str, Any]]]] = {
     "operators": {"none": {}, "pins": {"operators": True}, "warms": {"operators": True, "warms": True}},
     "tenants": {"equal": {}, "quotas": {"quotas": True}},
     "beside": {"alone": {}, "sibling": {"sibling": True}},
-    "saved": {"answers": {}, "prompts": {"answers": False}},
+    "saved": {
+        "answers": {},
+        "prompts": {"answers": False},
+        "grouped": {"save_steps": 4},
+        "every-step": {"save_steps": 1},
+    },
 }
 """The fields of a shape that each value sets. The first value of an axis is the simplest."""
 
@@ -108,23 +120,21 @@ CONFLICTS: Final[tuple[tuple[str, dict[str, str]], ...]] = (
         {"events": "on", "groups": f"local tails {_STATEFUL}"},
     ),
     ("vLLM's local attention has no drafter that is fed context", {"groups": "local", "drafts": _FED}),
-    ("quotas share all slots, ready or not", {"tenants": "quotas", "pool": "fresh"}),
-    (
-        "events name the tokens ahead that a drafter's KV rests on, and hits end before",
-        {"events": "on", "drafts": "drafter"},
-    ),
-    ("a producer without a tier has nobody to give to", {"role": "producer consumer", "tiers": "none"}),
+    ("a producer without a tier has no consumer", {"role": "producer consumer", "tiers": "none"}),
     ("nothing is fetched without a tier", {"operators": "warms", "tiers": "none"}),
 )
-"""Why no engine has such values together: a world conflicts if it has one of the values of every axis that is named."""
-Pair = tuple[str, str]
+"""Combinations that no engine has, each with the reason.
+
+A world conflicts if it has one of the listed values of every listed axis.
+"""
+AxisPair = tuple[str, str]
 """Two values of different axes, each as `axis=value`, in the order of `AXES`."""
 CANDIDATES = 6
-"""This many worlds are drawn; the one with the most new pairs is tried."""
+"""The number of worlds that are drawn for each trial. The world with the most new pairs is tried."""
 
 
 def _of_axis() -> dict[str, list[dict[str, frozenset[str]]]]:
-    """Return the conflicts in which each axis takes part."""
+    """Return, for each axis, the conflicts in which it takes part."""
     found: dict[str, list[dict[str, frozenset[str]]]] = {axis: [] for axis in AXES}
     for _, one in CONFLICTS:
         for axis in one:
@@ -136,16 +146,16 @@ _CONFLICTS: Final = _of_axis()
 
 
 def _fits(world: Mapping[str, str], axis: str) -> bool:
-    """Whether the value of `axis` conflicts with no other value of `world`."""
+    """Whether the value of `axis` in `world` conflicts with no value of another axis."""
     return not any(all(world.get(other) in values for other, values in one.items()) for one in _CONFLICTS[axis])
 
 
-def draw(rng: random.Random, given: Mapping[str, str] = MappingProxyType({})) -> World | None:
-    """Return a world with the values `given`: axis by axis, in any order, a value that fits those before.
+def draw(rng: random.Random, given: Mapping[str, str] = MappingProxyType({})) -> DrawnWorld | None:
+    """Return a world with the values `given`, or None if no world has these values.
 
-    None: `given` fit into no world.
+    The other values are drawn axis by axis, so that each value fits the values drawn before.
     """
-    for _ in range(8):  # what fits two axes may fit no third
+    for _ in range(8):  # a value that fits two axes may fit no value of a third axis
         world = dict(given)
         for axis in sorted(AXES, key=lambda _: rng.random()):
             values = [world[axis]] if axis in world else list(AXES[axis])
@@ -158,15 +168,15 @@ def draw(rng: random.Random, given: Mapping[str, str] = MappingProxyType({})) ->
     return None
 
 
-def pairs(world: World) -> Iterator[Pair]:
+def pairs(world: DrawnWorld) -> Iterator[AxisPair]:
     """Yield the pairs of values of a world."""
     return itertools.combinations((f"{axis}={value}" for axis, value in world), 2)
 
 
 @functools.cache
-def possible() -> frozenset[Pair]:
+def possible() -> frozenset[AxisPair]:
     """Return all pairs of values that some world has."""
-    rng, found = random.Random(0), set[Pair]()  # noqa: S311
+    rng, found = random.Random(0), set[AxisPair]()  # noqa: S311
     for axis, other in itertools.combinations(AXES, 2):
         for value, beside in itertools.product(AXES[axis], AXES[other]):
             if (f"{axis}={value}", f"{other}={beside}") not in found:
@@ -175,10 +185,11 @@ def possible() -> frozenset[Pair]:
     return frozenset(found)
 
 
-def covering(rng: random.Random, reached: Collection[Pair] = ()) -> Iterator[World]:
-    """Yield worlds without end. Each has pairs that are not in `reached`, and that no earlier one had, if any are left.
+def covering(rng: random.Random, reached: Collection[AxisPair] = ()) -> Iterator[DrawnWorld]:
+    """Yield worlds without end.
 
-    When none is left all pairs count as new once more.
+    If possible, each world has a pair of values that is neither in `reached` nor in an earlier world. When no new pair
+    is left, all pairs count as new again.
     """
     left = set(possible() - set(reached))
     while True:
@@ -192,12 +203,12 @@ def covering(rng: random.Random, reached: Collection[Pair] = ()) -> Iterator[Wor
 
 
 @functools.cache
-def default_worlds() -> tuple[World, ...]:
-    """Return the worlds of the default profile: `WORLDS`, which have every pair that is possible."""
+def default_worlds() -> tuple[DrawnWorld, ...]:
+    """Return the `WORLDS` worlds of the default profile. Together they have every possible pair."""
     return tuple(itertools.islice(covering(random.Random(0)), WORLDS))  # noqa: S311
 
 
-def shape_of(world: World) -> Shape:
+def shape_of(world: DrawnWorld) -> Shape:
     """Return the shape of a world."""
     fields: dict[str, Any] = {}
     for axis, value in world:
@@ -207,33 +218,36 @@ def shape_of(world: World) -> Shape:
         shape = shape._replace(layers_per_group=max(4, shape.layers_per_group))
     if shape.states and shape.drafter:
         shape = shape._replace(blocks=shape.blocks + 12)
-    if shape.states and shape.masks:  # vLLM knows a fed drafter's group by itself
+    if shape.states and shape.masks:  # vLLM puts a fed drafter into a cache group of its own
         shape = shape._replace(windows=(*shape.windows, None), blocks=shape.blocks + 12)
-    if shape.states and shape.dcp > 1:  # a block of attention is as many of states as ranks share it
+    if min(shape.sizes, default=BLOCK) < BLOCK and (shape.stages > 1 or shape.masks):  # vLLM reserves more blocks
+        shape = shape._replace(blocks=shape.blocks + 12)
+    if shape.states and shape.dcp > 1:  # a block of attention has the tokens of `dcp` blocks of states
         sizes = (BLOCK if i in shape.states or window else shape.dcp * BLOCK for i, window in enumerate(shape.windows))
         shape = shape._replace(sizes=tuple(sizes))
     return shape._replace(failing=may_fail(shape))
 
 
 def may_fail(shape: Shape) -> bool:
-    """Whether loads may fail: vLLM answers wrongly when it computes again what a sync load did not bring.
+    """Whether loads may fail.
 
-    It does so with its asynchronous scheduler, and where a drafter has KV of its own.
+    vLLM computes wrong answers after a failed sync load in two cases: with its asynchronous scheduler, and with a
+    drafter that has its own KV.
     """
     waits = shape.load == "async" or shape.stages > 1 or len(shape.windows) > 1 or shape.windows[0] is not None
     return waits or shape.fails or not (shape.asynchronous or shape.drafter)
 
 
-def name_of(world: World) -> str:
+def name_of(world: DrawnWorld) -> str:
     """Return the name of a world."""
     return " ".join((PREFIX, *(f"{axis}={value}" for axis, value in world if value != next(iter(AXES[axis])))))
 
 
 def shape_named(name: str) -> Shape:
-    """Return the shape with this name, or of the world with this name.
+    """Return the shape with this name, or the shape of the world with this name.
 
     Raises:
-        KeyError: there is none.
+        KeyError: no shape has the name.
 
     """
     if not name.startswith(PREFIX):
@@ -241,7 +255,7 @@ def shape_named(name: str) -> Shape:
     return shape_of(world_named(name))
 
 
-def world_named(name: str) -> World:
+def world_named(name: str) -> DrawnWorld:
     """Return the world with this name, which begins with `PREFIX`."""
     given = dict(part.split("=") for part in name.removeprefix(PREFIX).split())
     return tuple((axis, given.get(axis, next(iter(values)))) for axis, values in AXES.items())

@@ -1,4 +1,4 @@
-"""The catalogue of bugs to put back in: those that killed a layerwise cache in production, and others that would."""
+"""The catalogue of bugs to put back in: bugs that broke a layerwise cache in production, and similar bugs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from kvpipe.connectors.vllm.trial.mutants import (
     identity,
     keys,
     layouts,
+    limits,
     models,
+    node,
     policies,
     pool,
     publishing,
     races,
+    sleep,
     spans,
     states,
     tenants,
@@ -46,9 +49,12 @@ MUTANTS: dict[str, Mutant] = {
         pool,
         states,
         layouts,
+        limits,
         policies,
         spans,
         halves,
+        sleep,
+        node,
     )
     for name, mutant in area.MUTANTS.items()
 }

@@ -1,10 +1,9 @@
-"""The pump that died, and who ends what: calls of a step, leases, preemption."""
+"""Bugs in the calls of a step, in leases, and in preemption."""
 
 from __future__ import annotations
 
 from kvpipe.connectors.vllm.trial.mutants.base import (
     CATALOG,
-    CONNECTOR,
     COPIES,
     JOBS,
     LOADING,
@@ -14,6 +13,7 @@ from kvpipe.connectors.vllm.trial.mutants.base import (
     SAVE_PROGRESS,
     SAVING,
     SCHEDULER,
+    SCHEDULER_ROLE,
     SWITCHES,
     WORKER,
     Mutant,
@@ -24,18 +24,18 @@ from kvpipe.connectors.vllm.trial.mutants.base import (
 MUTANTS: dict[str, Mutant] = {
     # ---- the pump that died ------------------------------------------------------------------------------------------
     "storers_not_cleared": Mutant(
-        "The step's saves are still there when the next step begins.",
+        "A step's saves are still open when the next step begins.",
         (
             *one(PIPELINE, "end_step", "if self.step.fire(m.STEP_END).moves:", "if was != m.IDLE:"),
-            *one(PIPELINE, "_end", "batch, self._save = self._save, None", "batch = self._save"),
+            *one(PIPELINE, "_end", "batch, self._save = self._save, NO_BATCH", "batch = self._save"),
         ),
     ),
     "step_never_withdrawn": Mutant(
-        "A step that was never ended goes on in the next one.",
+        "A step that was never ended continues in the next step.",
         one(PIPELINE, "begin", '.fault("step_never_ended")\n', '.fault("step_never_ended")\n            return\n'),
     ),
     "finalize_counted_by_calls": Mutant(
-        "A save is final when a hook was called as often as there are layers.",
+        "A save counts as complete when a hook was called as often as there are layers.",
         (
             Patch(
                 PIPELINE,
@@ -54,22 +54,22 @@ MUTANTS: dict[str, Mutant] = {
         ),
     ),
     "layer_counter_not_reset": Mutant(
-        "Layers are numbered on from the last batch.",
+        "The layer numbers of a batch continue from those of the last batch instead of starting at 0.",
         one(
             PIPELINE,
-            "_submit",
-            "len(batch.tickets), self._landed)\n",
-            "self.__dict__.setdefault('number', 0), self._landed)\n    self.number += 1\n",
+            "_submit_layers",
+            "len(batch.tickets), self._landed, layers)\n",
+            "self.__dict__.setdefault('number', 0), self._landed, layers)\n    self.number += len(layers)\n",
         ),
     ),
     "layer_by_count": Mutant(
-        "The k-th call of a hook is taken for layer k, whatever its name.",
+        "The k-th call of a hook is taken for layer k, whatever layer it names.",
         (
             Patch(
                 WORKER,
                 "save_layer",
                 "self._index.get(name)",
-                "len(self.pipeline._save.tickets) % len(self._index) if self.pipeline._save else None",
+                "len(self.pipeline._save.tickets) % len(self._index) if self.pipeline._save.jobs else None",
             ),
             Patch(WORKER, "save_layer", "self._unknown(name)", "pass"),
         ),
@@ -95,7 +95,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # ---- leases ------------------------------------------------------------------------------------------------------
     "leased_by_lookup": Mutant(
-        "A lookup takes leases; a request that is not admitted never gives them back.",
+        "A lookup takes leases, and a request that is not admitted never releases them.",
         one(
             LOOKUPS,
             "_answer",
@@ -105,7 +105,7 @@ MUTANTS: dict[str, Mutant] = {
         ),
     ),
     "released_only_for_requests_in_metadata": Mutant(
-        "The leases of a load whose request has ended are kept.",
+        "The leases of a load are not released if its request has ended.",
         one(
             JOBS,
             "reported",
@@ -114,7 +114,7 @@ MUTANTS: dict[str, Mutant] = {
         ),
     ),
     "released_when_sent": Mutant(
-        "Leases end when the load is sent, not when it has ended.",
+        "The leases of a load are released when the load is sent to the ranks, not when it has ended.",
         one(
             LOADING,
             "plan_step",
@@ -123,7 +123,7 @@ MUTANTS: dict[str, Mutant] = {
         ),
     ),
     "leased_chunk_evicted": Mutant(
-        "A leased chunk may be evicted, and its slot is free at once.",
+        "A leased chunk may be evicted, and its slot is reused at once.",
         (
             Patch(CATALOG, "lease", "self._batches.remove_all(idle)", "pass"),
             Patch(CATALOG, "_drop", "if chunk.held:", "if chunk.writers:"),
@@ -132,11 +132,12 @@ MUTANTS: dict[str, Mutant] = {
         shape="async-load",
     ),
     "written_chunk_evicted": Mutant(
-        "A chunk that is being written may be dropped, and its slot is free at once.",
+        "A chunk that is being written may be evicted, and its slot is reused at once.",
         one(CATALOG, "_drop", "if chunk.held:", "if chunk.leases:"),
     ),
     "failed_load_of_a_request_that_is_over": Mutant(
-        "A request that is over gets the event of a load that has failed, and the step's other reports are not taken.",
+        "A failed load fires an event at a request that has finished. This raises, so the step's other reports "
+        "are lost.",
         (
             Patch(REQUESTS, "finish", "tracked.load_job_id = 0", "pass"),
             Patch(
@@ -146,7 +147,10 @@ MUTANTS: dict[str, Mutant] = {
                 "self.jobs.fail_load(load)",
             ),
             Patch(
-                CONNECTOR, "update_connector_output", "finally:", "except ZeroDivisionError:\n        pass\n    else:"
+                SCHEDULER_ROLE,
+                "update_connector_output",
+                "finally:",
+                "except ZeroDivisionError:\n        pass\n    else:",
             ),
         ),
         test="tests/trials/test_lost_reports.py"
@@ -166,7 +170,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # ---- preemption --------------------------------------------------------------------------------------------------
     "block_ids_extended_on_resume": Mutant(
-        "A resumed request's new blocks are put behind those that it has lost.",
+        "A resumed request's new blocks are appended to the list of its old blocks, which it no longer has.",
         one(
             SAVING,
             "_table",
@@ -177,7 +181,7 @@ MUTANTS: dict[str, Mutant] = {
         ),
     ),
     "saved_count_kept_across_preemption": Mutant(
-        "A resumed request counts as saved what it had saved before, evicted or not.",
+        "A resumed request treats every chunk that it had saved as still saved, although some are evicted.",
         one(
             SAVE_PROGRESS,
             "admit",
@@ -187,7 +191,7 @@ MUTANTS: dict[str, Mutant] = {
         shape="async-scheduler-device-order",
     ),
     "saving_ends_with_a_preemption": Mutant(
-        "A resumed request saves nothing any more, as with a test for `input_len == prompt_len`.",
+        "A resumed request saves nothing more, as if it had to pass a test for `input_len == prompt_len`.",
         one(
             REQUESTS,
             "begin_admission",
@@ -196,11 +200,11 @@ MUTANTS: dict[str, Mutant] = {
         ),
     ),
     "preemption_unnoticed": Mutant(
-        "Nobody notices a preemption.",
+        "kvpipe does not notice that a request was preempted.",
         one(REQUESTS, "notice_preemption", "if now != tracked.preemptions:", "if False:"),
     ),
     "late_notice_believed": Mutant(
-        "A preemption's notice that a new admission has overtaken counts as one more.",
+        "If the notice of a preemption comes after the request's next admission, it counts as a second preemption.",
         one(
             REQUESTS,
             "notice_preemption",
@@ -209,7 +213,7 @@ MUTANTS: dict[str, Mutant] = {
         ),
     ),
     "lookup_not_idempotent": Mutant(
-        "A request's hit is promised once; asked again it has none.",
+        "The first lookup of a request promises a hit, and a repeated lookup promises none.",
         one(
             LOOKUPS,
             "_answer",
@@ -219,18 +223,18 @@ MUTANTS: dict[str, Mutant] = {
         ),
     ),
     "hit_seen_and_not_loaded": Mutant(
-        "A resumed request is promised its hit, and nothing is loaded.",
+        "A resumed request is promised a hit, and no load is planned for it.",
         one(LOADING, "admit", "if external_tokens <= 0:", "if external_tokens <= 0 or tracked.preemptions:"),
     ),
     "id_of_an_aborted_request_reused": Mutant(
-        "A request gets the cursor of the earlier one with its id.",
+        "A new request gets the cursor of an earlier request with the same id.",
         (
             Patch(REQUESTS, "add", "if old.request is request:", "if True:"),
             Patch(REQUESTS, "finish", "del self.tracked[request_id]", "pass"),
         ),
     ),
     "epochs_start_anew": Mutant(
-        "Epochs count per request, so those of a reused id come again.",
+        "Epochs are counted per request, so a request with a reused id gets the epochs of the earlier request.",
         one(REQUESTS, "new_epoch", "return self._epochs", "return 1"),
     ),
 }

@@ -1,4 +1,4 @@
-"""What is found, and what is loaded then."""
+"""Bugs in finding, loading and saving the blocks of a prefix."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpipe.connectors.vllm.trial.mutants.base import (
 
 MUTANTS: dict[str, Mutant] = {
     "window_not_needed": Mutant(
-        "A hit counts though the sliding window before its end is not held.",
+        "A hit counts though the sliding window before the hit's end is not held.",
         one(PREFIXES, "_longest_windows", "while best and self._windows:", "while False:"),
         shape="hybrid",
     ),
@@ -26,26 +26,26 @@ MUTANTS: dict[str, Mutant] = {
         shape="device-order",
     ),
     "loaded_from_the_chunk_before": Mutant(
-        "Blocks in the middle of a chunk are loaded from its beginning.",
+        "Blocks in the middle of a chunk are loaded from the chunk's beginning.",
         one(LOADING, "_group_rows", "BROKEN, pages, blocks)", "BROKEN, [0] * len(blocks), blocks)"),
     ),
     "loaded_over_local_hits": Mutant(
-        "What vLLM holds itself is loaded over once more, though others read it.",
+        "A load overwrites blocks that vLLM's own prefix cache holds, though other requests read them.",
         one(LOADING, "admit", "first = asking.local // self._unit", "first = 0"),
         shape="async-load",
     ),
     "window_blocks_saved": Mutant(
-        "Blocks outside of a sliding window, which vLLM has given away, are saved.",
+        "Blocks that have left a sliding window are saved, though vLLM has freed them.",
         one(SAVING, "_claim", " if not block.is_null]", "]"),
         shape="hybrid",
     ),
     "head_for_tail": Mutant(
-        "Of a window that ends within a unit the first blocks are stored instead of the last.",
+        "If a window reaches into the middle of a unit, the unit's first blocks are stored instead of its last ones.",
         one(PAGING, "stored", "table[end - pages : end]", "table[end - blocks : end - blocks + pages]"),
         shape="tails",
     ),
     "tail_too_short": Mutant(
-        "Of a window that ends within a unit one block less is stored than it reaches back to.",
+        "If a window reaches into the middle of a unit, one block too few of that unit is stored.",
         one(
             GROUP,
             "blocks_back",
@@ -59,7 +59,7 @@ MUTANTS: dict[str, Mutant] = {
         one(SAVE_PROGRESS, "lost", "self.retries < SAVE_RETRIES_MAX and", ""),
     ),
     "whole_prompt_every_step": Mutant(
-        "Every step saves the whole prefix anew.",
+        "Every step saves the whole prefix again.",
         one(
             SAVING,
             "plan",

@@ -1,4 +1,4 @@
-"""What is final, and under which key."""
+"""Bugs in which tokens count as final too early, or chunks are kept under a wrong key."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from kvpipe.connectors.vllm.trial.mutants.base import (
     ADAPTERS,
     CATALOG,
-    CONNECTOR,
     LOADING,
     PREFIXES,
     SAVING,
+    WORKER_ROLE,
     Mutant,
     Patch,
     one,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def keys(kind: str) -> tuple[Patch, ...]:
-    """Take other keys than vLLM's and the adapter's, everywhere."""
+    """Make all code use `keys` instead of the keys of vLLM and of the adapter."""
     other = f"__import__({__name__!r}, fromlist=['']).{kind}"
     return one(ADAPTERS, "keys", "hashes: Sequence[bytes] = request.block_hashes", f"return {other}(request)")
 
@@ -33,7 +33,7 @@ def keys(kind: str) -> tuple[Patch, ...]:
 MUTANTS: dict[str, Mutant] = {
     # ---- blocks of several sizes ----------------------------------------------------------------------------------
     "one_hash_for_one_unit": Mutant(
-        "Block hashes are taken for those of units, though blocks of some groups are smaller.",
+        "The hash of a block is used as the hash of a unit, though blocks of some groups are smaller than a unit.",
         one(PREFIXES, "key", "units * self._hashes_per_unit - 1", "units - 1"),
         shape="block-sizes",
     ),
@@ -52,24 +52,24 @@ MUTANTS: dict[str, Mutant] = {
     ),
     # ---- what is final -----------------------------------------------------------------------------------------------
     "sliced_at_computed_tokens": Mutant(
-        "Tokens count as final up to `num_computed_tokens`, which runs ahead.",
+        "Tokens count as final up to `num_computed_tokens`, which vLLM advances before they are final.",
         one(SAVING, "plan", "self._prefixes.hashed_units(hashes, min(end, request.num_tokens))", "end // self._unit"),
         shape="drafts",
     ),
     "volatile_drafter_kv_published": Mutant(
-        "A drafter's KV is found by the tokens before it alone, though its last depends on the one that follows.",
+        "A drafter's KV is found by its own tokens alone, though the KV of the last one depends on the next token.",
         one(PREFIXES, "__init__", "-(-geometry.ahead_tokens // hash_tokens)", "0"),
         shape="drafter",
     ),
     "drafter_kv_by_another_token_ahead": Mutant(
-        "Whole chunks are looked up by their own tokens, though a drafter's are stored by the one behind them, too.",
+        "Whole chunks are looked up by their own tokens, though a drafter's keys contain the next token, too.",
         one(PREFIXES, "_keys", "self._hashes_per_unit, self._ahead", "self._hashes_per_unit, 0"),
         shape="async-scheduler-drafter",
     ),
     "masks_published": Mutant(
-        "A step's saves end with its forward, before a drafter that is fed context has written over its masks.",
+        "A step's saves end with its forward, before a drafter that is fed context has overwritten its masks.",
         one(
-            CONNECTOR,
+            WORKER_ROLE,
             "start_load_kv",
             "self.worker.start_loads(",
             "self.worker.end_step()\n        self.worker.start_loads(",
@@ -78,12 +78,12 @@ MUTANTS: dict[str, Mutant] = {
         by="findable_chunks_are_whole_and_true",
     ),
     "local_chunk_begins_late": Mutant(
-        "Of a chunk of local attention the first unit is not asked for.",
+        "A lookup leaves out the first unit of a chunk of local attention.",
         one(PREFIXES, "_window_gap", "best // window * window", "min(best, best // window * window + 1)"),
         shape="local",
     ),
     "not_saved_when_computed_runs_ahead": Mutant(
-        "What is computed ahead of the final tokens is skipped, and never come back to.",
+        "Tokens that are computed before they are final are never saved.",
         one(
             SAVING,
             "plan",
@@ -94,8 +94,26 @@ MUTANTS: dict[str, Mutant] = {
         shape="drafts",
     ),
     "decode_not_saved": Mutant(
-        "What a request generates is silently not saved.",
+        "Tokens that a request generates are not saved.",
         one(SAVING, "plan", "min(end, request.num_tokens)", "min(end, request.num_prompt_tokens)"),
+    ),
+    "prompts_wait_for_a_step_that_saves": Mutant(
+        "Units of prompts wait for the step in which units of answers are saved.",
+        (
+            Patch(SAVING, "plan_step", "due or request.num_computed_tokens < request.num_tokens - 1 or", "due or"),
+            Patch(SAVING, "_urgent", " or first + self._unit <= tracked.request.num_prompt_tokens", ""),
+        ),
+        shape="grouped-saves",
+    ),
+    "no_step_saves_answers": Mutant(
+        "Units of answers wait for a step that never comes, if not every step saves them.",
+        one(
+            SAVING,
+            "plan_step",
+            "not (self._steps.planned // self._stages) % every",
+            "self._set_steps == 1",
+        ),
+        shape="grouped-saves",
     ),
     "draft_tokens_saved": Mutant(
         "Draft tokens are saved before they are accepted.",
@@ -134,7 +152,7 @@ MUTANTS: dict[str, Mutant] = {
         shape="hybrid",
     ),
     "tail_unchecked": Mutant(
-        "A request writes on in a chunk that it has begun, though another has meanwhile.",
+        "A request continues a chunk that it has begun, though another request has continued the chunk meanwhile.",
         one(SAVING, "_claim", "opened.chunk if opened.chunk.tail == before else None", "opened.chunk"),
     ),
 }

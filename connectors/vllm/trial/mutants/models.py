@@ -1,15 +1,15 @@
-"""Which models and which requests are served: vLLM's own refusals of prefixes are ignored."""
+"""Bugs that serve models and requests for which vLLM itself refuses prefixes."""
 
 from __future__ import annotations
 
 from kvpipe.connectors.vllm.trial.mutants.base import LOOKUPS, Mutant, one
 
-_MODELS = "kvpipe.connectors.vllm.models"
+_MODELS = "kvpipe.connectors.vllm.identity.models"
 _UNIT = "tests/vllm/test_models.py"
 
 MUTANTS: dict[str, Mutant] = {
     "pooling_is_taken_for_generation": Mutant(
-        "Only models that generate are checked for vLLM's refusals of prefixes: MEAN and CLS pooling get hits.",
+        "kvpipe serves prefixes of every pooling model, so prompts with MEAN and CLS pooling get hits.",
         one(
             _MODELS,
             "_uncut",
@@ -19,32 +19,33 @@ MUTANTS: dict[str, Mutant] = {
         test=f"{_UNIT}::test_each_statement_refuses",
     ),
     "only_the_first_layer_is_asked": Mutant(
-        "A group is served when its first layer looks at no later token, whatever the others do.",
+        "A cache group is served if its first layer attends to no later token, whatever its other layers do.",
         one(_MODELS, "check_specs", "group.layer_names).values()", "group.layer_names[:1]).values()"),
         test=f"{_UNIT}::test_one_layer_that_looks_ahead_is_enough",
     ),
     "batch_invariance_is_not_asked_for": Mutant(
-        "Attention backends after whose hits vLLM's batch invariance does not hold are served where it is promised.",
+        "kvpipe serves attention backends with which hits break vLLM's batch invariance, although batch "
+        "invariance is on.",
         one(_MODELS, "check_backends", "if envs.VLLM_BATCH_INVARIANT else ()", "if False else ()"),
         test=f"{_UNIT}::test_batch_invariance_without_hits_only",
     ),
     "the_longest_prompt_is_not_in_the_name": Mutant(
-        "Engines of one model share a namespace though their max_model_len, and rotary factors with it, differ.",
-        one("kvpipe.connectors.vllm.support", "identity", "model.max_model_len,", "0,"),
+        "Engines share a namespace though their max_model_len differs, which may change their rotary factors.",
+        one("kvpipe.connectors.vllm.identity.engine_facts", "identity", "model.max_model_len,", "0,"),
         test="tests/engine/test_tiers.py::test_the_longest_prompt_is_part_of_the_name",
     ),
     "how_images_are_prepared_is_not_in_the_name": Mutant(
-        "Engines of one model share a namespace though each prepares images in another way.",
-        one("kvpipe.connectors.vllm.support", "identity", "media_facts(config)", '""'),
+        "Engines of one model share a namespace though they prepare images in different ways.",
+        one("kvpipe.connectors.vllm.identity.engine_facts", "identity", "media_facts(config)", '""'),
         test="tests/engine/test_images.py::test_another_processor",
     ),
     "requests_that_read_nothing_are_looked_up": Mutant(
-        "A request whose prompt vLLM computes in full is looked up all the same, and fetched from tiers.",
+        "A request whose prompt vLLM computes in full is still looked up, and its chunks are fetched from tiers.",
         one(LOOKUPS, "_why_not", "if tracked.request.skip_reading_prefix_cache:", "if False:"),
         test="tests/scheduler/test_side.py::test_a_request_that_reads_no_cache_is_not_looked_up",
     ),
     "requests_that_read_nothing_are_put_off": Mutant(
-        "A request that vLLM admits whatever is answered is to be asked for again.",
+        "A lookup is postponed though vLLM admits the request without waiting for the answer.",
         one(LOOKUPS, "_answer", "and not request.skip_reading_prefix_cache:", "and True:"),
         test="tests/scheduler/test_side.py::test_a_request_that_reads_no_cache_waits_for_nothing",
     ),

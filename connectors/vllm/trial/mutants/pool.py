@@ -1,4 +1,4 @@
-"""What is used before its memory is there, or takes memory that is not."""
+"""Bugs in which slots are used before their memory is allocated, or take memory that does not exist."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "ready_but_not_in_memory": Mutant(
         "Slots count as ready before their pages are touched.",
-        one(_READIER, "_next", "self._has_room(high - low) and self._touch(low, high)", "self._has_room(high - low)"),
+        one(_READIER, "_make_ready", "all(self._touch(at, at + size) for at, size in parts)", "True"),
         test=f"{_READY}::test_all_of_the_pool_comes_into_memory",
     ),
     "a_pool_larger_than_memory": Mutant(
-        "The pool is brought into memory that is not there.",
+        "The pool is brought into memory although there is not enough memory for it.",
         one(_READIER, "_has_room", "return not is_short", "return True"),
         test=f"{_READY}::test_a_pool_that_does_not_fit_stops_growing",
     ),
     "touched_while_in_use": Mutant(
-        "Pages are touched once their slots are ready, and what was saved there is lost.",
-        one(_READIER, "_next", "self._is_short, self._at = False, stop",
-            "self._is_short, self._at = False, stop\n    self._touch(0, high)"),
+        "Pages are touched after their slots count as ready, which overwrites chunks that were saved there.",
+        one(_READIER, "_make_ready", "self._is_short, self._at = False, stop",
+            "self._is_short, self._at = False, stop\n    self._touch(0, stop * pool.slot_bytes)"),
         test=f"{_READY}::test_a_slot_is_not_touched_once_it_is_ready",
     ),
     "touched_after_it_was_handed_out": Mutant(
-        "The thread does not learn which slots were handed out on demand, and touches them.",
+        "The thread that touches pages also touches slots that were handed out on demand.",
         one(_READIER, "use", "with self._lock:\n        self.used = stop", "pass"),
         test=f"{_READY}::test_slots_are_used_before_they_are_in_memory_where_nothing_is_pinned",
     ),
     "ready_slots_are_taken_back": Mutant(
-        "Two threads count the slots that are ready, and one overwrites what the other has counted.",
+        "Two threads count the ready slots, and one thread overwrites the count of the other.",
         one(_READIER, "_offer", "with self._lock:", "if True:"),
         test=f"{_READY}::test_slots_are_counted_under_a_lock",
     ),
@@ -43,8 +43,13 @@ MUTANTS: dict[str, Mutant] = {
         one(_READIER, "_offer", "min(max(0, room.spare), demand)", "demand"),
         test=f"{_READY}::test_no_more_slots_are_used_on_demand_than_there_is_memory_for",
     ),
+    "registers_slots_without_memory": Mutant(
+        "A rank registers slots of a node's memory that have no memory yet, so the memory is taken as the rank's.",
+        one("kvpipe.transfer.pool:HostPool", "with_memory", "min(self._with_memory(), self.slots)", "self.slots"),
+        test="tests/node/test_memory_of_slots.py::test_rank_registers_its_part_of_slots_that_have_memory",
+    ),
     "evicts_before_the_pool_is_in_memory": Mutant(
-        "A pool with room evicts chunks when its memory is not there yet.",
+        "A pool that has free slots evicts chunks while its memory is still being prepared.",
         one("kvpipe.worker.side:WorkerSide", "_make_readier", 'if device == "cpu" else 0', 'if device == "no" else 0'),
         test="tests/engine/test_pool.py::"
         "test_nothing_is_evicted_from_a_pool_with_room_when_saves_are_faster_than_it_becomes_ready",

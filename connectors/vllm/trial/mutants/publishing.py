@@ -1,4 +1,4 @@
-"""When what was saved can be found."""
+"""Bugs in when saved chunks can be found."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from kvpipe.connectors.vllm.trial.mutants.base import (
     PIPELINE,
     REPORTED,
     RESETS,
-    SCHEDULER,
     Mutant,
     Patch,
     one,
@@ -29,7 +28,7 @@ MUTANTS: dict[str, Mutant] = {
             ),
             Patch(
                 COPIES,
-                "report",
+                "put_outcomes",
                 "batch.closed and batch.settled",
                 "batch.closed",
             ),
@@ -44,18 +43,18 @@ MUTANTS: dict[str, Mutant] = {
         by="findable_chunks_are_whole_and_true",
     ),
     "published_when_one_stage_has_landed": Mutant(
-        "A pipeline's chunk is published when as many ranks have landed it as a stage has.",
-        one(SCHEDULER, "_make_jobs", "ranks=self._ranks,", "ranks=self._ranks // 2,"),
+        "A pipeline's chunk is published when as many ranks have landed it as one stage has, not all stages.",
+        one(JOBS, "__init__", "tracer, ranks", "tracer, ranks // 2"),
         shape="pipeline-2",
         by="findable_chunks_are_whole_and_true",
     ),
     "stages_with_pools_of_one_size": Mutant(
-        "A slot is used that a stage with more layers does not have.",
+        "A slot is used that the smaller pool of a stage with more layers does not have.",
         one(CATALOG, "limit", "min(self.slots, slots)", "self.slots"),
         test="tests/vllm/test_stages.py::test_the_catalog_is_as_large_as_the_smallest_pool[use]",
     ),
     "one_good_rank_is_enough": Mutant(
-        "A chunk is published that one rank has and another has failed.",
+        "A chunk is published though only one rank has it and another rank has failed it.",
         one(REPORTED, "count", "m.NOT_ALL if self.bad else m.ALL", "m.ALL if self.ok else m.NOT_ALL"),
         shape="two-ranks",
         by="every_read_is_right",
@@ -65,7 +64,7 @@ MUTANTS: dict[str, Mutant] = {
         one(CATALOG, "landed", "chunk.ready == piece.start and", ""),
     ),
     "published_after_eviction": Mutant(
-        "A piece that lands after its chunk was dropped can be found.",
+        "A piece can be found although its chunk was dropped before the piece landed.",
         one(CATALOG, "landed", " and chunk.state.row != m.EVICTING", ""),
         shape="async-scheduler-drafts",
     ),
@@ -88,28 +87,29 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "missing_layer_overlooked": Mutant(
         "A step end with missing layers counts as complete.",
-        one(PIPELINE, "_end", "if missing:", "if False:"),
+        one(PIPELINE, "_end", "missing = len(self._layers) - len(batch.tickets)", "missing = 0"),
     ),
     "saves_beside_a_failed_load_believed": Mutant(
-        "What is computed from a failed load is saved: neither the rank nor the scheduler's side drops it.",
+        "KV that was computed from a failed load is saved, because neither the rank nor the scheduler side drops "
+        "the save.",
         (
-            Patch(PIPELINE, "_fail_step_saves", "if self._save is not None:", "if False:"),
+            Patch(PIPELINE, "_fail_step_saves", "if self._save.jobs:", "if False:"),
             Patch(JOBS, "taint_saves", "job.fire(m.TAINTED)", "pass"),
         ),
     ),
     "reset_does_not_stop_saves": Mutant(
-        "Requests that live through a reset go on to be saved.",
+        "Requests that were running before a reset are still saved after it.",
         one(RESETS, "_forget", "tracked.saving.give_up()", "pass"),
     ),
     "reset_spares_what_is_being_written": Mutant(
-        "A reset drops what can be found, and not what is being written.",
+        "A reset drops the chunks that lookups can find, but not the chunks that are being written.",
         one(CATALOG, "reset", "chunk.state.row != m.EVICTING", "chunk.state.row not in {m.EVICTING, m.RESERVED}"),
         shape="async-scheduler-drafts",
     ),
     "second_rank_overwrites_the_first": Mutant(
-        "Ranks' reports of one step are not added up.",
+        "The reports of a step's ranks replace each other instead of being added up.",
         one(
-            "kvpipe.messages:Report",
+            "kvpipe.protocol.messages:Report",
             "add",
             "Tally(mine.ok + tally.ok, mine.bad + tally.bad)",
             "tally",
@@ -117,7 +117,7 @@ MUTANTS: dict[str, Mutant] = {
         shape="two-ranks",
     ),
     "old_marks_stay": Mutant(
-        "A chunk that has grown can still be found by what it was, when that is no mark of it any more.",
+        "A chunk that has grown can still be found under the key of a mark that it no longer has.",
         one(CATALOG, "_mark", "if old not in kept and", "if False and"),
     ),
 }

@@ -1,12 +1,21 @@
-"""Recurrent states: of which boundary they are, what a hit needs of them, when they are final."""
+"""Bugs with recurrent states: their boundaries, the states that a hit needs, and when states are final."""
 
 from __future__ import annotations
 
-from kvpipe.connectors.vllm.trial.mutants.base import CONNECTOR, LOADING, PREFIXES, SAVING, Mutant, Patch, one
+from kvpipe.connectors.vllm.trial.mutants.base import (
+    LOADING,
+    PREFIXES,
+    REMEDIES,
+    SAVING,
+    WORKER_ROLE,
+    Mutant,
+    Patch,
+    one,
+)
 
 MUTANTS: dict[str, Mutant] = {
     "state_of_the_boundary_before": Mutant(
-        "A request goes on with the state of the boundary before, where that is held.",
+        "A request is loaded with the state of the boundary before its own if memory holds that earlier state.",
         one(
             PREFIXES,
             "holding",
@@ -18,7 +27,7 @@ MUTANTS: dict[str, Mutant] = {
         by="every_read_is_right",
     ),
     "no_state_beside_a_local_hit": Mutant(
-        "To what vLLM holds itself only attention is added: the state stays that of nothing.",
+        "After a hit in vLLM's own cache only attention is loaded, so the recurrent state stays the initial state.",
         one(
             LOADING,
             "_group_rows",
@@ -29,12 +38,12 @@ MUTANTS: dict[str, Mutant] = {
         by="every_read_is_right",
     ),
     "hit_without_its_state": Mutant(
-        "A hit is as long as the attention that is held, whatever state there is.",
+        "A hit is as long as the held attention, though the state at the hit's end is missing.",
         one(PREFIXES, "_longest", "while best and self._states", "while False"),
         shape="states",
     ),
     "state_before_it_is_final": Mutant(
-        "The state of a boundary that the step does not reach is saved, as it is before.",
+        "The state of a boundary is saved before a step has reached the boundary.",
         (
             Patch(SAVING, "_plan_state", "divmod(tokens,", "divmod(tokens + self._unit,"),
             Patch(SAVING, "_plan_state", "state_units(request, tokens)", "state_units(request, request.num_tokens)"),
@@ -44,14 +53,14 @@ MUTANTS: dict[str, Mutant] = {
         by="findable_chunks_are_whole_and_true",
     ),
     "states_of_who_sits_out_are_lost": Mutant(
-        "Of a request that is not scheduled in the step in which its state is offered nothing is saved.",
+        "A state is not saved if its request is not scheduled in the step in which vLLM offers the state.",
         one(SAVING, "plan_step", "if request_id in tracked_of:", "if request_id in step.num_scheduled_tokens:"),
         test="tests/scheduler/test_states.py::test_a_state_is_saved_though_its_request_sits_the_step_out",
     ),
     "state_saved_before_its_step": Mutant(
-        "States are saved before the forward that makes them, as layers without hooks are loaded.",
+        "States are saved before the forward that computes them, when layers without hooks are loaded.",
         one(
-            "kvpipe.connectors.vllm.connector:KVPipeConnector",
+            WORKER_ROLE,
             "start_load_kv",
             "self.worker.start_loads(",
             "_ = [self.worker.save_layer(name) for name in list(self.worker._index)]\n        self.worker.start_loads(",
@@ -62,7 +71,7 @@ MUTANTS: dict[str, Mutant] = {
     "drafted_state_saved_before_sampling": Mutant(
         "A step's saves end with its forward, when the state of a boundary among drafts is not yet in its block.",
         one(
-            CONNECTOR,
+            WORKER_ROLE,
             "start_load_kv",
             "self.worker.start_loads(",
             "self.worker.end_step()\n        self.worker.start_loads(",
@@ -71,19 +80,19 @@ MUTANTS: dict[str, Mutant] = {
         by="findable_chunks_are_whole_and_true",
     ),
     "state_by_the_tokens_ahead": Mutant(
-        "A state is saved under the key of the boundary behind it, as if it depended on the tokens ahead.",
+        "A state is saved under the key of a later boundary, as if the state depended on the tokens ahead.",
         one(SAVING, "_plan_state", "key = self._prefixes.state_key(", "key = self._prefixes.key("),
         shape="states-drafter",
         by="findable_chunks_are_whole_and_true",
     ),
     "state_of_a_block_that_was_given_away": Mutant(
-        "A state is saved out of a block that vLLM has freed, and given to another, since it has offered it.",
+        "A state is saved from a block that vLLM has since freed and given to another request.",
         one(SAVING, "_plan_state", "if not self.blocks.knows(", "if False and not self.blocks.knows("),
         shape="async-scheduler-states-drafter",
         by="findable_chunks_are_whole_and_true",
     ),
     "state_within_a_block_by_where_it_begins": Mutant(
-        "A state that is kept within its block is saved as that of where the block begins.",
+        "A state at a position within a block is saved under the key of the block's beginning.",
         one(
             SAVING,
             "_plan_state",
@@ -95,7 +104,7 @@ MUTANTS: dict[str, Mutant] = {
         by="findable_chunks_are_whole_and_true",
     ),
     "a_unit_taken_for_a_block_of_states": Mutant(
-        "The block for a state is looked for as if each unit had one.",
+        "The block of a state is computed as if each unit had its own block of states.",
         one(
             LOADING,
             "_group_rows",
@@ -105,9 +114,9 @@ MUTANTS: dict[str, Mutant] = {
         shape="states-exported",
     ),
     "states_of_no_boundary_are_kept": Mutant(
-        "A state that vLLM offers under the key of a boundary that its step has run across is left in its cache.",
+        "vLLM's cache keeps a state under the key of a boundary though the step has run past the boundary.",
         one(
-            "kvpipe.connectors.vllm.adapter:Remedies",
+            REMEDIES,
             "begin_step",
             "if self._states and (wrong",
             "if False and (wrong",

@@ -1,4 +1,4 @@
-"""What one tenant learns of another."""
+"""Bugs that reveal facts about one tenant to another tenant."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _BY_EVENTS = "events_are_the_catalog"
 
 MUTANTS: dict[str, Mutant] = {
     "a_miss_tells_of_another_salt": Mutant(
-        "The reason of a miss is another one where the same first tokens were saved under another salt.",
+        "The reason of a miss reveals that the same first tokens were saved under another salt.",
         (
             Patch(
                 SAVING,
@@ -32,51 +32,57 @@ MUTANTS: dict[str, Mutant] = {
         test=f"{_TENANTS}::test_a_first_block_that_another_tenant_has_asked",
     ),
     "encrypted_values_have_plain_names": Mutant(
-        "Who reads an encrypted tier sees vLLM's own hashes.",
+        "The names of values in an encrypted tier contain vLLM's own hashes.",
         one(_SEALER, "names", "tuple(one.name(key) for one in self._ring.values()) or (key,)", "(key,)"),
         test=f"{_GUESSING}::test_guesses_of_an_encrypted_tier_are_not[disk]",
     ),
     "one_key_for_all_values": Mutant(
-        "Values are encrypted with one key and one nonce.",
+        "All values are encrypted with the same key and the same nonce.",
         one(_SEALER, "seal", "os.urandom(SALT_BYTES)", "bytes(SALT_BYTES)"),
         test="tests/tiers/test_envelope.py::test_a_key_encrypts_one_value",
     ),
     "only_the_newest_key_is_asked": Mutant(
-        "What was stored before the encryption key was changed is not found any more.",
+        "Values that were stored before the encryption key was changed are not found any more.",
         one(_SEALER, "names", "or (key,)", "[:0] or (next(iter(self._ring.values())).name(key),) * self.ways"),
         test=f"{_GUESSING}::test_a_key_is_changed_while_values_are_kept[disk]",
     ),
     "events_without_extra_keys": Mutant(
-        "Routers take salted, LoRA and image blocks for plain ones.",
-        one(_EVENTS, "_announce", "to_event_extra_keys([block.extra_keys])", "None"),
+        "Events lack salt, adapter and image, so routers take such blocks for blocks without them.",
+        one(_EVENTS, "_add_stored", "to_event_extra_keys([block.extra_keys])", "None"),
         shape="hybrid",
         by=_BY_EVENTS,
     ),
     "events_of_one_group": Mutant(
-        "Blocks of every cache group are announced as the first one's.",
-        one(_EVENTS, "_announce", "group_idx=group", "group_idx=0"),
+        "Blocks of every cache group are announced as blocks of the first group.",
+        one(_EVENTS, "_add_stored", "group_idx=group", "group_idx=0"),
         shape="hybrid",
         by=_BY_EVENTS,
     ),
     "fetched_chunks_are_not_announced": Mutant(
-        "What comes from a tier can be found, and is not announced to routers.",
-        one(STAGING, "_landed", "self._published(transfer.stages[0].request, piece)", "pass"),
+        "A chunk that was fetched from a tier can be found, but is not announced to routers.",
+        one(STAGING, "_end_fetch", "self._context.events.fetched(transfer.stages[0].request, piece)", "pass"),
         shape="tier",
         by=_BY_EVENTS,
     ),
     "routers_forget_with_vllms_cache": Mutant(
-        "vLLM empties its own cache, and what kvpipe still holds is not announced again.",
+        "After vLLM has emptied its own cache, the blocks that kvpipe still holds are not announced again.",
         one(_EVENTS, "watch", "if done:", "if False:"),
         shape="async-load",
         by=_BY_EVENTS,
     ),
     "a_block_goes_with_its_first_chunk": Mutant(
-        "A block is removed when one of the chunks that hold it is dropped.",
-        one(_EVENTS, "_remove", "if not self._held[group, block.hash]:", "if self._held[group, block.hash] >= 0:"),
+        "A block is announced as removed when only one of the chunks that hold it is dropped.",
+        one(
+            _EVENTS,
+            "_remove",
+            "if chunks > 1:",
+            "if chunks > 1 and self._events.append(BlockRemoved("
+            "block_hashes=[maybe_convert_block_hash(block.hash)], medium=place.medium, group_idx=group)) is None:",
+        ),
         test="tests/contract/test_kv_events.py::test_a_block_stays_until_both_contents_of_an_adapter_are_gone",
     ),
     "blocks_within_chunks_are_announced": Mutant(
-        "Each unit of a chunk is announced, and a prompt that shares half of a chunk finds nothing.",
+        "Each unit of a chunk is announced, though a prompt that shares only half of the chunk finds nothing.",
         one(
             _EVENTS,
             "published",
@@ -88,7 +94,7 @@ MUTANTS: dict[str, Mutant] = {
         by="what_is_announced_is_found",
     ),
     "ends_of_grown_chunks_stay_announced": Mutant(
-        "A chunk has grown, and its end of before is found no more, but stays announced.",
+        "The former end of a chunk that has grown stays announced, though it can no longer be found.",
         one(_EVENTS, "published", "if key not in marks", "if False"),
         shape="two-ranks",
         by=_BY_EVENTS,

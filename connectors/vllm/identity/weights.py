@@ -1,4 +1,4 @@
-"""Watches vLLM's calls to its workers for those that may change an engine's weights or adapters."""
+"""Watches vLLM's calls to its workers, and finds the calls that may change an engine's weights or adapters."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+from kvpipe.connectors.vllm.identity.sleep import Sleep, around
 from kvpipe.connectors.vllm.wrapping import wrap
 from kvpipe.trace.log import warn
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 HARMLESS: Final = frozenset(
     {
-        "add_lora",  # of an adapter, see `ADAPTER_CALLS`
+        "add_lora",  # changes adapters only, see `ADAPTER_CALLS`
         "annotate_profile",
         "check_health",
         "compile_or_warm_up_model",
@@ -54,27 +55,31 @@ HARMLESS: Final = frozenset(
         "update_max_model_len",
     }
 )
-"""Calls to workers that do not change weights. After any other call the weights are digested again."""
+"""Calls to workers that do not change the weights. After any other call, every rank digests its weights again."""
 
 ADAPTER_CALLS: Final = frozenset({"add_lora", "remove_lora"})
-"""Calls after which ranks may hold another adapter under a number."""
+"""Calls after which ranks may hold another adapter under the same adapter number."""
 
-_WATCHING: Final[weakref.WeakSet[Watch]] = weakref.WeakSet()
+_WATCHING: Final[weakref.WeakSet[WeightCalls]] = weakref.WeakSet()
 
 
-class Watch:
-    """One per engine whose scheduler is in this process. It works as long as it is referred to."""
+class WeightCalls:
+    """Watches the calls to one engine's workers for as long as the `WeightCalls` object is referenced.
+
+    Each engine whose scheduler is in this process has one such object.
+    """
 
     def __init__(self, config: VllmConfig, side: SchedulerSide) -> None:
-        """Watch all calls to the workers of this engine, for `side`."""
+        """Watch all calls to the workers of this engine, and report changes to `side`."""
         from vllm.v1.executor.abstract import Executor  # noqa: PLC0415  (slow)
 
         self.side = side
         self.doubted: Callable[[], object] = bool
-        """Called before weights may change."""
+        """A function that is called before weights may change."""
         self.encoder_reset: Callable[[], object] = bool
-        """Called when vLLM empties its encoder cache."""
-        self.engine: object = config.cache_config  # the one object that all parts of an engine share in a process
+        """A function that is called when vLLM empties its encoder cache."""
+        self.engine: object = config.cache_config  # the only object that all parts of an engine share in a process
+        self.sleep = Sleep(config, side)
         _WATCHING.add(self)
         kinds = [Executor]
         for kind in kinds:
@@ -83,12 +88,12 @@ class Watch:
                 wrap(kind, "collective_rpc", _call)
 
     def suspect(self, why: str) -> None:
-        """Doubt the weights: they may have changed. `why`: the call, for the counter."""
+        """Record that the weights may have changed. `why`: the name of the call, for the counter."""
         self.doubted()
         self.side.weights.suspect(why)
 
     def watch_resets(self, manager: KVCacheManager) -> None:
-        """Doubt the weights at resets of vLLM's prefix cache: they follow changes that do not go through vLLM."""
+        """Suspect changed weights when vLLM's prefix cache is reset, because trainers reset it after changes."""
 
         def watched(reset: Callable[[], bool]) -> bool:
             self.suspect("reset_prefix_cache")
@@ -98,25 +103,25 @@ class Watch:
 
 
 def suspect(config: VllmConfig, why: str) -> None:
-    """Doubt the weights of this engine, if its scheduler is in this process."""
+    """Record that this engine's weights may have changed, if the engine's scheduler is in this process."""
     for watch in _watching(config):
         watch.suspect(why)
 
 
-def _watching(config: VllmConfig) -> Iterator[Watch]:
+def _watching(config: VllmConfig) -> Iterator[WeightCalls]:
     return (watch for watch in list(_WATCHING) if watch.engine is config.cache_config)
 
 
 def _call(rpc: Callable[..., Any], executor: Any, method: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
     try:
         _notice(executor.vllm_config, method if isinstance(method, str) else "callable", *args[:2], **kwargs)
-    except Exception as error:  # noqa: BLE001  (vLLM's call goes on)
+    except Exception as error:  # noqa: BLE001  (vLLM's call must continue)
         warn("weights_not_watched", error=repr(error))
-    return rpc(executor, method, *args, **kwargs)
+    return around(rpc, executor, method, *args, **kwargs)
 
 
 def _notice(config: VllmConfig, method: str, _timeout: object = None, args: Sequence[Any] = (), **_: object) -> None:
-    """Doubt what the call `method` of the workers may change."""
+    """Record what the call `method` of the workers may change: weights, adapters or the encoder cache."""
     if method not in HARMLESS:
         suspect(config, method)
     if method == "reset_encoder_cache":

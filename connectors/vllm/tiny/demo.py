@@ -1,14 +1,19 @@
-"""The demonstration: one real engine without kvpipe, one with it, the same requests, side by side."""
+"""The demonstration: runs the same requests on a real engine with and without kvpipe, and compares the answers."""
 
 from __future__ import annotations
 
+import importlib
 import json
+import multiprocessing
 import os
 import random
 import shutil
 import sys
+import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,13 +24,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvpipe.connectors.vllm.trial.engine import Engine
-from kvpipe.testing.models import VOCAB, make_model
+from kvpipe.connectors.vllm.tiny.engine import Engine
+from kvpipe.connectors.vllm.tiny.models import VOCAB, make_model
 from kvpipe.trace.reader import Trace
 from kvpipe.trace.timeline_html import write_html
 
 MODEL = "demo"
-BLOCKS = 80  # of 32 tokens: few enough that ten requests at once do not fit
+BLOCKS = 80  # blocks of 32 tokens: too few for ten requests at once
 ENGINE: dict[str, Any] = {
     "max_model_len": 2048,
     "num_gpu_blocks_override": BLOCKS,
@@ -38,7 +43,7 @@ CROWD, CROWD_ANSWER_TOKENS = 10, 160
 
 @dataclass
 class ScenarioResult:
-    """One scenario on one engine."""
+    """The result of one scenario on one engine."""
 
     name: str
     prompt_tokens: int
@@ -49,18 +54,18 @@ class ScenarioResult:
 
 
 def _prompt(tokens: int, seed: int) -> list[int]:
-    rng = random.Random(seed)  # noqa: S311  (a prompt, not a secret)
+    rng = random.Random(seed)
     return [rng.randrange(3, VOCAB) for _ in range(tokens)]
 
 
 class _ScenarioRunner:
-    """Plays the scenarios on one engine."""
+    """Runs the scenarios on one engine."""
 
     def __init__(self, engine: Engine, tick: Callable[[str], None]) -> None:
         self.engine, self.tick, self.rows = engine, tick, list[ScenarioResult]()
 
     def play(self, name: str, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-        """Run `prompts` at once; note the mean time to first token over them."""
+        """Run `prompts` at once, record the scenario's result, and return the answers."""
         self.tick(name)
         engine, loaded = self.engine, self._loaded()
         engine.preemptions.clear()
@@ -92,7 +97,7 @@ class _ScenarioRunner:
         return int(self.engine.connector.stats().get("tokens_loaded", 0)) if connector is not None else 0
 
     def all(self) -> list[ScenarioResult]:
-        """Play every scenario."""
+        """Run every scenario but the restart, and return the results."""
         self.engine.generate([_prompt(64, 0)], 2)  # warms the engine up; no scenario uses this prompt
         document = _prompt(PROMPT_TOKENS, 1)
         self.play("cold", [document], ANSWER_TOKENS)
@@ -103,11 +108,11 @@ class _ScenarioRunner:
         crowd = [_prompt(150 + 20 * i, 100 + i) for i in range(CROWD)]
         self.play(f"{CROWD} requests at once", crowd, CROWD_ANSWER_TOKENS)
         if self.engine.scheduler.connector is not None:
-            self.engine.settle()  # as an idle server does: what is on its way to the disk arrives
+            self.engine.settle()  # all writes to the disk end, as on an idle server
         return self.rows
 
     def restarted(self, rows: list[ScenarioResult]) -> None:
-        """Ask once more for what was asked before the restart."""
+        """Send a prompt again that was sent before the restart, and append the result to `rows`."""
         self.engine.generate([_prompt(64, 0)], 2)
         again = _prompt(PROMPT_TOKENS, 1)
         self.play(RESTARTED, [again], ANSWER_TOKENS)
@@ -116,10 +121,60 @@ class _ScenarioRunner:
 
 SCENARIOS = 7
 RESTARTED = "restarted, from disk"
+SECOND = "second engine"
+WITHOUT, WITH = "without kvpipe", "with kvpipe"
+
+
+def _second_engine(model: str, kvpipe: dict[str, Any] | None) -> ScenarioResult:
+    """Send the first prompt to an engine that has not seen it. This function runs in a process of its own."""
+    engine = Engine(model, kvpipe=kvpipe, **ENGINE)
+    engine.generate([_prompt(64, 0)], 2)
+    runner = _ScenarioRunner(engine, lambda _: None)
+    runner.play(SECOND, [_prompt(PROMPT_TOKENS, 1)], ANSWER_TOKENS)
+    engine.close()
+    return runner.rows[-1]
+
+
+def _import_engine() -> None:
+    """Import vLLM, which takes seconds."""
+    importlib.import_module("vllm")
+
+
+def _two_engines(
+    model: str, folder: Path, results: dict[str, list[ScenarioResult]], tick: Callable[[str], None]
+) -> bool:
+    """Let an engine save a prompt into the node's memory, and another process's engine answer the same prompt.
+
+    Returns False, without a result, if the engines cannot share memory here, or if the second process fails.
+    """
+    shared = {
+        "pool": "node", "pool_dir": str(folder), "pool_bytes_max": "256MiB", "keep_s": 1, "pool_or_private": True,
+    }  # fmt: skip
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as second:
+        imported = second.submit(_import_engine)
+        engine = Engine(model, kvpipe=shared, **ENGINE)
+        try:
+            if engine.connector.settings.pool != "node":
+                return False
+            engine.generate([_prompt(PROMPT_TOKENS, 1)], ANSWER_TOKENS)
+            engine.settle()
+            imported.result()
+            rows = []
+            for config in (None, shared):
+                tick(SECOND)
+                rows.append(second.submit(_second_engine, model, config).result())
+        except Exception:  # noqa: BLE001  (the other rows are shown; perhaps there is no memory for another process)
+            traceback.print_exc()
+            return False
+        finally:
+            engine.close()
+    for label, row in zip((WITHOUT, WITH), rows, strict=True):
+        results[label].append(row)
+    return True
 
 
 def run_demo(log: Path, json_path: Path | None) -> int:
-    """Run both engines, print the table; return 1 when any answer differs."""
+    """Run both engines and print the table. Returns 1 if any answer differs, else 0."""
     console = Console()
     log.parent.mkdir(parents=True, exist_ok=True)
     trace, page = log.with_name("demo-trace.jsonl"), log.with_name("demo-timeline.html")
@@ -139,11 +194,11 @@ def run_demo(log: Path, json_path: Path | None) -> int:
     )
     results: dict[str, list[ScenarioResult]] = {}
     with Progress(*columns, console=Console(file=_own_stdout()), transient=True) as progress:
-        task = progress.add_task("making a model with random weights", total=2 * (SCENARIOS + 1) + 1)
+        task = progress.add_task("making a model with random weights", total=2 * (SCENARIOS + 2) + 1)
         with _quiet(log):
             model = str(make_model(MODEL))
             progress.advance(task)
-            for label, config in (("without kvpipe", None), ("with kvpipe", traced)):
+            for label, config in ((WITHOUT, None), (WITH, traced)):
 
                 def tick(what: str, label: str = label) -> None:
                     progress.update(task, description=f"{label}: {what}", advance=1)
@@ -157,9 +212,15 @@ def run_demo(log: Path, json_path: Path | None) -> int:
                 engine = Engine(model, kvpipe=config, **ENGINE)
                 _ScenarioRunner(engine, tick).restarted(results[label])
                 engine.close()
+            progress.update(task, description="starting two engines")
+            with tempfile.TemporaryDirectory(prefix="kvpipe-") as folder:
+                shares = _two_engines(model, Path(folder), results, tick)
     shutil.rmtree(disk, ignore_errors=True)
-    plain, piped = results["without kvpipe"], results["with kvpipe"]
+    plain, piped = results[WITHOUT], results[WITH]
     same = _print(console, plain, piped)
+    if not shares:
+        why = "it failed, or memory cannot be shared here; the log has the reason"
+        console.print(f"No row '{SECOND}': {why}.", style="dim")
     write_html(Trace(trace), page)
     command = "kvpipe" if shutil.which("kvpipe") else os.path.relpath(Path(sys.executable).with_name("kvpipe"))
     console.print(
@@ -205,6 +266,7 @@ def _print(console: Console, plain: list[ScenarioResult], piped: list[ScenarioRe
         "TTFT: time to first token, mean over the row's requests, without and with\n"
         "kvpipe. Tokens loaded: brought back from host memory or disk, not computed;\n"
         "vLLM's own prefix cache is off here. A preempted request counts each time.\n"
+        "The second engine is another process; both engines have pool: node.\n"
         "Each row was run once: times of a busy machine vary.",
         style="dim",
     )
@@ -213,14 +275,14 @@ def _print(console: Console, plain: list[ScenarioResult], piped: list[ScenarioRe
     return all_same
 
 
-def _own_stdout() -> Any:  # noqa: ANN401
-    """A stdout of our own: the engines' is redirected while they run."""
+def _own_stdout() -> Any:
+    """Return a copy of stdout for the demonstration, because the engines' stdout is redirected while they run."""
     return os.fdopen(os.dup(1), "w")
 
 
 @contextmanager
 def _quiet(log: Path) -> Iterator[None]:
-    """Send file descriptors 1 and 2 to `log`: engines and their libraries write to them directly."""
+    """Redirect file descriptors 1 and 2 to `log`, because engines and their libraries write to them directly."""
     saved = os.dup(1), os.dup(2)
     with log.open("w") as sink:
         os.dup2(sink.fileno(), 1)

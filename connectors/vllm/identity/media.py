@@ -1,8 +1,8 @@
-"""How an engine prepares images and such for its model: vLLM's hashes of them are of their own bytes alone.
+"""Digests how an engine prepares media for its model, because vLLM's hashes cover only the media's bytes.
 
-What a processor is made of is described as plain data, equal in every process: no addresses, no order of sets, no
-paths of classes. What cannot be described (closures, code) is known by the files of the model's folder and by the
-hub's commit.
+The parts of a media processor are described as plain data that is equal in every process. A description contains no
+addresses, no order of sets and no module paths of classes. Parts that cannot be described (closures, code) are
+identified by the files of the model's folder and by the hub's commit.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 NOT_OF_BYTES: Final = frozenset(("_name_or_path", "name_or_path", "transformers_version"))
-"""Keys of a model's configuration on which no byte depends: where it lies, and who wrote it."""
+"""Keys of a model's configuration that do not change the KV: the model's path, and the library that wrote the file."""
 
 DEPTH_MAX: Final = 24
-"""Nesting up to which parts are described; deeper ones are known by their types alone."""
+"""The deepest nesting of parts that are described. Deeper parts are described by their types alone."""
 
 _NOT_OF_MEDIA: Final = frozenset(("cache", "hasher", "ipc", "limit", "profiling", "shm"))
-"""Words in the names of vLLM's multimodal settings that change nothing of what a model sees."""
+"""Words in the names of those multimodal settings of vLLM that do not change a model's input."""
 
 _TYPE_IS_ENOUGH: Final = frozenset(("Logger", "PreTrainedTokenizerBase", "Tokenizer", "TokenizerLike", "VllmConfig"))
-"""Classes of which the type alone counts: tokens and the engine's settings are known already."""
+"""Classes that are described by their type alone, because other facts cover tokens and the engine's settings."""
 
 _UNCUT: Final = "spans are whole"
 
@@ -41,7 +41,10 @@ _FILES: Final = ("*processor*.json", "*.py")
 
 
 def media_facts(config: VllmConfig) -> str:
-    """Return a digest of how media are prepared; empty for a model of text alone. What fails counts by its error."""
+    """Return a digest of how media are prepared, or "" for a text model.
+
+    A part that raises is replaced by its error.
+    """
     model = config.model_config
     multimodal = getattr(model, "multimodal_config", None)
     if multimodal is None or multimodal.language_model_only:
@@ -55,21 +58,21 @@ def media_facts(config: VllmConfig) -> str:
     settings = {name: value for name, value in vars(multimodal).items() if not _NOT_OF_MEDIA & {*name.split("_")}}
     code = model.revision, getattr(model.hf_config, "_commit_hash", None)
     texts = [described(lambda: settings), described(lambda: (*code, _files(Path(model.model)))), described(processor)]
-    if model.is_mm_prefix_lm:  # older versions stored KV that was computed over images that a step had cut
+    if model.is_mm_prefix_lm:  # a mark: older versions of kvpipe stored KV of images that were split over steps
         texts.append(_UNCUT)
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
 
 def described(make: Callable[[], object]) -> str:
-    """Return what `make` returns as JSON that is equal in every process; the name of the error that it raises."""
+    """Return the result of `make` as JSON that is equal in every process, or the name of the error that it raises."""
     try:
         return json.dumps(_Description().describe(make()))
-    except Exception as error:  # noqa: BLE001  (models with vLLM's own code alone have no processor; others are hostile)
+    except Exception as error:  # noqa: BLE001  (some models have no processor, and a description may fail in other ways)
         return type(error).__name__
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """Return digests of the files in a model's folder that define how media are prepared; none of what is no folder."""
+    """Return the digests of the files in a model's folder that define how media are prepared."""
     return {path.name: _digest(path) for pattern in _FILES for path in sorted(folder.glob(pattern))}
 
 
@@ -103,15 +106,15 @@ _DESCRIBED_AS: Final[tuple[tuple[Any, Callable[[Any], object]], ...]] = (
     (ModuleType, lambda part: part.__name__),
     (functools.partial, lambda part: ("partial", part.func, part.args, part.keywords)),
 )
-"""Descriptions of parts, by known types: plain data, or a tuple of other parts."""
+"""By types, a function that describes a part of these types: as plain data, or as a tuple of other parts."""
 
 
 class _Description:
-    """Describes one part, and what it is made of, each once."""
+    """Describes a part and all parts inside it. A part that occurs again is described by its number."""
 
     def __init__(self) -> None:
         self._described: dict[int, tuple[int, object]] = {}
-        """By id: number and part; the part is kept alive, so that no id comes twice."""
+        """By a part's id: its number and the part itself, which is kept alive so that no id is reused."""
 
     def describe(self, part: Any, depth: int = 0) -> Any:  # noqa: ANN401
         """Return `part` as plain data."""
@@ -129,7 +132,7 @@ class _Description:
     def _whole(self, part: Any, depth: int) -> Any:  # noqa: ANN401
         if isinstance(part, list):
             return [self.describe(one, depth) for one in part]
-        if isinstance(part, (set, frozenset)):  # in no order: what is no plain data counts by its type
+        if isinstance(part, (set, frozenset)):  # unordered: other than plain data, members count by type
             return {"set": sorted((self.describe(one, DEPTH_MAX + 1) for one in part), key=json.dumps)}
         if isinstance(part, Mapping):
             return {"items": self._pairs(part, depth)}

@@ -1,9 +1,9 @@
-"""From which weights a model was loaded: a digest of whole tensors, before ranks have taken their parts of them.
+"""Digests the whole tensors from which a model is loaded, before ranks take their parts of these tensors.
 
-The weights in a rank's memory do not identify those of another number of ranks: parts have other shapes, are packed and
-padded. But every rank is given the same tensors to take its part of, and they are digested here on their way into the
-model. That digest stands for what is in memory only as long as the memory is what it was just after loading; once it
-has changed, nobody knows what other ranks would have made of it.
+The weights in a rank's memory do not identify the model for other numbers of ranks, because a rank's part then has
+another shape, packing and padding. But every rank loads the same whole tensors. This module digests these tensors while
+they are loaded. The digest identifies the weights in memory only as long as the weights are unchanged since loading.
+After a change, the weights of an engine with another number of ranks are unknown.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from vllm import envs
 
-from kvpipe.config import load_settings
+from kvpipe.config.settings import load_settings
+from kvpipe.connectors.vllm.identity.digest import facts_digest, tensor_facts
 from kvpipe.connectors.vllm.wrapping import wrap
-from kvpipe.digest import facts_digest, tensor_facts
 from kvpipe.trace.log import warn
 
 if TYPE_CHECKING:
@@ -28,43 +28,48 @@ _MARK: Final = "="
 
 
 class LoadedFrom(NamedTuple):
-    """`memory`: digests of the weights in memory, in the ranks' order. `source`: of what was loaded; "": unknown."""
+    """The digests in the ranks' reports of their weights.
+
+    `memory` has the digests of the weights in memory, in the ranks' order. `source` is the digest of the loaded
+    tensors, or "" if it is unknown.
+    """
 
     memory: str
     source: str
 
 
 def loaded_from(reports: str) -> LoadedFrom:
-    """Parse the ranks' reports of their weights, MEMORY or MEMORY=SOURCE each, with ':' between them."""
+    """Parse the ranks' reports of their weights. Each report is MEMORY or MEMORY=SOURCE; ':' separates the reports."""
     parts = [one.partition(_MARK) for one in reports.split(":")]
     sources = {source for _, _, source in parts}
     return LoadedFrom(":".join(memory for memory, _, _ in parts), sources.pop() if len(sources) == 1 else "")
 
 
 class Source:
-    """Reports what a rank's models were loaded from, as long as they are unchanged since."""
+    """Reports the tensors from which a rank's models were loaded, as long as the weights are unchanged since."""
 
     def __init__(self, loaded: list[str]) -> None:
-        """`loaded`: `end_observing` of each model."""
+        """Start with `loaded`, the result of `end_observing` for each model."""
         self._source = facts_digest([(one,) for one in loaded]) if loaded and all(loaded) else ""
         self._memory = ""
 
-    def report(self, memory: str) -> str:
-        """Return the rank's report, MEMORY or MEMORY=SOURCE, given the digest of its weights in memory now.
+    def digests(self, memory: str) -> str:
+        """Return the rank's report, MEMORY or MEMORY=SOURCE. `memory` is the digest of the weights in memory now.
 
-        The `memory` of the first call counts as what was loaded; with any other one the source is left out.
+        The `memory` of the first call counts as the digest of the loaded weights. If a later `memory` differs from the
+        first, the rank reports no source.
         """
         self._memory = self._memory or memory
         return f"{memory}{_MARK}{self._source}" if self._source and memory == self._memory else memory
 
 
 class _Observed:
-    """What was loaded into one model so far."""
+    """The facts of the tensors that were loaded into one model so far."""
 
     def __init__(self) -> None:
         self.facts: list[tuple[str, ...]] = []
         self.loaded: set[str] = set()
-        self.whole = False  # every parameter of the model was loaded, by calls that took all that they were given
+        self.whole = False  # whether every parameter of the model was loaded
         self.failed = False
 
 
@@ -72,7 +77,7 @@ _OBSERVED: Final[weakref.WeakKeyDictionary[torch.nn.Module, _Observed]] = weakre
 
 
 def watch_loading(loader: Any) -> None:  # noqa: ANN401  (vLLM's module)
-    """Observe what is loaded into models that are made from now on. Idempotent."""
+    """Observe the tensors that are loaded into models made from now on. Idempotent."""
     wrap(loader, "initialize_model", _made)
 
 
@@ -81,17 +86,17 @@ def _made(make: Callable[..., torch.nn.Module], vllm_config: VllmConfig, **kwarg
     try:
         if _is_of_use(vllm_config, kwargs.get("model_config") or vllm_config.model_config):
             _observe(model)
-    except Exception as error:  # noqa: BLE001  (the model must be loaded all the same)
+    except Exception as error:  # noqa: BLE001  (the model must be loaded nevertheless)
         warn("weights_not_observed", error=repr(error))
     return model
 
 
 def _is_of_use(config: VllmConfig, model: ModelConfig) -> bool:
-    """Whether tiers are used, and what is loaded decides what is computed, however many ranks there are.
+    """Whether the engine uses tiers and the loaded tensors determine the KV for every number of ranks.
 
-    A scale that a rank finds by itself, of its own part of the weights, is another for other ranks. What a loader or a
-    worker that is not vLLM's does to a model while loading is not observed, nor are experts of other ranks that this
-    rank does not read.
+    Quantized models are excluded, because a scale that a rank computes from its part of the weights depends on the
+    number of ranks. Loaders and workers outside of vLLM are excluded, because they may change a model while loading,
+    unobserved. Engines in which a rank skips the weights of other ranks' experts are excluded too.
     """
     transfer, parallel = config.kv_transfer_config, config.parallel_config
     if transfer is None or transfer.kv_connector != CONNECTOR or model.quantization is not None:
@@ -107,19 +112,19 @@ def _is_of_use(config: VllmConfig, model: ModelConfig) -> bool:
 
 
 def tensor_parallel_only(parallel: ParallelConfig) -> bool:
-    """Whether only heads and experts are divided among ranks, not layers or tokens, and all ranks are in one engine."""
+    """Whether ranks divide only heads and experts, not layers or tokens, and one engine has all the ranks."""
     sizes = parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
     alone = parallel.world_size == parallel.tensor_parallel_size and not sees_a_part(parallel)
     return alone and sizes == (1, 1)
 
 
 def sees_a_part(parallel: ParallelConfig) -> bool:
-    """Whether an engine's answers depend on experts in other engines (expert parallelism over data-parallel ranks)."""
+    """Whether an engine's outputs depend on experts in other engines (expert parallelism over data-parallel ranks)."""
     return parallel.enable_expert_parallel and parallel.data_parallel_size > 1
 
 
 def _observe(model: torch.nn.Module) -> None:
-    """Digest the tensors that are loaded into `model`, until `end_observing`."""
+    """Digest the tensors that are loaded into `model` until `end_observing` is called."""
     load: Callable[..., set[str] | None] = model.load_weights  # type: ignore[assignment]
     observed = _OBSERVED[model] = _Observed()
 
@@ -142,14 +147,14 @@ def _passing(observed: _Observed, weights: Iterable[tuple[str, torch.Tensor]]) -
     for name, tensor in weights:
         try:
             observed.facts += tensor_facts(name, tensor)
-        except Exception as error:  # noqa: BLE001  (the model must be loaded all the same)
+        except Exception as error:  # noqa: BLE001  (the model must be loaded nevertheless)
             observed.failed = True
             warn("weights_not_observed", tensor=name, error=repr(error))
         yield name, tensor
 
 
 def end_observing(model: torch.nn.Module) -> str:
-    """Stop observing `model`. Returns the digest of all that was loaded into it; "": not all was observed."""
+    """Stop observing `model`. Returns the digest of all loaded tensors, or "" if some tensors were not observed."""
     observed = _OBSERVED.pop(model, None)
     if observed is None:
         return ""

@@ -1,9 +1,10 @@
-"""How each cache group's KV is shared among tensor-parallel ranks, if that is certain, and the facts that name it.
+"""Finds how each cache group's KV is divided among tensor-parallel ranks, and the facts of the common namespace.
 
-Whatever is not recognised is bound to its layout: no other number of ranks finds it. Heads are those of the layer that
-makes queries, keys and values, in the model itself: no configuration is believed. As in vLLM's own canonical mapping
-(`kv_connector/v1/offloading/canonical_mapping.py`), pages keep the order and encoding of their attention backend, which
-are part of the name.
+If a group's division is not known for certain, the engine's chunks are bound to the engine's layout: engines with
+another number of ranks do not find the chunks. The number of heads is read from the model's own layer that computes
+queries, keys and values, not from a configuration. As in vLLM's own canonical mapping
+(`kv_connector/v1/offloading/canonical_mapping.py`), pages keep the order and encoding of their attention backend. The
+namespace depends on this order and encoding.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kvpipe.connectors.vllm import models
-from kvpipe.connectors.vllm.source import tensor_parallel_only
-from kvpipe.geometry import Geometry, Layer
+from kvpipe.connectors.vllm.identity import models
+from kvpipe.connectors.vllm.identity.source import tensor_parallel_only
+from kvpipe.protocol.geometry import Geometry, Layer
 from kvpipe.tiers.parts import Share, split_of
 from kvpipe.transfer.layouts import Paged
 
@@ -40,19 +41,19 @@ _BOUND: Final = Share()
 
 
 BOUND_BY: Final = {
-    "parallelism": "not heads alone are spread over ranks, but layers, tokens or experts, too",
-    "batch_invariant": "VLLM_BATCH_INVARIANT asks for every bit, and other numbers of ranks add up in another order",
-    "lora": "LoRA layers hide how heads lie over ranks",
-    "caches": "some cache is not known to lie by heads: states, drafters, padding, scales per token, heads that do not "
-    "spread evenly; or ranks differ in their caches or in how they compute",
-    "quantized": "scales of quantized weights may differ by the number of ranks",
-    "weights": "not all weights were observed while they were loaded, or they have changed since",
+    "parallelism": "ranks divide not only heads, but also layers, tokens or experts",
+    "batch_invariant": "VLLM_BATCH_INVARIANT requires equal bits, and another number of ranks adds up in another order",
+    "lora": "LoRA layers hide how ranks divide the heads",
+    "caches": "ranks do not divide some cache by heads in a known way (states, drafters, padding, scales per token, "
+    "heads that cannot be divided evenly), or ranks differ in their caches or in how they compute",
+    "quantized": "scales of quantized weights may depend on the number of ranks",
+    "weights": "kvpipe did not read all weights while they were loaded, or the weights have changed since",
 }
-"""Reasons why engines with different numbers of ranks cannot use each other's chunks in tiers."""
+"""By reason, why engines with different numbers of ranks cannot use each other's chunks in tiers."""
 
 
 class CacheLayer(NamedTuple):
-    """One layer's cache on this rank. `order`: vLLM's name of the order of its dimensions."""
+    """One layer's cache on this rank. `order` is vLLM's name of the order of the cache's dimensions."""
 
     layer: Layer
     spec: KVCacheSpec
@@ -61,7 +62,7 @@ class CacheLayer(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Rows per page, see `Share.rows`; 0: not known."""
+        """The number of rows per page, see `Share.rows`, or 0 if it is not known."""
         if self.order.endswith("HNC") and self.cache.lies(1, 2, 3):
             return self.cache.split
         if self.order.endswith("NHC") and self.cache.lies(2, 1, 3):
@@ -70,7 +71,7 @@ class CacheLayer(NamedTuple):
 
     @property
     def dense(self) -> bool:
-        """Whether a page contains the KV of its heads and nothing else."""
+        """Whether a page contains only the KV of its heads."""
         return self.cache.page * self.cache.split * self.cache.itemsize == self.layer.page_bytes
 
 
@@ -81,7 +82,10 @@ def shares(
     caches: dict[str, torch.Tensor],
     roots: Iterable[torch.nn.Module],
 ) -> tuple[Share, ...]:
-    """Return the share of each cache group. `caches`: this rank's, by layer name. `roots`: the models it has loaded."""
+    """Return the share of each cache group.
+
+    `caches` has this rank's caches by layer. `roots` has this rank's models.
+    """
     parallel, out = config.parallel_config, []
     ranks, made = parallel.tensor_parallel_size, config.compilation_config.static_forward_context
     parents = {id(child): one for root in roots for one in root.modules() for child in one._modules.values()}  # noqa: SLF001
@@ -94,7 +98,7 @@ def shares(
             layers.append(CacheLayer(layer, specs[layer.name], paged, order))
         if not tensor_parallel_only(parallel):
             out.append(_BOUND)
-        elif all(_alike(one) for one in layers):
+        elif all(is_alike(one.spec) for one in layers):
             out.append(Share(1, (1,) * len(layers)))
         else:
             heads = {_heads(one, parents.get(id(made.get(one.layer.name))), ranks, parallel.rank) for one in layers}
@@ -104,23 +108,22 @@ def shares(
     return tuple(out)
 
 
-def _alike(one: CacheLayer) -> bool:
-    """Whether all tensor-parallel ranks hold the same bytes: MLA latents, one per token."""
-    spec = one.spec
+def is_alike(spec: KVCacheSpec) -> bool:
+    """Whether all tensor-parallel ranks hold the same bytes, as for MLA latents with one latent per token."""
     return isinstance(spec, MLAAttentionSpec) and spec.tokens_per_state == 1 and not _scaled(spec)
 
 
 def _scaled(spec: AttentionSpec) -> bool:
-    """Whether pages contain scales per token and head, too."""
+    """Whether pages also contain scales per token and head."""
     return bool(spec.kv_quant_mode.is_per_token_head)
 
 
 def _heads(one: CacheLayer, parent: torch.nn.Module | None, ranks: int, rank: int) -> int:
-    """Return the KV heads of all ranks together, if this rank holds its part of them; 0: not known."""
+    """Return the number of KV heads of all ranks together, or 0 if this rank may not hold an equal part."""
     spec = one.spec
     if type(spec) not in _SPREAD or _scaled(spec) or parent is None or not one.dense:
         return 0
-    if spec.num_head_slots is not None or spec.state_content_bytes is not None:  # the cache's heads are none
+    if spec.num_head_slots is not None or spec.state_content_bytes is not None:  # these heads are not KV heads
         return 0
     made = [child for child in parent.children() if isinstance(child, QKVParallelLinear)]
     if len(made) != 1 or (made[0].tp_size, made[0].tp_rank) != (ranks, rank):
@@ -134,12 +137,12 @@ def _heads(one: CacheLayer, parent: torch.nn.Module | None, ranks: int, rank: in
 def common_facts(
     found: tuple[Share, ...], geometry: Geometry, caches: dict[str, torch.Tensor], layout: list[Any], ranks: int
 ) -> dict[str, Any]:
-    """Return, as plain data, the facts of the pages that do not depend on the number of ranks; {} if a group is bound.
+    """Return the facts of the pages that do not depend on the number of ranks, or {} if a group is bound to the layout.
 
-    `layout`: `support.layout_facts` of this rank's caches.
+    `layout` is the result of `engine_facts.layout_facts` for this rank's caches.
     """
     splits = [split_of(share.heads, ranks) for share in found]
-    if not all(splits) or envs.VLLM_BATCH_INVARIANT:  # who asks for every bit gets only what one layout computes
+    if not all(splits) or envs.VLLM_BATCH_INVARIANT:  # batch invariance holds within one layout only
         return {}
     backends = {fact[0]: [fact[1], fact[2]] for fact in layout if isinstance(fact, list)}
     groups = [
@@ -156,9 +159,10 @@ def common_facts(
 
 
 def bound_by(config: VllmConfig, common: str, source: str) -> str:
-    """Return why an engine shares chunks only within its layout, one of `BOUND_BY`; "": it shares with others.
+    """Return why only engines of this layout share chunks, as a key of `BOUND_BY`, or "" if other layouts share.
 
-    `common`: the digest that does not depend on the number of ranks; `source`: that of what was loaded. "": unknown.
+    `common` is the digest that does not depend on the number of ranks. `source` is the digest of the loaded weights. An
+    unknown digest is "".
     """
     if common and source:
         return ""
@@ -172,5 +176,5 @@ def bound_by(config: VllmConfig, common: str, source: str) -> str:
 
 
 def without_layout(facts: dict[str, Any]) -> dict[str, Any]:
-    """Return an engine's facts without those that depend on its number of ranks."""
+    """Return an engine's facts without the facts that depend on the number of ranks."""
     return {name: fact for name, fact in facts.items() if name not in _OF_THE_LAYOUT}

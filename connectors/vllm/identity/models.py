@@ -1,8 +1,9 @@
-"""Models and engines whose KV cannot be reused by prefixes: kvpipe refuses them, as vLLM does.
+"""Refuses models and engines whose KV cannot be reused by prefixes. vLLM does not cache the prefixes of such models.
 
-VLLM refuses by switching its own prefix cache off, in several places; each is an entry of `STATEMENTS` here. The switch
-itself is no sign of that: users switch the prefix cache off, too, and kvpipe serves them. `tests/contract/places.py`
-finds the places in vLLM's sources, so that one which a release adds fails a test until it has an entry.
+For these models, vLLM switches its own prefix cache off in several places, and each place is an entry of `STATEMENTS`.
+kvpipe does not check the switch itself, because users may switch the prefix cache off too, and kvpipe serves such
+engines. `tests/contract/places.py` finds these places in vLLM's sources. If a release adds a place, a test fails until
+the place has an entry.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from vllm import envs
 from vllm.platforms import CpuArchEnum, current_platform
 from vllm.v1.kv_cache_interface import KVCacheSpec, UniformTypeKVCacheSpecs
 
-from kvpipe.connectors.vllm.media import NOT_OF_BYTES
+from kvpipe.connectors.vllm.identity.media import NOT_OF_BYTES
 from kvpipe.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -28,13 +29,16 @@ SERVE_WITHOUT: Final = "serve it without a KV connector"
 
 
 def refuse(what: str, remedy: str) -> NoReturn:
-    """Raise `UnsupportedError`: one sentence that names what, and the remedy."""
+    """Raise `UnsupportedError` with a sentence that names the unsupported thing `what` and the remedy."""
     msg = f"kvpipe: {what} is not supported; {remedy}"
     raise UnsupportedError(msg)
 
 
 def _uncut(model: ModelConfig) -> str:
-    """Name what `ModelConfig.is_prefix_caching_supported` denies, however the user has set enable_prefix_caching."""
+    """Return why `ModelConfig.is_prefix_caching_supported` is false, or "" if it is true.
+
+    The property does not depend on the user's setting of enable_prefix_caching.
+    """
     if model.is_prefix_caching_supported:
         return ""
     pooler = model.pooler_config
@@ -56,7 +60,7 @@ def _unfit(_: VllmConfig) -> str:
 STATEMENTS: Final[dict[str, Callable[[VllmConfig], str]]] = {
     "encoder_decoder": lambda config: (
         "an encoder-decoder model (its cross-attention's KV depends on the encoder's input, which no block hash "
-        "covers; those of a decoder such as Qwen2-Audio, whose prompt has the input, do)"
+        "covers; decoders such as Qwen2-Audio work, because their prompt contains the input)"
         if config.model_config.is_encoder_decoder
         else ""
     ),
@@ -68,17 +72,17 @@ STATEMENTS: Final[dict[str, Callable[[VllmConfig], str]]] = {
     ),
     "riscv": _unfit,
 }
-"""By place in vLLM: a function from the engine's configuration to what it refuses there; "": it refuses nothing."""
+"""By place in vLLM's sources, a function from an engine's configuration to the refused feature, or to ""."""
 
 NON_CAUSAL: Final = "non_causal"
-"""What follows from the specification of a layer's cache: its tokens attend to later ones of the same prompt."""
+"""The attribute of a layer's cache specification that is true if tokens attend to later tokens of the same prompt."""
 
 VARIANT_BACKENDS: Final = frozenset({"FLASHINFER", "TRITON_MLA"})
-"""Attention backends after whose hits vLLM's batch invariance does not hold."""
+"""Attention backends with which vLLM's batch invariance does not hold after a hit."""
 
 
 def check_model(config: VllmConfig) -> None:
-    """Raise `UnsupportedError` where, by its configuration, the engine's KV cannot be reused by prefixes."""
+    """Raise `UnsupportedError` if the engine's configuration shows that its KV cannot be reused by prefixes."""
     if config.model_config is None:
         return
     for statement in STATEMENTS.values():
@@ -103,14 +107,14 @@ def check_specs(cache: KVCacheConfig) -> None:
 
 
 def check_backends(backends: Iterable[str]) -> None:
-    """Raise `UnsupportedError` for attention backends with which vLLM promises batch invariance without hits only."""
+    """Raise `UnsupportedError` for a backend of `VARIANT_BACKENDS` if vLLM's batch invariance is switched on."""
     unfit = sorted(VARIANT_BACKENDS.intersection(backends)) if envs.VLLM_BATCH_INVARIANT else ()
     if unfit:
         refuse(f"VLLM_BATCH_INVARIANT=1 with the attention backend {unfit[0]}", "choose another attention_backend")
 
 
 def backends(config: VllmConfig, layers: Iterable[str]) -> dict[str, str]:
-    """Return the name of each layer's attention backend, or nothing where there is none."""
+    """Return the name of each layer's attention backend, or "" for a layer without a backend."""
     made = config.compilation_config.static_forward_context
     found = {name: getattr(made.get(name), "attn_backend", None) for name in layers}
     return {name: backend.get_name() if backend is not None else "" for name, backend in found.items()}

@@ -1,8 +1,8 @@
-"""Put bugs back in, one at a time. A suite that lets one live is too weak: `make mutants`.
+"""Puts bugs back into the code, one at a time, to check that the test suite finds each bug: `make mutants`.
 
-A mutant replaces text in the source of a few methods and compiles them anew, in the running process; where the text
-is no longer there that is an error. Each is given the default profile of the property tests, case by case, in forked
-children, until an invariant is broken; or, where it names a test, that test.
+A mutant replaces text in the source of a few methods and compiles these methods again, in the running process. A
+missing text is an error. Each mutant gets the default profile of the property tests, case by case, in forked children,
+until an invariant is broken. A mutant that names a test gets only that test.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import __future__
 
 import argparse
 import atexit
+import contextlib
 import functools
 import gc
 import importlib
@@ -35,7 +36,7 @@ import pytest
 
 from kvpipe.connectors.vllm.trial.children import LOG_MAX, TEXT_MAX, Case, CaseLimits, CaseRunner
 from kvpipe.connectors.vllm.trial.mutants import MUTANTS, Mutant, Patch
-from kvpipe.connectors.vllm.trial.nightly import SEEDS, Work, make_pool, sequences
+from kvpipe.connectors.vllm.trial.nightly import SEEDS, TrialSeed, make_pool, sequences
 from kvpipe.connectors.vllm.trial.shapes import KVPIPE, SHAPES
 from kvpipe.connectors.vllm.trial.trial import Move
 from kvpipe.connectors.vllm.trial.worlds import default_worlds, name_of
@@ -44,18 +45,19 @@ from kvpipe.testing import waiting
 LIMITS = CaseLimits(stuck_seconds=20.0)
 SHRINK_SECONDS = 10.0
 _PYTEST = ("-q", "-x", "--tb=short", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning")
-"""What is mutated was imported before pytest."""
+"""The warning is ignored because mutated modules were imported before pytest."""
 TEST_SECONDS_MAX = 600.0
-"""For one test of a mutant's own: a test that hangs has no verdict."""
+"""The limit for a mutant's own test, in seconds. A test that hangs has no verdict."""
 
 
 @contextmanager
 def mutated(mutant: Mutant) -> Iterator[None]:
-    """Put `mutant` into this process, and take it out again. Whoever has imported a function has it, too.
+    """Put `mutant` into this process, and remove it at the end.
+
+    Modules that have imported a function get the mutant, too.
 
     Raises:
-        LookupError: the text that it replaces is not there, or not once.
-
+        LookupError: the text that the mutant replaces does not exist, or exists more than once.
     """
     sources: dict[FunctionType, str] = {}
     codes: dict[FunctionType, CodeType] = {}
@@ -91,7 +93,7 @@ def _functions(owner: Any, method: str) -> Iterator[tuple[str, FunctionType]]:  
 
 
 def _compiled(function: FunctionType, source: str) -> CodeType:
-    """Return the code of `source`, a `def`, with the free variables that `function` has."""
+    """Return the code of `source`, a `def`, with the free variables of `function`."""
     free = function.__code__.co_freevars
     whole = f"def _({', '.join(free)}):\n{textwrap.indent(source, '    ')}\n    return {function.__name__}\n"
     made: dict[str, Any] = {}
@@ -102,7 +104,7 @@ def _compiled(function: FunctionType, source: str) -> CodeType:
 
 
 def _plain(found: Any) -> Any:  # noqa: ANN401
-    """Return the function in a static or class method, a property, a wrapper; anything else as it is."""
+    """Return the function inside a static or class method, a property or a wrapper. Return anything else unchanged."""
     if isinstance(found, functools.cached_property):
         return found.func
     plain = getattr(found, "__func__", None) or getattr(found, "fget", None) or found
@@ -113,7 +115,10 @@ def _plain(found: Any) -> Any:  # noqa: ANN401
 
 
 class Verdict(NamedTuple):
-    """How a mutant fared: `by` is the invariant that killed it, or empty; `moves` are a short sequence that does."""
+    """The result of a mutant.
+
+    `by` is the invariant that found the mutant, or empty. `moves` is a short sequence that finds the mutant.
+    """
 
     name: str
     by: str
@@ -126,20 +131,23 @@ class Verdict(NamedTuple):
     moves: tuple[Move, ...] = ()
 
 
-def killers(file: Path) -> dict[str, Work]:
-    """Return the sequence that is known to find each mutant, as `keep_killers` has written it."""
+def killers(file: Path) -> dict[str, TrialSeed]:
+    """Return, by mutant, the sequence that is known to find the mutant, as `keep_killers` has written it."""
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    return {one["name"]: Work(one["shape"], one["seed"], _moves(one["moves"])) for one in map(json.loads, lines)}
+    return {one["name"]: TrialSeed(one["shape"], one["seed"], _moves(one["moves"])) for one in map(json.loads, lines)}
 
 
 def _moves(made: list[list[Any]]) -> tuple[Move, ...]:
     return tuple(tuple(move) for move in made)
 
 
-def profile(mutant: Mutant, kept: list[Work], killer: Work | None = None) -> Iterator[Case]:
-    """Yield `killer`, then the default profile: what is kept, each shape by each seed, worlds; its own shape first."""
-    drawn = (Work(name_of(world), seed) for seed, world in enumerate(default_worlds()))
-    works = [*kept, *(Work(name, seed) for seed in SEEDS for name in SHAPES), *drawn]
+def profile(mutant: Mutant, kept: list[TrialSeed], killer: TrialSeed | None = None) -> Iterator[Case]:
+    """Yield `killer`, then the default profile: kept sequences, each shape with each seed, and worlds.
+
+    The cases of the mutant's own shape come first.
+    """
+    drawn = (TrialSeed(name_of(world), seed) for seed, world in enumerate(default_worlds()))
+    works = [*kept, *(TrialSeed(name, seed) for seed in SEEDS for name in SHAPES), *drawn]
     works.sort(key=lambda work: work.shape != mutant.shape)
     for work in works if killer is None else [killer, *works]:
         yield Case(KVPIPE, work.shape, work.seed, work.all_moves(), invariant=mutant.by)
@@ -147,16 +155,16 @@ def profile(mutant: Mutant, kept: list[Work], killer: Work | None = None) -> Ite
 
 def judge(
     name: str,
-    kept: list[Work],
-    known: Mapping[str, Work] = MappingProxyType({}),
+    kept: list[TrialSeed],
+    known: Mapping[str, TrialSeed] = MappingProxyType({}),
     bench: CaseRunner | None = None,
     *,
     shrink_seconds: float = 0.0,
 ) -> Verdict:
-    """Give a mutant what is `known` to find it, then the cases of the default profile, until one finds it.
+    """Try the sequence that is `known` to find a mutant, then the cases of the default profile, until one finds it.
 
-    `bench`: entered, for all that one process judges; without it one is made. `shrink_seconds`: for as long, look for
-    a shorter sequence that does.
+    `bench` is an entered runner for all cases that a process judges. If it is None, a new runner is made. A shorter
+    sequence that finds the mutant is then searched for `shrink_seconds` seconds.
     """
     began, trials, steps = time.monotonic(), 0, 0
     mutant = MUTANTS[name]
@@ -177,10 +185,10 @@ def judge(
 
 
 def _tested(mutant: Mutant) -> tuple[str, str]:
-    """Run the mutant's own test in a process of its own. Returns (who killed it, the test's output).
+    """Run the mutant's own test in a process of its own. Return (the name of the test if it failed, the test's output).
 
     Raises:
-        LookupError: the mutant's text is gone, or there is no such test.
+        LookupError: the mutant's text or the test does not exist.
 
     """
     with tempfile.NamedTemporaryFile() as log:
@@ -192,14 +200,17 @@ def _tested(mutant: Mutant) -> tuple[str, str]:
 
 
 class _Parent:
-    """A process that has imported what most tests need, in which no test runs: each gets a fork of it."""
+    """A process that has imported the modules that most tests need.
+
+    The process itself runs no test. Each test runs in a fork of the process.
+    """
 
     def __init__(self) -> None:
-        command = [sys.executable, "-m", "kvpipe.connectors.vllm.trial.mutate", "--forks"]
+        command = [sys.executable, "-m", "kvpipe.connectors.vllm.trial.mutants.mutate", "--forks"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # noqa: S603  (ours)
 
     def ask(self, log: str, mutant: Mutant) -> int:
-        """Run the test of `mutant` under it; return pytest's exit status. `log` gets its output."""
+        """Run the test of `mutant` with the mutant in place, and return pytest's exit status. `log` gets the output."""
         process = self._process
         assert process.stdin is not None  # noqa: S101  (for mypy)
         assert process.stdout is not None  # noqa: S101  (for mypy)
@@ -209,17 +220,19 @@ class _Parent:
 
 @functools.cache
 def _parent(_process: int) -> _Parent:
-    """Return the parent of tests of this process."""
+    """Return the process that forks the tests of this process."""
     return _Parent()
 
 
 def _serve_forks() -> int:
-    """Fork for each line of standard input, which names a log and a mutant; answer with how the child has ended."""
+    """Fork for each line of standard input, which names a log and a mutant. Print the child's exit status."""
     import hypothesis  # noqa: F401  (imported once, for all)
 
-    import kvpipe.connectors.vllm.trial.engine  # noqa: F401  (sets the environment, before vllm is imported)
+    import kvpipe.connectors.vllm.tiny.engine  # noqa: F401  (sets the environment, before vllm is imported)
     from kvpipe.connectors.vllm import connector  # noqa: F401  (imported once, for all)
 
+    with contextlib.redirect_stdout(sys.stderr):  # imports pytest's plugins once, for all
+        pytest.main(["--collect-only", "-qq", "tests/statemachine/test_flags.py", *_PYTEST])
     gc.freeze()
     for line in sys.stdin:
         log, mutant = json.loads(line)
@@ -227,7 +240,7 @@ def _serve_forks() -> int:
             with Path(log).open("ab") as file, Path(os.devnull).open("rb") as nothing:
                 for standard, other in enumerate((nothing, file, file)):
                     os.dup2(other.fileno(), standard)
-            status = int(pytest.ExitCode.INTERNAL_ERROR)  # only pytest's own status is a test's failure
+            status = int(pytest.ExitCode.INTERNAL_ERROR)  # only pytest's own status is a failure of the test
             try:
                 status = _run_test(mutant)
             except BaseException:  # noqa: BLE001  (whatever a mutant brings about)
@@ -242,7 +255,7 @@ def _serve_forks() -> int:
 
 
 def _ended(child: int) -> int:
-    """Wait for a child, `TEST_SECONDS_MAX` at most; return its exit status, or -9 for one that had to be killed."""
+    """Wait at most `TEST_SECONDS_MAX` for a child. Return its exit status, or -9 if the child had to be killed."""
     handle = os.pidfd_open(child)
     try:
         if not select.select([handle], [], [], TEST_SECONDS_MAX)[0]:
@@ -253,7 +266,10 @@ def _ended(child: int) -> int:
 
 
 def _run_test(made: list[Any]) -> int:
-    """Run the test of a mutant, which JSON has `made` a list, under it; return pytest's exit status."""
+    """Run the test of a mutant with the mutant in place. Returns pytest's exit status.
+
+    `made` is the mutant as a list, because it was sent as JSON.
+    """
     does, patches, *rest = made
     mutant = Mutant(does, tuple(Patch(*patch) for patch in patches), *rest)
     try:
@@ -265,8 +281,8 @@ def _run_test(made: list[Any]) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Judge all mutants; return 1 when one lives."""
-    parser = argparse.ArgumentParser(prog="python -m kvpipe.connectors.vllm.trial.mutate", description=__doc__)
+    """Judge all mutants. Return 1 if a mutant was not found, otherwise 0."""
+    parser = argparse.ArgumentParser(prog="python -m kvpipe.connectors.vllm.trial.mutants.mutate", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="MUTANT", help="only these")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--sequences", type=Path, help="folder with kept sequences, which are part of the profile")
@@ -301,7 +317,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def keep(file: Path, verdicts: list[Verdict]) -> None:
-    """Write `verdicts` over older ones of the same mutants; those of mutants that are gone go."""
+    """Write `verdicts` into `file`.
+
+    Older verdicts on the same mutants are replaced, and those on missing mutants dropped.
+    """
     known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
     every = {one["name"]: one for one in known} | {
         one.name: one._replace(said=one.said[:TEXT_MAX])._asdict() for one in verdicts
@@ -313,9 +332,12 @@ def keep(file: Path, verdicts: list[Verdict]) -> None:
 
 
 def keep_killers(file: Path, verdicts: list[Verdict]) -> None:
-    """Write what finds the mutants of `verdicts` over what has found them before, one in a line."""
+    """Write the moves that find the mutants of `verdicts` into `file`, one mutant per line.
+
+    Older moves are replaced.
+    """
     every = {name: work for name, work in killers(file).items() if name in MUTANTS and not MUTANTS[name].test}
-    every |= {one.name: Work(one.shape, one.seed, one.moves) for one in verdicts if one.moves}
+    every |= {one.name: TrialSeed(one.shape, one.seed, one.moves) for one in verdicts if one.moves}
     lines = [json.dumps({"name": name, **every[name]._asdict()}) for name in sorted(every)]
     file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 

@@ -1,7 +1,7 @@
-"""The fields of vLLM's configuration, reviewed: which of them KV depends on, and why the others leave it as it is.
+"""Lists the fields of vLLM's configuration on which KV depends, and the reasons why KV does not depend on the others.
 
-Names are CLASS.FIELD, or CLASS for all fields of a class. A field that is in no list is of a newer vLLM, and counts as
-part of the key. A test fails for a supported release with such a field (`tests/contract/test_reviewed.py`).
+Names are CLASS.FIELD, or CLASS for all fields of a class. A field that is in no list belongs to a newer vLLM, and is
+part of the key. If a supported release of vLLM has such a field, a test fails (`tests/contract/test_reviewed.py`).
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ IRRELEVANT: Final[dict[str, frozenset[str]]] = {
         )
     ),
 }
-"""By reason, the fields on which no further byte of KV depends."""
+"""By reason, the fields on which KV does not depend, or whose effect is already in the key."""
 
 PART: Final = frozenset(
     _names(
@@ -195,7 +195,7 @@ PART: Final = frozenset(
         }
     )
 )
-"""The fields that choose what is computed, in which precision, or by which kernel, and those that have such fields."""
+"""The fields that choose the computation, its precision or its kernel, and the fields that contain such fields."""
 
 OF_RANKS: Final = frozenset(
     _names(
@@ -208,4 +208,7 @@ OF_RANKS: Final = frozenset(
         }
     )
 )
-"""The fields that choose how ranks divide work and add up. Layouts differ in that anyway (decision 24)."""
+"""The fields that choose how ranks divide work and add up results.
+
+Layouts also differ in these choices (decision 24).
+"""

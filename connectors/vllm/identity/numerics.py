@@ -1,6 +1,7 @@
-"""How a rank computes, beside weights and vLLM's settings: libraries' variables, torch's switches, measured results.
+"""Digests how a rank computes: the variables of libraries, the switches of torch, and measured results.
 
-None of these is in vLLM's configuration. An engine may set some while it starts, so a rank reads them when it reports.
+These facts are not in vLLM's configuration. An engine may change some of them while it starts, so a rank reads them
+when it makes its first report.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
+import numpy as np
 import torch
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
@@ -19,7 +21,7 @@ LIBRARIES: Final = (
     "ONEDNN_", "DNNL_", "MKL_", "ZENDNN_", "OPENBLAS_", "CUBLAS_", "CUBLASLT_", "CUDNN_", "HIPBLASLT_", "ROCBLAS_",
     "MIOPEN_", "TORCHINDUCTOR_", "TRITON_", "PYTORCH_TUNABLEOP_",
 )  # fmt: skip
-"""Prefixes of the variables of libraries that compute: precision, instruction set, choice of kernels, workspaces."""
+"""Prefixes of the variables that set how libraries compute: precision, instruction set, kernels, workspaces."""
 
 NAMES: Final = frozenset(
     {
@@ -31,7 +33,7 @@ NAMES: Final = frozenset(
         "TORCH_BLAS_PREFER_HIPBLASLT",
     }
 )
-"""Variables of the same kind, whose prefixes say nothing: most that begin with them configure something else."""
+"""More variables that set how libraries compute. Other variables with the same prefixes do not change results."""
 
 IGNORED: Final[dict[str, frozenset[str]]] = {
     "It configures logs, profiles and dumps.": frozenset(
@@ -45,16 +47,16 @@ IGNORED: Final[dict[str, frozenset[str]]] = {
         {"THREADS", "THREADING", "DYNAMIC"}
     ),
 }  # fmt: skip
-"""By reason, words within names of variables that leave results as they are."""
+"""By reason, words in the names of variables that do not change results."""
 
 _ROWS, _INNER, _OUTER = 48, 256, 512
-"""The matrices that are multiplied. No library divides so short a sum (`_INNER`) among threads."""
+"""The sizes of the multiplied matrices. No library divides a sum of only `_INNER` products among threads."""
 _GEMM_BYTES_MIN: Final = 2 << 20
-"""vLLM multiplies small matrices on a CPU by another kernel than most of a model's; this size is above that limit."""
+"""The least size of the multiplied weight on a CPU, because vLLM multiplies smaller weights by another kernel."""
 
 
 def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables of libraries by which results may differ. A variable that is empty counts as not set."""
+    """Return the variables of libraries that may change results. An empty variable counts as not set."""
     ignored = frozenset[str]().union(*IGNORED.values())
     return {
         name: value
@@ -84,11 +86,11 @@ _SWITCHES: Final[dict[str, Callable[[], object]]] = {
 _FLOAT32: Final = [("generic", "all")] + [
     (backend, op) for backend in ("cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn")
 ]
-"""Where torch keeps the precision of products of float32: TF32, bfloat16, or IEEE."""
+"""The (backend, operation) pairs for which torch has a precision of float32 products: TF32, bfloat16, or IEEE."""
 
 
 def switches() -> dict[str, str]:
-    """Return torch's switches that change results. A switch that this torch does not have counts by its error."""
+    """Return torch's switches that change results. The value of a switch that this torch lacks is the error's name."""
     asked = _SWITCHES | {
         f"float32.{backend}.{op}": lambda backend=backend, op=op: torch._C._get_fp32_precision_getter(backend, op)  # noqa: SLF001
         for backend, op in _FLOAT32
@@ -99,14 +101,14 @@ def switches() -> dict[str, str]:
 def _outcome(compute: Callable[[], object]) -> object:
     try:
         return compute()
-    except Exception as error:  # noqa: BLE001  (of any kernel; equal engines raise alike)
+    except Exception as error:  # noqa: BLE001  (equal engines raise equal errors)
         return type(error).__name__
 
 
 def measured(device: torch.device, dtypes: Iterable[torch.dtype]) -> str:
-    """Return a digest of what a few fixed operations result in on `device`: takes milliseconds, and no random number.
+    """Return a digest of the results of a few fixed operations on `device`. Takes milliseconds, draws no random number.
 
-    It is equal for any number of threads: each result is a short sum that one thread computes.
+    The digest does not depend on the number of threads, because one thread computes each result as a short sum.
     """
     digest = hashlib.sha256()
     with torch.inference_mode():
@@ -126,11 +128,11 @@ def _operations(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str,
     yield "softmax", lambda: torch.softmax(rows * 8, dim=-1)
     yield "norm", lambda: torch.nn.functional.rms_norm(rows, (_INNER,), weight[0], 1e-6)
     yield "silu", lambda: torch.nn.functional.silu(rows * 8)
-    yield "tiny", lambda: rows * torch.finfo(dtype).smallest_normal  # whether what is smaller counts as 0
+    yield "tiny", lambda: rows * torch.finfo(dtype).smallest_normal  # shows whether subnormal numbers are flushed to 0
 
 
 def _linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiply as vLLM's layers do: on a CPU by vLLM's own kernel."""
+    """Multiply with the kernel that vLLM's layers use. On a CPU this is vLLM's own kernel."""
     if rows.device.type != "cpu":
         return torch.nn.functional.linear(rows, weight)
     layer: Any = torch.nn.Module()
@@ -141,18 +143,18 @@ def _linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _fixed(shape: tuple[int, int], seed: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """Return numbers from -0.5 to 0.5 that are the same everywhere: integers are mixed, not drawn."""
-    at = torch.arange(shape[0] * shape[1], dtype=torch.int64)
-    mixed = (at * 2654435761 + seed * 40503) % (1 << 32)
-    return (mixed.to(torch.float64) / (1 << 32) - 0.5).to(dtype).reshape(shape).to(device)
+    """Return numbers from -0.5 to 0.5 that are equal on every machine, because they are computed from integers."""
+    at = np.arange(shape[0] * shape[1], dtype=np.uint32)
+    mixed = at * np.uint32(2654435761) + np.uint32(seed * 40503)  # modulo 2**32
+    return torch.from_numpy(mixed / float(1 << 32) - 0.5).to(dtype).reshape(shape).to(device)
 
 
 def _bytes(found: torch.Tensor) -> bytes:
     return found.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def report(devices: Iterable[torch.device], dtypes: Iterable[torch.dtype]) -> str:
-    """Return a digest of how this rank computes now, and log what is in it."""
+def numerics_digest(devices: Iterable[torch.device], dtypes: Iterable[torch.dtype]) -> str:
+    """Return a digest of how this rank computes now, and log the digest's parts."""
     set_, kinds = variables(), list(dtypes)
     found = {str(device.type): measured(device, kinds) for device in devices}
     how = switches()

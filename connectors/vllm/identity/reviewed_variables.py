@@ -1,7 +1,7 @@
-"""vLLM's environment variables, reviewed: which of them KV depends on, and why the others leave it as it is.
+"""Lists vLLM's environment variables on which KV depends, and the reasons why KV does not depend on the others.
 
-A variable that is in neither list is of a newer vLLM. It counts as part of the key if it is set. A test fails for a
-supported release with such a variable (`tests/contract/test_reviewed.py`).
+A variable that is in no list belongs to a newer vLLM, and is part of the key if it is set. If a supported release of
+vLLM has such a variable, a test fails (`tests/contract/test_reviewed.py`).
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ IRRELEVANT: Final[dict[str, str]] = {
         VLLM_SSM_CONV_STATE_LAYOUT VLLM_ALLOW_CHUNKED_LOCAL_ATTN_WITH_HYBRID_KV_CACHE VLLM_MLA_DISABLE""",
     "It says how events name blocks.": "VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES",
 }
-"""By reason, the variables on which no byte of KV depends."""
+"""By reason, the variables on which KV does not depend."""
 
 PART: Final = _names("""
     VLLM_FLOAT32_MATMUL_PRECISION VLLM_BATCH_INVARIANT VLLM_REPLICATE_EMBED VLLM_TRITON_USE_TD
@@ -125,7 +125,7 @@ PART: Final = _names("""
     VLLM_DISABLE_DSV4_MEGAMOE_SHARED_EXPERT_FUSION VLLM_USE_V2_MODEL_RUNNER VLLM_XPU_FORCE_N_CONTIG_WEIGHT
     VLLM_XPU_INC_WNA16_BACKEND VLLM_ENABLE_HPC_OPS
 """)
-"""The variables that choose what is computed, in which precision, or by which kernel."""
+"""The variables that choose the computation, its precision or its kernel."""
 
 OF_RANKS: Final = _names("""
     VLLM_ROCM_USE_AITER_CUSTOM_AR VLLM_DISABLE_PYNCCL VLLM_DCP_Q_REPLICATE VLLM_KIMI_K3_SHARD_SP_SHARED_EXPERT
@@ -134,4 +134,7 @@ OF_RANKS: Final = _names("""
     VLLM_DEEPEP_V2_ALLOW_HYBRID_MODE VLLM_USE_NCCL_SYMM_MEM VLLM_USE_DIRECT_DCP_A2A VLLM_USE_DIRECT_DCP_Q_GATHER
     VLLM_USE_DIRECT_DCP_KV_GATHER
 """)
-"""The variables that choose in which order ranks add up. Layouts differ in that order anyway (decision 24)."""
+"""The variables that choose the order in which ranks add up results.
+
+Layouts also differ in this order (decision 24).
+"""

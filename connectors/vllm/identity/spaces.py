@@ -1,12 +1,12 @@
-"""What an engine's chunks depend on beside tokens, as all ranks report it, and their namespaces in tiers."""
+"""Collects the facts, besides tokens, on which an engine's chunks depend, and derives the namespaces in tiers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvpipe.connectors.vllm import shares, support
-from kvpipe.connectors.vllm.source import loaded_from
+from kvpipe.connectors.vllm.identity import engine_facts, shares
+from kvpipe.connectors.vllm.identity.source import loaded_from
 from kvpipe.tiers.envelope import VERSION
 
 if TYPE_CHECKING:
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from kvpipe.connectors.vllm.metadata import Introduction
-    from kvpipe.geometry import Geometry
+    from kvpipe.protocol.geometry import Geometry
 
 
 class Spaces:
-    """One per engine, beside its scheduler side. All digests of weights are those of `Weights.digest`."""
+    """The namespaces of one engine, on its scheduler side. All digests of weights have the form of `Weights.digest`."""
 
     def __init__(
         self,
@@ -29,16 +29,17 @@ class Spaces:
         tiers: bool,
         bound: Callable[[str, str], object],
     ) -> None:
-        """`tiers`: there are any. `bound`: called with `common` and `source` of `shares.bound_by`, at each new name.
+        """Collect the facts that are known before ranks report. `tiers` says whether the engine has tiers.
+
+        `bound` is called with the arguments `common` and `source` of `shares.bound_by` whenever a namespace is derived.
 
         Raises:
-            ConfigError: with tiers, vLLM's block hashes are other ones in every process.
-
+            UnsupportedError: the engine has tiers, and other processes would give a prefix another hash.
         """
         self._config, self._bound, self._common = config, bound, ""
-        self._facts = support.identity(config, cache, geometry)
+        self._facts = engine_facts.identity(config, cache, geometry)
         if tiers:
-            support.check_hashes(config)
+            engine_facts.check_hashes(config)
             self._facts["values"] = VERSION
 
     @property
@@ -47,7 +48,7 @@ class Spaces:
         return "layouts" in self._facts
 
     def agree(self, reported: Sequence[Introduction]) -> bool:
-        """Take the reports of ranks, in their order. Returns whether every rank has tiers; else they are not used."""
+        """Process the ranks' introductions, in the order of ranks. Returns whether every rank has tiers."""
         self._facts.pop("layouts", None)
         if len([one for one in reported if one.digest]) == self._config.parallel_config.world_size:
             self._facts["layouts"] = [(one.rank, one.digest) for one in reported]
@@ -58,19 +59,24 @@ class Spaces:
         return self.agreed
 
     def of_layout(self, digest: str) -> dict[str, Any]:
-        """Return all facts, as plain data, with the weights as the ranks hold them in memory."""
+        """Return all facts as plain data, including the digests of the weights in the ranks' memory."""
         return self._facts | {"weights": loaded_from(digest).memory}
 
     def space(self, digest: str) -> str:
-        """Return the namespace of chunks computed with these weights; "" before every rank has reported."""
+        """Return the namespace of chunks computed with these weights, or "" before every rank has reported."""
         if not self.agreed:
             return ""
         source = loaded_from(digest).source
         self._bound(self._common, source)
         if self._common and source:
-            return support.fingerprint(shares.without_layout(self._facts) | {"common": self._common, "source": source})
+            return engine_facts.fingerprint(
+                shares.without_layout(self._facts) | {"common": self._common, "source": source}
+            )
         return self.also(digest)
 
     def also(self, digest: str) -> str:
-        """Return the namespace of this layout only, which depends on the weights as the ranks hold them in memory."""
-        return support.fingerprint(self.of_layout(digest))
+        """Return the namespace of this layout only, or "" before every rank has reported.
+
+        This namespace depends on the weights in each rank's memory.
+        """
+        return engine_facts.fingerprint(self.of_layout(digest)) if self.agreed else ""

@@ -1,7 +1,7 @@
-"""The model that a rank has loaded: the digest of its weights, and notice of changes within this process.
+"""Digests the weights of the model that a rank has loaded, and observes changes of the weights in this process.
 
-KV depends on the bytes in memory, not on files: the files may have changed since. Where vLLM packs a layer's
-weights away (a CPU's kernels keep them where nobody can read them), they are read just before.
+KV depends on the weights in memory, not on the model's files, because the files may have changed since loading. CPU
+kernels keep packed weights that cannot be read, so a layer's weights are read just before vLLM packs them.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from kvpipe.connectors.vllm.source import Source, end_all, end_observing, watch_loading
+from kvpipe.connectors.vllm.identity.digest import facts_digest, tensors_digest
+from kvpipe.connectors.vllm.identity.source import Source, end_all, end_observing, watch_loading
 from kvpipe.connectors.vllm.wrapping import wrap
-from kvpipe.digest import facts_digest, tensors_digest
 from kvpipe.trace.log import warn
 
 
 class LayerDigest(NamedTuple):
-    """The digest of a layer's weights before vLLM converted them for its kernels, and which of them had bytes."""
+    """The digest of a layer's weights before vLLM packs them for its kernels, and the names of non-empty weights."""
 
     digest: str
     names: frozenset[str]
@@ -32,11 +32,11 @@ class LayerDigest(NamedTuple):
 _PACKED: Final[weakref.WeakKeyDictionary[torch.nn.Module, LayerDigest]] = weakref.WeakKeyDictionary()
 
 _KNOWN: Final = frozenset(("torch", "vllm"))
-"""Packages whose version is known otherwise, or does not matter."""
+"""Top-level packages that `LoadedModel.code` leaves out, because other facts cover them."""
 
 
 def watch_packing() -> None:
-    """Digest weights before vLLM packs them, from now on. Idempotent; called before a model is loaded."""
+    """From now on, digest weights before vLLM packs them. Idempotent. Call this before a model is loaded."""
     from vllm.model_executor.model_loader import base_loader  # noqa: PLC0415  (slow)
 
     wrap(base_loader, "process_weights_after_loading", _pack_model)
@@ -50,7 +50,7 @@ def _pack_model(pack: Callable[..., object], model: torch.nn.Module, *args: obje
 
 
 def _watch_layer(module: torch.nn.Module) -> None:
-    """Wrap the method that packs the layer's weights, whenever they are loaded."""
+    """Wrap the method that packs the layer's weights after every load."""
     method = getattr(module, "quant_method", None)
     if getattr(method, "process_weights_after_loading", None) is not None:
         wrap(method, "process_weights_after_loading", _pack_layer)
@@ -60,9 +60,9 @@ def _pack_layer(pack: Callable[..., object], layer: torch.nn.Module, *args: obje
     try:
         own = list(_own(layer))
         names = frozenset(name for name, tensor in own if tensor.numel())
-        if names and (layer not in _PACKED or names >= _PACKED[layer].names):  # else they are packed already
+        if names and (layer not in _PACKED or names >= _PACKED[layer].names):  # a smaller set: packed already
             _PACKED[layer] = LayerDigest(tensors_digest(own), names)
-    except Exception as error:  # noqa: BLE001  (the model must be loaded all the same)
+    except Exception as error:  # noqa: BLE001  (the model must be loaded nevertheless)
         _PACKED.pop(layer, None)
         warn("weights_not_read", layer=type(layer).__name__, error=repr(error))
     return pack(layer, *args, **kwargs)
@@ -74,13 +74,15 @@ def _own(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class LoadedModel:
-    """The model that the attention layers of an engine belong to."""
+    """The model to which the attention layers of an engine belong."""
 
     def __init__(self, layers: dict[str, Any], changed: Callable[[], object]) -> None:
-        """`layers`: vLLM's attention layers by name. `changed` is called when weights are loaded in this process.
+        """Find the model of `layers`, vLLM's attention layers by name.
 
-        vLLM hands no model to a connector, and its runners differ: the model is the module that holds the layers and
-        that no other module holds. This is to be done before vLLM hides its objects from the garbage collector.
+        `changed` is called when weights are loaded in this process. vLLM passes no model to a connector, and its
+        runners keep the model in different places. Therefore the model is searched among the objects of the garbage
+        collector. It is the module that contains the layers and is in no other module. Make this object before vLLM
+        freezes its objects, because the collector does not list frozen objects.
         """
         wanted = {id(layer) for layer in layers.values() if isinstance(layer, torch.nn.Module)}
         modules = [] if not wanted else [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)]
@@ -96,7 +98,7 @@ class LoadedModel:
             _watch_root(root, changed)
 
     def code(self) -> str:
-        """Return a digest of the code of all modules that is neither vLLM's nor torch's: a model's folder, a plugin."""
+        """Return a digest of the modules' code outside of vLLM and torch, such as a model's folder or a plugin."""
         files: set[str] = set()
         for name in {type(one).__module__ for root in self.roots for one in root.modules()}:
             if name.partition(".")[0] not in _KNOWN:
@@ -107,9 +109,9 @@ class LoadedModel:
         return facts_digest([(one,) for one in files]) if files else ""
 
     def digest(self) -> str:
-        """Return the report of the weights as they are now, see `Source.report`; "": not known.
+        """Return the report of the current weights, see `Source.digests`, or "" if the weights are not known.
 
-        After a failed digest the source stays unknown, because the weights may have changed meanwhile.
+        If computing the digest raises, later reports have no source digest, because the weights may have changed.
         """
         source, self._source = self._source, Source([])
         if not self.roots or any(_gone(module) for root in self.roots for module in root.modules()):
@@ -117,17 +119,17 @@ class LoadedModel:
         reported = sorted(tensors_digest(_named(root)) for root in self.roots)
         memory = reported[0] if len(reported) == 1 else tensors_digest((one, torch.empty(0)) for one in reported)
         self._source = source
-        return source.report(memory)
+        return source.digests(memory)
 
 
 def _gone(module: torch.nn.Module) -> bool:
-    """Whether the module's weights were packed away unread."""
+    """Whether the module's weights were packed before they were read."""
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase  # noqa: PLC0415  (slow)
 
     method, own = getattr(module, "quant_method", None), list(_own(module))
     if not own or module in _PACKED or not isinstance(method, QuantizeMethodBase):
         return False
-    plain = type(method).__name__.startswith("Unquantized")  # a quantized one may have left no more than its scales
+    plain = type(method).__name__.startswith("Unquantized")  # a quantized method may leave only its scales
     return not plain or not any(tensor.numel() for _, tensor in own)
 
 
@@ -142,19 +144,19 @@ def _named(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _elsewhere() -> dict[int, torch.Tensor]:
-    """Return weights that vLLM keeps on the host, by the id of the parameter in whose place it wants them.
+    """Return the weights that vLLM offloads to the host, by the id of the parameter to which they belong.
 
-    Such a parameter's tensor is a buffer, into which the weights of one layer after the other are copied for its turn.
+    The tensor of such a parameter is a buffer. vLLM copies the weights of one layer at a time into the buffer.
     """
     from vllm.model_executor.offloader import get_offloader  # noqa: PLC0415  (slow)
 
     layers = getattr(get_offloader(), "module_offloaders", ())
-    kept = [one for layer in layers for one in layer._param_offloaders.values()]  # noqa: SLF001  (vLLM has no public question for this)
+    kept = [one for layer in layers for one in layer._param_offloaders.values()]  # noqa: SLF001  (vLLM has no public function for this)
     return {id(one._param): one._cpu_storage for one in kept if one._cpu_storage is not None}  # noqa: SLF001
 
 
 def _watch_root(root: torch.nn.Module, changed: Callable[[], object]) -> None:
-    """Call `changed` when weights are loaded into the model in this process, not through vLLM's calls."""
+    """Call `changed` when this process loads weights into the model other than through vLLM's calls to workers."""
 
     def watched(load: Callable[..., object], *args: object, **kwargs: object) -> object:
         changed()

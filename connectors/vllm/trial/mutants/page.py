@@ -1,4 +1,4 @@
-"""The generated parts of docs/fuzzing.md: `python -m kvpipe.connectors.vllm.trial.page`."""
+"""Generates the tables of docs/fuzzing.md: `python -m kvpipe.connectors.vllm.trial.mutants.page`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-import kvpipe.testing.doc_tables
+import kvpipe.connectors.vllm.trial.doc_tables
 from kvpipe.connectors.vllm.trial.invariants import INVARIANTS, LAWS, SEEN_BY_TRIALS
 from kvpipe.connectors.vllm.trial.mutants import MUTANTS
 from kvpipe.connectors.vllm.trial.reach import MACHINES, reachable
@@ -20,17 +20,17 @@ PROPOSED = Path("docs/results/proposed_mutants.json")
 
 
 def tables(verdicts: list[dict[str, object]], proposed: Mapping[str, dict[str, int]]) -> dict[str, str]:
-    """Return each table by its name, from what `make mutants` and `make propose-mutants` have written."""
+    """Return each table by its name, from the results of `make mutants` and `make propose-mutants`."""
     killed = {str(one["name"]): one for one in verdicts}
     return {
         "invariants": _table("law", "invariant", "sentence", rows=_invariants()),
         "moves": _table("move", "arguments: what happens", rows=((f"`{n}`", text) for n, text in MOVES.items())),
-        "shapes": _table("shape", "", rows=((f"`{n}`", f"`{_differs(n)}`") for n in SHAPES)),
+        "shapes": _table("shape", "settings", rows=((f"`{n}`", f"`{_differs(n)}`") for n in SHAPES)),
         "worlds": _table("axis", "values", rows=((f"`{n}`", _quoted(of)) for n, of in AXES.items())),
         "conflicts": _table("why", "values", rows=((why, _together(one)) for why, one in CONFLICTS)),
-        "reach": _table("machine", "cells", "that do not reject", rows=_reach()),
+        "reach": _table("machine", "cells", "cells that do not reject", rows=_reach()),
         "mutants": _table(
-            "bug put back in", "", "found by", "after",
+            "mutant", "effect of the bug", "found by", "after",
             rows=(
                 (f"`{n}`", one.does, f"`{killed[n]['by']}`", "its test" if one.test else f"{killed[n]['steps']} steps")
                 for n, one in MUTANTS.items()
@@ -84,12 +84,12 @@ def _table(*head: str, rows: Iterator[tuple[str, ...]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def fill(text: str, verdicts: list[dict[str, object]], proposed: Mapping[str, dict[str, int]]) -> str:
-    """Return `text` with every generated table made anew."""
-    return kvpipe.testing.doc_tables.fill(text, tables(verdicts, proposed))
+def fill_conformance(text: str, verdicts: list[dict[str, object]], proposed: Mapping[str, dict[str, int]]) -> str:
+    """Return `text` with every generated table made again."""
+    return kvpipe.connectors.vllm.trial.doc_tables.fill_tables(text, tables(verdicts, proposed))
 
 
 if __name__ == "__main__":
     read = [json.loads(file.read_text("utf-8")) for file in (VERDICTS, PROPOSED)]
-    PAGE.write_text(fill(PAGE.read_text("utf-8"), *read), "utf-8")
+    PAGE.write_text(fill_conformance(PAGE.read_text("utf-8"), *read), "utf-8")
     sys.stdout.write(f"{PAGE}\n")

@@ -1,4 +1,4 @@
-"""A real vLLM engine in this process, stepped by hand: with kvpipe, or without, for the same outputs."""
+"""Runs a real vLLM engine in this process, with or without kvpipe. The caller runs each step."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Final
 from unittest.mock import patch
 
-# before vllm is imported: one process, one compute thread, nothing from a hub
+# The variables are set before vllm is imported: one process, one compute thread, no downloads from a hub.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "0",  # of ranks in processes of their own
-    "OMP_NUM_THREADS": "1",  # of a rank in this process
+    "VLLM_CPU_OMP_THREADS_BIND": "0",  # for ranks in other processes
+    "OMP_NUM_THREADS": "1",  # for a rank in this process
+    "NUMBA_NUM_THREADS": "1",  # numba, which vLLM's n-gram drafter uses, sets OpenMP's threads to this number
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
@@ -29,6 +30,9 @@ for _key, _value in ENVIRONMENT.items():
 
 import torch  # noqa: E402
 
+_set_num_threads = torch.set_num_threads
+"""PyTorch's own function. VLLM's first engine on a CPU replaces it with one that does nothing."""
+
 DEFAULTS: Final[dict[str, Any]] = {
     "skip_tokenizer_init": True,
     "dtype": "float32",
@@ -39,7 +43,7 @@ DEFAULTS: Final[dict[str, Any]] = {
     "disable_log_stats": True,
     "seed": 0,
 }
-"""Options of every engine that does not say otherwise."""
+"""The default options of an engine."""
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -49,11 +53,14 @@ if TYPE_CHECKING:
 
 
 def register_kernels_once() -> None:
-    """Keep vLLM from scanning every module for kernels again: its scan fails once numba (n-gram drafts) is loaded."""
+    """Keep vLLM from scanning all modules for kernels again, because the scan fails once numba is loaded.
+
+    vLLM imports numba for n-gram drafts.
+    """
     from vllm.platforms import current_platform
     from vllm.triton_utils import dispatcher
 
-    if dispatcher._registry:  # noqa: SLF001
+    if dispatcher._registry:
         type(current_platform).register_triton_kernel_overrides = classmethod(lambda _cls: None)  # type: ignore[method-assign]
 
 
@@ -61,27 +68,34 @@ _collect = gc.collect
 
 
 @functools.cache
-def _freeze_modules() -> None:
-    """Keep all that is imported by now, which stays, out of every collection to come."""
+def _freeze_modules(_when: str) -> None:
+    """Exclude all objects that exist now from later garbage collections, because imported modules are never freed.
+
+    This is not done after every engine: parts of an engine that a caller still holds would never be freed.
+    """
     gc.freeze()
     atexit.register(gc.unfreeze)
 
 
 @contextmanager
 def _own_garbage() -> Iterator[None]:
-    """Let vLLM neither freeze, unfreeze nor collect: at its end that is four walks through every imported module.
+    """Make vLLM's garbage collections, freezes and unfreezes do nothing, because they take long.
 
-    What an engine makes is not frozen: one collection after it finds all of that, soon.
+    At an engine's end vLLM would traverse the objects of all modules four times. The objects of an engine are not
+    frozen, so a single quick collection afterwards finds them all.
     """
     with ExitStack() as stack:
         for name in ("freeze", "unfreeze", "collect"):
-            stack.enter_context(patch.object(gc, name, lambda *_: 0))
+            stack.enter_context(patch.object(gc, name, lambda *_, **__: 0))
         yield
 
 
 @contextmanager
 def models_inspected_here() -> Iterator[None]:
-    """Let vLLM look at a model's class in this process; in another, which takes seconds, only CUDA would gain."""
+    """On a CPU, make vLLM inspect a model's class in this process instead of a subprocess, which takes seconds.
+
+    vLLM uses a subprocess so that CUDA is not initialized early.
+    """
     from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
 
@@ -92,7 +106,7 @@ def models_inspected_here() -> Iterator[None]:
 
 
 def _free_process() -> None:
-    """Free what an engine has made for the whole process."""
+    """Free the process-wide objects that an engine has made."""
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
     from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
@@ -100,10 +114,11 @@ def _free_process() -> None:
     destroy_model_parallel()
     destroy_distributed_environment()
     _collect()
+    _freeze_modules("after the first engine")  # a first engine imports many modules
 
 
 class Engine:
-    """Drives `vllm.LLM` one step at a time."""
+    """Runs `vllm.LLM` one step at a time."""
 
     def __init__(
         self,
@@ -114,9 +129,12 @@ class Engine:
         policy: str = "recompute",
         connector: str = "KVPipeConnector",
         module: str | None = None,
-        **options: Any,  # noqa: ANN401
+        **options: Any,
     ) -> None:
-        """`kvpipe` is the extra config, or None for an engine without a connector; `options` go to `vllm.LLM`."""
+        """Make the engine. `kvpipe` is the connector's extra config, or None for an engine without a connector.
+
+        `options` are passed to `vllm.LLM`.
+        """
         from vllm import LLM
 
         transfer: dict[str, Any] | None = None
@@ -131,14 +149,14 @@ class Engine:
                 transfer["kv_connector_module_path"] = module
         register_kernels_once()
         if torch.get_num_threads() > 1:  # torch was imported before ENVIRONMENT was set
-            torch.set_num_threads(1)
-        _freeze_modules()
+            _set_num_threads(1)
+        _freeze_modules("before the first engine")
         try:
-            with _own_garbage(), models_inspected_here():
+            with _own_garbage(), models_inspected_here(), patch.object(torch, "set_num_threads", _set_num_threads):
                 self.llm: LLM = LLM(model=model, kv_transfer_config=transfer, **DEFAULTS | options)
         except BaseException:
             with _own_garbage():
-                _free_process()  # a connector may be there already, and would be the next engine's
+                _free_process()  # otherwise the next engine would use this engine's connector
             raise
         self._ids = 0
         self.preemptions: dict[str, int] = {}
@@ -146,19 +164,19 @@ class Engine:
     # ---- parts ----------------------------------------------------------------------------------------------------
 
     @property
-    def core(self) -> Any:  # noqa: ANN401  (vLLM's EngineCore, in process)
-        """VLLM's engine core."""
+    def core(self) -> Any:
+        """The engine core of vLLM."""
         return self.llm.llm_engine.engine_core.engine_core  # type: ignore[attr-defined]
 
     @property
     def scheduler(self) -> Scheduler:
-        """VLLM's scheduler."""
+        """The scheduler of vLLM."""
         scheduler: Scheduler = self.core.scheduler
         return scheduler
 
     @property
     def connector(self) -> KVPipeConnector:
-        """The scheduler's side of the connector."""
+        """The connector with the scheduler's role."""
         connector: KVPipeConnector = self.scheduler.connector  # type: ignore[assignment]
         return connector
 
@@ -169,7 +187,7 @@ class Engine:
 
     @property
     def worker_connector(self) -> KVPipeConnector:
-        """This process's worker side of the connector."""
+        """The connector with the worker's role in this process."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         group: KVPipeConnector = get_kv_transfer_group()  # type: ignore[assignment]
@@ -184,14 +202,15 @@ class Engine:
         *,
         request_id: str | None = None,
         salt: str | None = None,
-        lora: Any = None,  # noqa: ANN401
-        params: Any = None,  # noqa: ANN401
+        lora: Any = None,
+        params: Any = None,
         media: dict[str, Any] | None = None,
         names: dict[str, list[str]] | None = None,
     ) -> str:
-        """Add a request, greedy unless `params` sample otherwise, and return its id.
+        """Add a request and return its id. Sampling is greedy unless `params` are given.
 
-        `media`: images and such; `names`: what they are called, by which the engine knows them from then on.
+        `media` has images and other media. `names` has the media's names, by which the engine identifies the media
+        instead of by a hash.
         """
         from vllm import SamplingParams
 
@@ -215,17 +234,17 @@ class Engine:
         for request in self.scheduler.requests.values():
             self.preemptions[request.request_id] = request.num_preemptions
         outputs = [o for o in self.llm.llm_engine.step() if o.finished]
-        if self.busy and not self.scheduler.running:  # as vLLM's own loop does: other threads need the interpreter
+        if self.busy and not self.scheduler.running:  # sleep as vLLM's own loop does, so that other threads run
             time.sleep(0.001)
         return outputs
 
     @property
     def busy(self) -> bool:
-        """Whether requests are unfinished."""
+        """Whether the engine has unfinished requests."""
         return bool(self.llm.llm_engine.has_unfinished_requests())
 
     def drain(self, seconds_max: float = 300.0) -> dict[str, Any]:
-        """Step until every request is finished; return the outputs by request id."""
+        """Run steps until every request is finished. Returns the outputs by request id."""
         outputs, limit = {}, time.monotonic() + seconds_max
         while self.busy:
             for output in self.step():
@@ -236,7 +255,7 @@ class Engine:
         return outputs
 
     def settle(self, seconds_max: float = 300.0) -> None:
-        """Step on until the connector owes and is owed nothing, as a serving engine's idle loop would."""
+        """Run steps until no job of the connector is in flight, as a serving engine's idle loop does."""
         limit = time.monotonic() + seconds_max
         while time.monotonic() < limit:
             if not (self.scheduler.has_requests() or self.connector.has_pending_push_work()):
@@ -246,18 +265,18 @@ class Engine:
         message = f"jobs are still in flight after {seconds_max} s"
         raise TimeoutError(message)
 
-    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, **kwargs: Any) -> list[list[int]]:  # noqa: ANN401
+    def generate(self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, **kwargs: Any) -> list[list[int]]:
         """Run `prompts` together and return their output tokens."""
         ids = [self.add(p, max_tokens, **kwargs) for p in prompts]
         outputs = self.drain()
         return [list(outputs[i].outputs[0].token_ids) if i in outputs else [] for i in ids]
 
     def abort(self, request_id: str) -> None:
-        """Abort a request."""
+        """Abort the request with this id."""
         self.llm.llm_engine.abort_request([request_id])
 
     def close(self) -> None:
-        """Shut the engine down and free its process-wide state, so that another can be made."""
+        """Shut the engine down and free its process-wide state, so that another engine can be made."""
         with _own_garbage():
             self.core.shutdown()
             del self.llm

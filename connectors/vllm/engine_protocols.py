@@ -1,6 +1,6 @@
-"""vLLM behind the protocols of `kvpipe.scheduler.base`: its block tables, and remedies for what it leaves undone.
+"""Adapts vLLM's block tables and the remedies for vLLM's faults to the protocols of `kvpipe.protocol.engine`.
 
-vLLM's `Request`, `SchedulerOutput` and `KVCacheBlock` fit these protocols as they are.
+vLLM's `Request`, `SchedulerOutput` and `KVCacheBlock` fit these protocols without an adapter.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from kvpipe.connectors.vllm.remedies.encoded import Encoded
 from kvpipe.connectors.vllm.remedies.invalid_blocks import InvalidBlocks
 from kvpipe.connectors.vllm.remedies.overrun import overrun
 from kvpipe.connectors.vllm.remedies.stale import CachedBlocks, Stale
-from kvpipe.geometry import Geometry
-from kvpipe.scheduler.base import Block, Recovery, Request, Step, Tables
+from kvpipe.protocol.engine import Block, Recovery, Request, Step, Tables
+from kvpipe.protocol.geometry import Geometry
 from kvpipe.trace.log import Counters
 
 if TYPE_CHECKING:
@@ -24,10 +24,13 @@ if TYPE_CHECKING:
 
 
 class ManagedBlocks:
-    """The block tables and the prefix cache of vLLM's cache manager, as they are at every call."""
+    """Reads and changes the block tables and the prefix cache of vLLM's cache manager.
+
+    It keeps no copy of the tables.
+    """
 
     def __init__(self, manager: KVCacheManager) -> None:
-        """`manager`: of the engine's scheduler."""
+        """Wrap `manager`, the cache manager of the engine's scheduler."""
         self._manager = manager
         self._of_group: Sequence[SingleTypeKVCacheManager] = manager.coordinator.single_type_managers
 
@@ -37,7 +40,7 @@ class ManagedBlocks:
         return len(self._of_group)
 
     def table(self, request_id: str, group: int) -> Sequence[Block]:
-        """Return the request's block table in a cache group; empty if it holds no blocks."""
+        """Return the request's block table in a cache group; empty if the request holds no blocks."""
         table: Sequence[Block] = self._of_group[group].req_to_blocks.get(request_id, ())
         return table
 
@@ -47,8 +50,8 @@ class ManagedBlocks:
         return blocks
 
     def knows(self, block_id: int, key: bytes) -> bool:
-        """Whether the prefix cache has a block under `key`. A block loses its hash when it is allocated again."""
-        from vllm.v1.core.kv_cache_utils import get_block_hash  # noqa: PLC0415  (slow; tests of the core do without)
+        """Whether the prefix cache has the block `block_id` under `key`. A new allocation removes a block's key."""
+        from vllm.v1.core.kv_cache_utils import get_block_hash  # noqa: PLC0415  (slow; tests of the core run without vLLM)
 
         known = self._manager.block_pool.blocks[block_id].block_hash
         return known is not None and get_block_hash(known) == key
@@ -60,33 +63,37 @@ class ManagedBlocks:
                 yield source.block_id, copy.block_id
 
     def forget(self, block_ids: set[int]) -> None:
-        """Take these blocks out of the prefix cache."""
+        """Remove these blocks from the prefix cache."""
         self._manager.evict_blocks(block_ids)
 
     def forget_all(self) -> None:
-        """Take every block out of the prefix cache."""
+        """Remove every block from the prefix cache."""
         self._manager.evict_blocks(set(range(self._manager.block_pool.num_gpu_blocks)))
 
     def free(self) -> int:
-        """Return how many blocks can be allocated."""
+        """Return the number of free blocks."""
         free: int = self._manager.block_pool.get_num_free_blocks()
         return free
 
 
 def make_room(config: VllmConfig, geometry: Geometry) -> LoadAdmission:
-    """Return the `LoadAdmission` of this engine."""
+    """Return the `LoadAdmission` for an engine with this configuration and geometry."""
     drafts = config.num_speculative_tokens
-    reserved = 1 + drafts + config.num_lookahead_tokens if drafts else 0  # as vLLM's own reservation counts
+    reserved = 1 + drafts + config.num_lookahead_tokens if drafts else 0  # as in vLLM's own reservation
     return LoadAdmission(
         geometry, config.max_in_flight_tokens, config.model_config.max_model_len, drafts, reserved_tokens=reserved
     )
 
 
 class Remedies(Recovery):
-    """What vLLM leaves undone when loads fail, room is short or weights change. One per scheduler side."""
+    """Works around vLLM's faults when loads fail, blocks are short or weights change. Each scheduler side has one."""
 
     def __init__(self, geometry: Geometry, room: LoadAdmission, *, adapts_encoder: bool = False) -> None:
-        """`room`: for asynchronous loads. `adapts_encoder`: adapters apply to the encoder. Idle before `bind`."""
+        """Start without blocks: the remedies act only after `bind`.
+
+        `room` decides whether another asynchronous load fits. `adapts_encoder` says that LoRA adapters apply to the
+        encoder.
+        """
         self._room, self._geometry, self._states = room, geometry, geometry.states
         self.block_tokens = [group.block_tokens for group in geometry.groups]
         self._stale = Stale(self.block_tokens)
@@ -96,15 +103,15 @@ class Remedies(Recovery):
         self._counters = Counters()
 
     def bind(self, blocks: CachedBlocks, counters: Counters) -> None:
-        """Take the engine's blocks, and the counters for faults. Called before the first step."""
+        """Keep the engine's blocks and the counters for faults. Called before the first step."""
         self._blocks, self._counters = blocks, counters
 
     def may_wait(self, request: Request, waiting: Mapping[str, Request]) -> bool:
-        """Whether there is room for the request's load: vLLM preempts no request that waits."""
+        """Whether enough blocks are free for the request's load. vLLM preempts no request that waits for a load."""
         return self._blocks is None or self._room.fits(request, waiting.values(), self._blocks)
 
     def admitted(self, request_id: str, tables: Tables) -> bool:
-        """Whether vLLM gave the request KV of weights that are gone, or embeddings as in `continued`."""
+        """Whether vLLM gave the request KV of earlier weights, or embeddings of the kinds that `continued` names."""
         blocks = self._blocks
         if blocks is not None and self._stale.requests and self._stale.rests_on(request_id, tables, blocks):
             return True
@@ -113,9 +120,9 @@ class Remedies(Recovery):
     def continued(self, request_id: str) -> bool:
         """Whether a request continues with embeddings of old weights, or of an unknown version of its adapter.
 
-        Asked at every input, because any input of a session may be the first with an image.
+        This is checked at every input of a session, because any input may be the first one with an image.
         """
-        if request_id not in self.encoded.living:  # most have nothing to encode
+        if request_id not in self.encoded.living:  # most requests have nothing to encode
             return False
         if self._blocks is not None and self.encoded.rests_on(request_id):
             self._stale.requests[request_id] = {}
@@ -123,17 +130,21 @@ class Remedies(Recovery):
         return self.encoded.unknown(request_id)
 
     def planned(self, block_ids: Collection[int]) -> None:
-        """Another load overwrites these blocks: they are not spoiled any more."""
+        """Stop counting these blocks as spoiled, because a newly planned load overwrites them."""
         if self._invalid.spoiled.clean:
             self._invalid.spoiled.discard(block_ids)
 
     def failed(self, block_ids: set[int], requests: Collection[str]) -> None:
-        """Take the blocks of a failed load out of vLLM's prefix cache, so that no request reads garbage there."""
+        """Remove the blocks of a failed load from vLLM's prefix cache, so that no other request reads them."""
         if self._blocks is not None:
             self._invalid.failed(block_ids, requests, self._blocks)
 
+    def given_away(self, block_ids: set[int]) -> None:
+        """Stop counting these blocks as spoiled, because their new holders write the blocks before they read them."""
+        self.planned(block_ids)
+
     def begin_step(self, step: Step, requests: Iterable[Request], *, loading: bool) -> Mapping[str, Sequence[int]]:
-        """Take KV of old weights, and states of other boundaries, out of vLLM's prefix cache.
+        """Remove KV of old weights, and states under the key of a wrong boundary, from vLLM's prefix cache.
 
         Returns, by request, the spoiled blocks that `step` would read.
         """
@@ -147,18 +158,21 @@ class Remedies(Recovery):
         if self._stale.requests:
             try:
                 self._stale.plan_step(step.preempted_req_ids or (), requests, blocks)
-            except Exception as e:  # noqa: BLE001  (what the step would read too early is returned all the same)
+            except Exception as e:  # noqa: BLE001  (the spoiled blocks must be returned nevertheless)
                 self._counters.fault("stale_blocks_not_forgotten", error=repr(e))
-                self._stale.begin(self._stale.requests, None)  # the next step takes all of them out
+                self._stale.weights_changed(self._stale.requests, None)  # the next step removes all their blocks
         return self._invalid.failing_loads(step, requests, blocks) if self._invalid.spoiled.clean else {}
 
     def weights_changed(self, requests: Collection[str]) -> None:
-        """Empty vLLM's prefix cache."""
+        """Empty vLLM's prefix cache, because all its KV is of earlier weights."""
         self.encoded.weights_changed()
-        self._stale.begin(requests, self._blocks)
+        self._stale.weights_changed(requests, self._blocks)
 
     def finished(self, request_id: str, *, loading: bool) -> None:
-        """The request is over: remember its blocks, if a sync load that it may have read can still fail."""
+        """Forget the request.
+
+        If a sync load is still `loading`, remember the request's blocks until all loads are reported.
+        """
         self._stale.leave(request_id, self._blocks)
         self.encoded.ended(request_id)
         if self._blocks is not None:

@@ -1,0 +1,1 @@
+"""Finds the facts on which the bytes of an engine's chunks depend: model, weights, layout, numerics."""

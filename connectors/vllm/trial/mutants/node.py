@@ -1,0 +1,111 @@
+"""Bugs in the memory that the engines of a node share."""
+
+from __future__ import annotations
+
+from kvpipe.connectors.vllm.trial.mutants.base import STAGING, STORING, Mutant, Patch, one
+
+_KEEPER = "kvpipe.node.keeper:Keeper"
+_LEDGER = "kvpipe.node.ledger:Ledger"
+_WORLD = "tests/node/test_world.py::test_long_lives_tear_and_lose_nothing"
+_TIERS = "tests/node/test_tiers.py"
+_FENCE = "tests/node/test_fence.py::test_leased_slot_is_not_reused_in_any_order_of_stores_and_loads"
+_END_LEASES = '    leases[:] = memoryview(bytes(leases.nbytes)).cast("I")'
+_NOT_LAST = "    if not is_last:\n        return\n"
+_TAKE_BACK = "    for slot in list(client.granted):\n        self._take_back(client, slot, m.OWNER_GONE)\n"
+
+MUTANTS: dict[str, Mutant] = {
+    "lease_of_a_dead_client_kept": Mutant(
+        "The leases of an engine that has ended stay, so its chunks are never evicted.",
+        one(_KEEPER, "_lost", _END_LEASES, "    pass"),
+        test=_WORLD,
+    ),
+    "lease_freed_too_early": Mutant(
+        "The leases of an engine end with its first process, though a copy of another one may still read.",
+        one(
+            _KEEPER,
+            "_lost",
+            _NOT_LAST,
+            f"    leases = self._ledger.segment.leases_of(client.row)\n{_END_LEASES}\n{_NOT_LAST}",
+        ),
+        test=_WORLD,
+    ),
+    "leased_slot_freed": Mutant(
+        "The holder frees an evicted slot without reading the leases again.",
+        one(_KEEPER, "drain", " if not self._is_leased(slot)]", "]"),
+        test=_WORLD,
+    ),
+    "pin_not_compared": Mutant(
+        "A pin does not compare the generation, so it holds a slot that has another chunk by now.",
+        one("kvpipe.node.replica:NodeLeases", "pin", " != ", " * 0 > "),
+        test=_WORLD,
+    ),
+    "no_fence": Mutant(
+        "The holder reads leases without a fence, so it may miss the lease of an engine that has seen the old "
+        "generation. On x86-64 this was never seen; a model of store buffers has it.",
+        one(_KEEPER, "drain", "self._fence()", "pass"),
+        test=_FENCE,
+    ),
+    "fence_too_early": Mutant(
+        "The holder passes the fence before it raises the generation.",
+        (
+            Patch(_KEEPER, "_drop", "        self._move(", "        self._fence()\n        self._move("),
+            Patch(_KEEPER, "drain", "self._fence()", "pass"),
+        ),
+        test=_FENCE,
+    ),
+    "generation_not_raised": Mutant(
+        "An eviction leaves the generation as it was.",
+        one(_KEEPER, "_drop", "m.EVICT, 1)", "m.EVICT, 0)"),
+        test=_FENCE,
+    ),
+    "published_by_one_rank": Mutant(
+        "A chunk is published when the first rank has landed its part.",
+        one("kvpipe.scheduler.reported:Reported", "count", "if self.ok + self.bad < ranks:", "if False:"),
+        test="tests/node/test_ranks.py::test_chunk_is_published_when_the_last_rank_has_landed",
+    ),
+    "fetch_published_by_one_rank": Mutant(
+        "A chunk from a tier is published when the first rank has landed its part.",
+        one(STAGING, "reported", "count(tally, self._ranks):", "count(tally, 1):"),
+        test=f"{_TIERS}::test_fetched_chunk_is_published_when_the_last_rank_has_landed",
+    ),
+    "slot_of_a_store_not_pinned": Mutant(
+        "The holder may reuse the slot of a chunk while a tier still stores the chunk.",
+        one(STORING, "_store", "self._catalog.lease(owner, [chunk])", "pass"),
+        test=f"{_TIERS}::test_slot_of_a_store_is_not_reused_before_it_has_landed",
+    ),
+    "unpublished_fetch_is_lost": Mutant(
+        "A request does not wait until the holder has published its fetched chunks, and computes them.",
+        one(STAGING, "_landed", "landed and not piece.chunk.is_published", "False"),
+        test=f"{_TIERS}::test_fetched_chunks_are_found_by_other_engines",
+    ),
+    "every_rank_fetches_equal_bytes": Mutant(
+        "All ranks of a model whose bytes are equal fetch a chunk into one slot, one over the other.",
+        one("kvpipe.tiers.carrier:Carrier", "_touches", "return self._fetches", "return True"),
+        test="tests/tiers/test_shared_slots.py::test_rank_leaves_a_slot_alone_that_another_rank_fetches",
+    ),
+    "torn_record_read": Mutant(
+        "Readers believe half-written records of the journal and of the slot table.",
+        one("kvpipe.node.layout", "unpack_slot", "if not _is_whole(raw, _RECORD.size):", "if False:"),
+        test="tests/node/test_torn.py::test_half_written_entry_is_not_found",
+    ),
+    "quarantine_left_too_early": Mutant(
+        "The slots of an engine are free when its first process has ended, though another one may still write.",
+        one(_KEEPER, "_lost", f"{_NOT_LAST}{_TAKE_BACK}", f"{_TAKE_BACK}{_NOT_LAST}"),
+        test=_WORLD,
+    ),
+    "boot_token_ignored": Mutant(
+        "A holder carries out a batch that was meant for the holder before.",
+        one("kvpipe.node.holder:Holder", "_handle", " or message.boot != self._boot", ""),
+        test="tests/node/test_holder.py::test_batch_with_an_old_boot_token_ends_the_connection",
+    ),
+    "last_record_not_finished": Mutant(
+        "A new holder leaves the last record of a holder that was killed unfinished.",
+        one(_LEDGER, "recover", "if last is not None:", "if False:"),
+        test=_WORLD,
+    ),
+    "lost_grants_kept": Mutant(
+        "A new holder keeps the grants of an answer that no engine has received.",
+        one(_KEEPER, "greet", " if one not in held]", " if False]"),
+        test=_WORLD,
+    ),
+}

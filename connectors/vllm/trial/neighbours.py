@@ -1,0 +1,60 @@
+"""The memory of a node in a trial. Its engines are trials in one process, and its holder is called directly."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Final
+from unittest.mock import patch
+
+from kvpipe.connectors.vllm import pooled
+from kvpipe.node.attach import shared_slots
+from kvpipe.node.segment import Segment
+from kvpipe.testing.direct_node import DirectNode, DirectPool
+
+if TYPE_CHECKING:
+    from kvpipe.node.attach import NodeEngine
+    from kvpipe.protocol.geometry import Geometry
+    from kvpipe.transfer.pool import SharedSlots
+
+STOCK: Final = 8
+MOVES_PER_HOLDER: Final = 20
+
+
+class TrialMemory:
+    """The memory that the engines of a trial share. The first engine makes it."""
+
+    def __init__(self) -> None:
+        """Begin without a memory."""
+        self._node: DirectNode | None = None
+        self._moves = 0
+
+    def attaching(self, rank: int) -> AbstractContextManager[Any]:
+        """Let the connectors that are made now use this memory. All ranks of a trial have the same configuration."""
+        attach_rank = functools.partial(self._rank, index=rank)
+        return patch.multiple(pooled, attach_scheduler=self._scheduler, attach_rank=attach_rank)
+
+    def _scheduler(self, _settings: object, geometry: Geometry, engine: NodeEngine) -> DirectPool:
+        size = geometry.slot_bytes * engine.parts
+        if self._node is None:
+            self._node = DirectNode(geometry.pool_bytes_max // size, size)
+        return DirectPool(self._node, STOCK)
+
+    def _rank(
+        self, _settings: object, geometry: Geometry, engine: NodeEngine, _rank: int, *, index: int
+    ) -> tuple[None, SharedSlots]:
+        assert self._node is not None  # noqa: S101
+        part = index % engine.parts
+        return None, shared_slots(Segment(self._node.fd), part * geometry.slot_bytes, saves=part == index)
+
+    def count_move(self) -> None:
+        """Let another holder take over after every `MOVES_PER_HOLDER` moves."""
+        self._moves += 1
+        if self._node is not None and not self._moves % MOVES_PER_HOLDER:
+            self._node.take_over()
+
+    def close(self) -> None:
+        """Close the memory's descriptor."""
+        if self._node is not None:
+            self._node.close()
+            self._node = None
