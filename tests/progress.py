@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Generator
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Final
@@ -23,7 +24,7 @@ ROOT: Final = Path(__file__).parents[1]
 DURATIONS: Final = ROOT / "tests" / "durations.json"
 """Seconds of every test file, measured: files that take long are started first. `make durations` writes it."""
 MEASURED: Final = ROOT / ".cache" / "tests"
-"""A file per part: the seconds of its test files in the last run."""
+"""The last run of each part: seconds and CPU seconds of its test files (NAME.json), and failed tests (NAME.failed)."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -37,6 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Report progress, except in a worker of pytest-xdist: its controller does. Refuse vLLM if told so."""
     if config.getoption("no_vllm"):
         sys.meta_path.insert(0, _NoVllm())
+    config.pluginmanager.register(Processor())
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Progress(str(config.getoption("part"))), "kvpipe-progress")
 
@@ -65,6 +67,29 @@ class _NoVllm(MetaPathFinder):
             raise ImportError(message)
 
 
+class Processor:
+    """Adds to each report the CPU seconds since the report before, of this process and its children that ended."""
+
+    def __init__(self) -> None:
+        self._cpu_s = _cpu_s()
+
+    def pytest_collection_finish(self) -> None:
+        """Do not count imports as a part of the first test."""
+        self._cpu_s = _cpu_s()
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Add the attribute `cpu_s`, which pytest-xdist passes on."""
+        report = yield
+        before, self._cpu_s = self._cpu_s, _cpu_s()
+        vars(report)["cpu_s"] = self._cpu_s - before
+        return report
+
+
+def _cpu_s() -> float:
+    return sum(os.times()[:4])
+
+
 @functools.cache
 def _durations() -> dict[str, float]:
     """Return the recorded seconds of each file, by its path."""
@@ -81,11 +106,13 @@ class Progress:
 
     def __init__(self, part: str) -> None:
         """`part`: the name in each line."""
-        self._part, self._total, self._done, self._failed = part, 0, 0, 0
+        self._part, self._total, self._done = part, 0, 0
+        self._failed: list[str] = []
         self._out = os.fdopen(os.dup(sys.stdout.fileno()), "w")  # stays the terminal while pytest captures a test
         self._began_s, self._ended = time.monotonic(), threading.Event()
         self._running: dict[str, None] = {}
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._cpu_s: defaultdict[str, float] = defaultdict(float)
 
     def pytest_sessionstart(self) -> None:
         """Begin to print."""
@@ -113,8 +140,9 @@ class Progress:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Print a failure at once."""
         self._seconds[_file(report.nodeid)] += report.duration
+        self._cpu_s[_file(report.nodeid)] += getattr(report, "cpu_s", 0.0)
         if report.failed:
-            self._failed += 1
+            self._failed.append(f"{report.nodeid} ({report.when})")
             self._print(f"FAILED {report.nodeid} ({report.when})\n{report.longreprtext}")
             for title, content in report.sections:
                 self._print(f"--- {title} ---\n{content}")
@@ -124,14 +152,18 @@ class Progress:
         return ("passed", "", "PASSED") if report.passed and report.when == "call" else None
 
     def pytest_sessionfinish(self) -> None:
-        """Write down how long every file took, and print the last line."""
+        """Write down how long every file took and which tests failed, and print the last line."""
         self._ended.set()
         self._line()
         MEASURED.mkdir(parents=True, exist_ok=True)
-        seconds = {name: round(took, 1) for name, took in sorted(self._seconds.items())}
+        seconds, cpu_s = (
+            {name: round(took, 1) for name, took in sorted(of.items())} for of in (self._seconds, self._cpu_s)
+        )
         wall_s = round(time.monotonic() - self._began_s, 1)
-        found = {"wall_s": wall_s, "tests": self._done, "files": seconds}
+        found = {"wall_s": wall_s, "tests": self._done, "files": seconds, "files_cpu_s": cpu_s}
         (MEASURED / f"{self._part}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        failed = "".join(f"{self._part}: {test}\n" for test in self._failed)
+        (MEASURED / f"{self._part}.failed").write_text(failed, encoding="utf-8")
 
     def _tick(self) -> None:
         while not self._ended.wait(EVERY_S):
@@ -142,7 +174,7 @@ class Progress:
         took_s = time.monotonic() - self._began_s
         total = self._total or "?"
         now = f", running {running}" if running else ""
-        self._print(f"[{self._part}] {took_s:4.0f} s: {self._done}/{total} done, {self._failed} failed{now}")
+        self._print(f"[{self._part}] {took_s:4.0f} s: {self._done}/{total} done, {len(self._failed)} failed{now}")
 
     def _print(self, text: str) -> None:
         self._out.write(text + "\n")

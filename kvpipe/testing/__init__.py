@@ -1,1 +1,1 @@
-"""Importable test parts: models made locally, a real engine with and without kvpipe, fault injection."""
+"""Importable parts of tests: conformance suites, fake devices, tiers with faults, and transfer engines with faults."""

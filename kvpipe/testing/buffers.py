@@ -14,22 +14,22 @@ NAMESPACE = hashlib.blake2b(b"tests", digest_size=16).hexdigest()
 
 
 def aligned(n: int) -> memoryview:
-    """Return `n` writable bytes, zeroed, at the beginning of a page."""
+    """Return a writable buffer of `n` zero bytes that begins at a page boundary."""
     return memoryview(mmap.mmap(-1, n))
 
 
 def content(seed: int, n: int) -> bytes:
-    """Return `n` bytes that only this seed gives."""
+    """Return `n` pseudo-random bytes that depend on `seed`."""
     return random.Random(seed).randbytes(n)
 
 
 def value(seed: int, n: int) -> tuple[memoryview, ...]:
-    """Return `content(seed, n)` in aligned parts: a header of 4096 bytes and, if there is more, the body."""
+    """Return `content(seed, n)` in aligned parts: the first 4096 bytes, and the rest if `n` is larger."""
     return filled(content(seed, n), (ALIGN_BYTES, n - ALIGN_BYTES) if n > ALIGN_BYTES else (n,))
 
 
 def filled(data: bytes, sizes: Sequence[int]) -> tuple[memoryview, ...]:
-    """Return `data` in aligned buffers of so many bytes each, which are `len(data)` together."""
+    """Return `data` in aligned buffers of the given `sizes`, whose sum is `len(data)`."""
     parts, at = tuple(aligned(size) for size in sizes), 0
     for part in parts:
         part[:] = data[at : at + part.nbytes]
@@ -43,15 +43,15 @@ def some_key(i: int, namespace: str = NAMESPACE, *, group: int = 0, rank: int = 
 
 
 def put(i: int, n: int, **key: Any) -> Put:
-    """Return chunk `i`, `n` bytes long, to be written."""
+    """Return the write of chunk `i` with `n` bytes."""
     return Put(some_key(i, **key), value(i, n))
 
 
 def get(i: int, *sizes: int, **key: Any) -> Get:
-    """Return chunk `i` to be read into buffers of `sizes`."""
+    """Return the read of chunk `i` into buffers of the given `sizes`."""
     return Get(some_key(i, **key), tuple(map(aligned, sizes)))
 
 
 def data(parts: tuple[memoryview, ...]) -> bytes:
-    """Return the bytes of all parts."""
+    """Return the bytes of all parts, joined."""
     return b"".join(parts)

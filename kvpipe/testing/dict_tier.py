@@ -1,4 +1,4 @@
-"""The reference tier: a dictionary."""
+"""The reference tier, which stores values in a dictionary."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kvpipe.tiers.base import Capacity, Entry, Get, Key, Put, Read, Written
 
 
 class DictTier:
-    """Keeps values in this process, for ever."""
+    """A tier that keeps values in this process and never evicts a value."""
 
     def __init__(self, name: str = "dict") -> None:
-        """Nothing is held."""
+        """Make a tier without values."""
         self.name = name
         self.values: dict[str, bytes] = {}
 

@@ -1,17 +1,19 @@
-"""A CUDA device that is slow on purpose: streams run only when the test lets them, in whatever order it likes.
+"""A simulated CUDA device. Its streams run only when a test lets them run, in the order that the test chooses.
 
-A stream is a queue of copies, computations, event records and event waits. `step` runs the head of one stream; a
-stream whose head waits for an event that has not fired cannot run. Whatever CUDA may legally do, some sequence of
-steps does too, so a missing wait shows as wrong bytes under some sequence.
-
-The host's own order is all that it knows of the host: what is queued after the host has observed something comes after
-it. A device can be dead, after which every call raises (a sticky error), and it can give out streams again, like torch.
+A stream is a queue of copies, computations, event records and event waits. `step` runs the head of one stream; a stream
+whose head waits for an event that has not fired cannot run. For every order that CUDA may legally run, there is a
+sequence of steps that runs it. So if a wait is missing, some sequence gives wrong bytes. The device orders work on the
+host only by the host's own order: work that the host queues after it has observed an event runs after that event. A
+device can be dead. Then every call raises the same error (a sticky error). A device can also return the same streams in
+turn, as torch does.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import mmap
+import os
 import threading
 import time
 from collections import Counter, deque
@@ -25,11 +27,12 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from kvpipe.errors import TransferError
 from kvpipe.transfer.base import Ticket
-from kvpipe.transfer.cuda import OrderingPoint
-from kvpipe.transfer.device import CopyBatch, Launch
+from kvpipe.transfer.device import Launch
+from kvpipe.transfer.driver import CopyBatch
 from kvpipe.transfer.kernels import copy_pages
+from kvpipe.transfer.waves import OrderingPoint
 
-Work = Callable[[], None]
+QueuedCall = Callable[[], None]
 
 
 ILLEGAL_ACCESS = "CUDA error: an illegal memory access was encountered"
@@ -37,16 +40,16 @@ CAPTURING = "CUDA error: operation not permitted when stream is capturing"
 
 
 class FakeEvent:
-    """Fires when its stream, `of`, gets there."""
+    """An event of the stream named `of`. It fires when the stream has run all work queued before the event."""
 
     def __init__(self, of: str, device: FakeDevice) -> None:
         self.of, self.device = of, device
         self.fired = self.broken = False
         self.asked = 0
-        self.refusals = 0  # so many questions raise, though the device lives
+        self.refusals = 0  # so many calls of `query` raise, although the device works
 
     def query(self) -> bool:
-        """Whether it has fired. A broken event raises then, as CUDA does after an asynchronous error."""
+        """Whether the event has fired. If it is broken, raise then, as CUDA does after an asynchronous error."""
         self.asked += 1
         self.device.alive()
         if self.refusals:
@@ -57,7 +60,7 @@ class FakeEvent:
         return self.fired
 
     def synchronize(self) -> None:
-        """Block until it has fired; somebody else lets the device run."""
+        """Block until the event has fired. Another thread must let the device run."""
         self.device.waits += 1
         while not self.fired:
             self.device.alive()
@@ -65,22 +68,22 @@ class FakeEvent:
 
 
 class FakeStream:
-    """A queue of work and of events to wait for."""
+    """A stream: a queue of work and of events to wait for."""
 
     def __init__(self, device: FakeDevice, name: str) -> None:
         self.device, self.name = device, name
-        self.queue: deque[Work | FakeEvent] = deque()
+        self.queue: deque[QueuedCall | FakeEvent] = deque()
 
     @property
     def ready(self) -> bool:
-        """Whether its head may run now."""
+        """Whether the head of the queue may run now."""
         if not self.queue:
             return False
         head = self.queue[0]
         return not isinstance(head, FakeEvent) or head.fired
 
-    def put(self, work: Work) -> None:
-        """Queue work."""
+    def put(self, work: QueuedCall) -> None:
+        """Queue `work`."""
         self.device.alive()
         with self.device.lock:
             self.queue.append(work)
@@ -100,24 +103,24 @@ class FakeStream:
         return event
 
     def wait_event(self, event: FakeEvent) -> None:
-        """See torch.cuda.Stream. A device made to forget this stream's waits for that stream forgets it."""
+        """See torch.cuda.Stream. Does nothing if the device's `forgets` has this stream and the event's stream."""
         self.device.alive()
         if (self.name, event.of) not in self.device.forgets:
             with self.device.lock:
                 self.queue.append(event)
 
     def synchronize(self) -> None:
-        """Run the device until this queue is empty."""
+        """Run the device until this stream's queue is empty."""
         self.device.alive()
         while self.queue:
-            with self.device.lock:  # others may let it run too
+            with self.device.lock:  # other threads may let the device run, too
                 hangs = bool(self.queue) and not self.device.step(0)
             if hangs:
                 msg = f"stream {self.name} waits for an event that nobody will fire"
                 raise RuntimeError(msg)
 
     def run_head(self) -> None:
-        """Run the head, which is ready."""
+        """Run the head of the queue, which must be `ready`."""
         head = self.queue.popleft()
         if not isinstance(head, FakeEvent):
             head()
@@ -126,9 +129,9 @@ class FakeStream:
 class FakeDevice:
     """Implements `kvpipe.transfer.device.Device`. `compute` is the caller's stream.
 
-    `forgets` has (waiting stream, stream waited for): waits that are dropped, as if the engine had forgotten them. With
-    `interpreted` launches run the real kernel in Triton's interpreter; without, what it should do. `streams_max`: so
-    many streams there are, the caller's among them, which are given out again and again; 0: a new one each time.
+    `forgets` has pairs (waiting stream, awaited stream) whose waits are dropped, as if the engine had forgotten them.
+    If `interpreted`, launches run the real kernel in Triton's interpreter, otherwise `_move_rows`. `streams_max`: the
+    number of streams, the caller's included, that `stream` returns in turn; 0: each call makes a new stream.
     """
 
     def __init__(
@@ -142,10 +145,11 @@ class FakeDevice:
         self.forgets = frozenset(forgets)
         self.lock = threading.RLock()
         self.compute = FakeStream(self, "compute")
-        self.streams = [self.compute]
-        self.lost: set[str] = set()  # streams, by how their names begin, that cannot record events any more
-        self.copies_until_error = -1  # how many copies and launches may be queued before one raises; -1: all
-        self.errors_on = ""  # of the streams whose names begin so
+        self.default = FakeStream(self, "default")
+        self.streams = [self.compute, self.default]
+        self.lost: set[str] = set()  # beginnings of the names of streams that cannot record events any more
+        self.copies_until_error = -1  # copies and launches that may be queued before one raises; -1: none raises
+        self.errors_on = ""  # the beginning of the names of streams whose copies may raise
         self.pins_max = pins_max
         self.pinned: dict[int, int] = {}
         self.pin_log: list[tuple[int, int]] = []
@@ -154,19 +158,21 @@ class FakeDevice:
         self.no_kernels = ""
         self.memory_max = 1 << 30
         self.moved: Counter[str] = Counter()  # operations by kind
-        self.deepest = 0  # the most layers of a launch
+        self.deepest = 0  # the largest number of layers of a launch
         self.dead = ""  # the error that every call raises
-        self.waits = 0  # of the host, for events
+        self.waits = 0  # the number of times that the host has waited for an event
         self.near: frozenset[int] = frozenset()
+        self.architecture = (8, 0)
+        self.lag_us = 1000.0  # the result of `blocking_lag_us`
         self._streams_max, self._given = streams_max, 0
 
     def alive(self) -> None:
-        """Raise the sticky error, if there is one."""
+        """Raise the sticky error `dead`, if there is one."""
         if self.dead:
             raise RuntimeError(self.dead)
 
     def stream(self, name: str) -> FakeStream:
-        """Make a stream, or give one out again."""
+        """Return a new stream, or an earlier stream if `streams_max` streams exist."""
         self._given += 1
         if self._streams_max and self._given >= self._streams_max:
             return self.streams[self._given % self._streams_max]
@@ -175,18 +181,25 @@ class FakeDevice:
         return made
 
     def current_stream(self) -> FakeStream:
-        """The caller's stream."""
-        return self.compute
+        """Return the caller's stream.
+
+        For the engine's own threads this is the default stream, on which nothing is computed.
+        """
+        return self.default if threading.current_thread().name.startswith("kvpipe") else self.compute
 
     def enter_thread(self) -> None:
         """Nothing to do."""
 
     def cpus(self) -> frozenset[int]:
-        """Return the CPUs that the test has set."""
+        """Return `near`, which the test has set."""
         return self.near
 
+    def capability(self) -> tuple[int, int]:
+        """Return `architecture`, which the test has set."""
+        return self.architecture
+
     def copy(self, stream: FakeStream, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Queue copies. One out of memory that was allocated pinned is small, and is queued as a whole."""
+        """Queue copies. A copy from memory of `allocate_pinned` is small, and is queued as a whole."""
         for to, source in pairs:
             if source.untyped_storage().data_ptr() in self.pinned_memory:
                 stream.put(_copy(to, source))
@@ -194,18 +207,21 @@ class FakeDevice:
                 self.moved["copy"] += 1
                 self._queue_copy(stream, to.view(-1), source.view(-1))
 
-    def copy_batch(self, stream: FakeStream, copies: CopyBatch) -> None:
+    def copy_batch(self, stream: FakeStream, copies: CopyBatch, *, settled: bool) -> None:
         """Queue copies between addresses."""
         self.moved["batch"] += 1
         for to, source, size in zip(*(column.tolist() for column in copies), strict=True):
-            self._queue_copy(stream, _bytes_at(to, size), _bytes_at(source, size))
+            self._queue_copy(stream, _bytes_at(to, size), _bytes_at(source, size), settled=settled)
 
-    def _queue_copy(self, stream: FakeStream, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue a copy in two halves, so that other streams can come between."""
+    def _queue_copy(self, stream: FakeStream, to: torch.Tensor, source: torch.Tensor, *, settled: bool = False) -> None:
+        """Queue a copy in two halves, so that other streams can run between them.
+
+        The first half reads `settled` bytes now.
+        """
         self._may_fail(stream)
         middle = len(to) // 2
         for half in (slice(0, middle), slice(middle, None)):
-            stream.put(_copy(to[half], source[half]))
+            stream.put(_copy(to[half], source[half].clone() if settled and not half.start else source[half]))
 
     def _may_fail(self, stream: FakeStream) -> None:
         if not stream.name.startswith(self.errors_on):
@@ -217,14 +233,14 @@ class FakeDevice:
         self.copies_until_error -= self.copies_until_error > 0
 
     def upload(self, stream: FakeStream, array: npt.NDArray[Any]) -> torch.Tensor:
-        """Queue a copy to a tensor whose bytes are nonsense until then."""
+        """Return a tensor with wrong bytes, and queue a copy of `array` to this tensor."""
         self.moved["upload"] += 1
         made, wanted = torch.full(array.shape, -1, dtype=torch.from_numpy(array).dtype), torch.tensor(array)
         stream.put(_copy(made, wanted))
         return made
 
     def launch(self, stream: FakeStream, launch: Launch) -> None:
-        """Queue the kernel, in two halves of its rows unless it is interpreted."""
+        """Queue the kernel: as a whole if it is interpreted, otherwise in two halves of its rows."""
         self.moved["launch"] += 1
         self.deepest = max(self.deepest, launch.layers)
         self._may_fail(stream)
@@ -241,7 +257,7 @@ class FakeDevice:
         if size > self.memory_max:
             msg = "CUDA out of memory"
             raise RuntimeError(msg)
-        return torch.full((size,), 0xEE, dtype=torch.uint8)
+        return _nonsense(size)
 
     def allocate_pinned(self, size: int) -> torch.Tensor:
         """Return memory that holds nonsense."""
@@ -249,16 +265,22 @@ class FakeDevice:
         self.pinned_memory.add(made.untyped_storage().data_ptr())
         return made
 
+    def blocking_lag_us(self) -> float:
+        """Return `lag_us`, which the test has set. Raises if it is negative."""
+        if self.lag_us < 0:
+            raise RuntimeError("CUDA out of memory")
+        return self.lag_us
+
     def has_kernels(self) -> str:
-        """Return why the device has no kernels, as the test has set it; nothing: it has."""
+        """Return `no_kernels`, the reason that the test has set; "": the device has kernels."""
         return self.no_kernels
 
     def reads_pool(self) -> bool:
-        """It does."""
+        """Return True."""
         return True
 
     def register(self, address: int, size: int) -> None:
-        """Pin, as far as `pins_max` goes."""
+        """Record the memory as pinned. Raises `TransferError` beyond `pins_max` registrations."""
         self.alive()
         if len(self.pinned) >= self.pins_max:
             msg = "CUDA error 2"
@@ -267,12 +289,12 @@ class FakeDevice:
         self.pin_log.append((address, size))
 
     def unregister(self, address: int) -> None:
-        """Unpin; what was not pinned is an error."""
+        """Remove the record of `register`. Raises KeyError if `address` was not registered."""
         self.alive()
         del self.pinned[address]
 
     def step(self, choice: int) -> bool:
-        """Run the head of one of the streams that can run. Returns False when none can."""
+        """Run the head of one stream that is ready. Returns False if no stream is ready."""
         with self.lock:
             ready = [stream for stream in self.streams if stream.ready]
             if ready:
@@ -280,15 +302,35 @@ class FakeDevice:
             return bool(ready)
 
     def drain(self) -> None:
-        """Run everything that is queued by now."""
+        """Run all queued work."""
         with self.lock:
             while self.step(0):
                 pass
             assert not any(stream.queue for stream in self.streams), "the streams wait for each other"
 
 
+NONSENSE = 0xEE
+MAPPED_BYTES_MIN, MAPPED_BYTES_MAX = 64 << 10, 4 << 20
+"""The sizes of memory that is mapped. To fill this memory would take longer than most tests."""
+
+
+@functools.cache
+def _nonsense_file() -> int:
+    """Return a file in memory that is full of nonsense."""
+    file = os.memfd_create("nonsense")
+    os.pwrite(file, bytes([NONSENSE]) * MAPPED_BYTES_MAX, 0)
+    return file
+
+
+def _nonsense(size: int) -> torch.Tensor:
+    """Return bytes of nonsense. The system copies a page of mapped memory at the first write to the page."""
+    if not MAPPED_BYTES_MIN <= size <= MAPPED_BYTES_MAX:
+        return torch.full((size,), NONSENSE, dtype=torch.uint8)
+    return torch.frombuffer(mmap.mmap(_nonsense_file(), size, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
+
+
 INTERPRETED = InterpretedFunction(copy_pages.fn)
-"""The kernel, run by Triton's interpreter: the addresses are those of host memory."""
+"""The kernel in Triton's interpreter, which accepts addresses of host memory."""
 
 
 def _bytes_at(address: int, size: int) -> torch.Tensor:
@@ -297,7 +339,7 @@ def _bytes_at(address: int, size: int) -> torch.Tensor:
 
 
 def _move_rows(launch: Launch, rows: Iterable[int]) -> None:
-    """What the kernel is to do, page by page, written down without regard to speed."""
+    """Do the work of the kernel for `rows`, page by page."""
     for deep in range(launch.layers):
         base, offset = launch.places[launch.layer + deep].tolist()
         for number in rows:
@@ -316,7 +358,7 @@ def _move_rows(launch: Launch, rows: Iterable[int]) -> None:
             to.copy_(source)
 
 
-def _copy(to: torch.Tensor, source: torch.Tensor) -> Work:
+def _copy(to: torch.Tensor, source: torch.Tensor) -> QueuedCall:
     def work() -> None:
         to.copy_(source)
 

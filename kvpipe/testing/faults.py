@@ -1,4 +1,4 @@
-"""Transfer engines that fail on demand, and copy for real otherwise."""
+"""A transfer engine that fails copies on demand, and copies real bytes otherwise."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ Fail = Callable[[Direction, bool, int], bool]
 
 
 class FaultyCpuEngine(CpuEngine):
-    """Asks `fail(direction, is_every_second_job, layer)` for each job and layer; a failed load leaves garbage."""
+    """Calls `fail(direction, is_every_second_job, layer)` for each job and layer. A failed load leaves garbage."""
 
     def __init__(self, threads: int, fail: Fail) -> None:
-        """`fail` decides; jobs are numbered per direction in the order in which they are first seen."""
+        """`fail` returns whether a job fails. Every second job in the order of first use, by direction, is marked."""
         super().__init__(threads)
         self._fail = fail
         self._seen: dict[Direction, dict[int, int]] = {Direction.SAVE: {}, Direction.LOAD: {}}
 
     def copy_layer(self, plan: CopyPlan, layer: int) -> frozenset[int]:
-        """Copy, then spoil the bytes of the jobs that fail."""
+        """Copy a layer, then overwrite the blocks of loads that fail."""
         super().copy_layer(plan, layer)
         seen = self._seen[plan.direction]
         failed = frozenset(
@@ -32,5 +32,5 @@ class FaultyCpuEngine(CpuEngine):
             group, _ = self._geometry.layers[layer]
             for job, _slot, _page, block, pages in plan.runs[group].tolist():
                 if job in failed:
-                    self._views[layer].tensor[block : block + pages] = 0x7F  # large floats: no answer survives them
+                    self._views[layer].tensor[block : block + pages] = 0x7F  # large floats, which change every answer
         return failed

@@ -1,4 +1,4 @@
-"""A tier with faults: late, failing, full, forgetful, damaging or hanging, by a seeded plan or on demand."""
+"""A tier with faults: delays, failures, a full store, misses, damage or hangs, by a seeded plan or on demand."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from kvpipe.tiers.base import Capacity, Entry, Get, Key, Put, Read, Tier, TierEr
 
 
 class TierFault(Enum):
-    """What can go wrong with one call."""
+    """A fault of one call."""
 
-    LATE = "late"  # it is done, but only after a while
-    ERROR = "error"  # it is not done, and raises
-    LOST = "lost"  # it is done, but raises: the answer was lost
-    HANG = "hang"  # it never returns: it can only be cancelled
-    FULL = "full"  # writes only: there is no room
-    MISS = "miss"  # exists and read only: nothing is found
-    FLIP = "flip"  # read only: one bit of every value read is another
+    LATE = "late"  # the call is done after a delay
+    ERROR = "error"  # the call is not done, and raises TierError
+    LOST = "lost"  # the call is done, but raises TierError, as if its answer was lost
+    HANG = "hang"  # the call never returns, and can only be cancelled
+    FULL = "full"  # writes only: raises TierFullError
+    MISS = "miss"  # exists and read only: no value is found
+    FLIP = "flip"  # read only: one bit of every value is flipped
 
 
 ALWAYS = frozenset({TierFault.LATE, TierFault.ERROR, TierFault.LOST, TierFault.HANG})
 
 
 def seeded(seed: int, chances: Mapping[TierFault, float]) -> Iterator[TierFault | None]:
-    """Yield, for one call after the other, a fault by its chance, or None; the same ones for the same seed."""
+    """Yield a fault, by its probability, or None, for each successive call. The same seed gives the same faults."""
     rng = random.Random(seed)
     faults: tuple[TierFault | None, ...] = (*chances, None)
     weights = (*chances.values(), 1 - sum(chances.values()))
@@ -37,15 +37,16 @@ def seeded(seed: int, chances: Mapping[TierFault, float]) -> Iterator[TierFault 
 
 
 class FaultyTier:
-    """Passes every call to `inner`, with at most one fault: the first of `demanded` that fits, or else the plan's next.
+    """Passes every call to the tier `inner`, with at most one fault.
 
-    Opening and closing have no faults. `struck` counts what has happened.
+    The fault is the first of `demanded` that is possible for the call, or else the next of the plan. `open` and `close`
+    have no faults. `struck` counts the faults that have occurred.
     """
 
     def __init__(
         self, inner: Tier, plan: Iterable[TierFault | None] = (), *, late_s: float = 0.01, seed: int = 0
     ) -> None:
-        """Nothing has happened. `plan` may be endless; when it ends there are no further faults."""
+        """Start without faults. `plan` may be endless. After its end only `demanded` causes faults."""
         self.inner, self.name, self.late_s = inner, inner.name, late_s
         self.plan = iter(plan)
         self.demanded: deque[TierFault] = deque()
@@ -65,21 +66,21 @@ class FaultyTier:
         return fault
 
     async def _before(self, *own: TierFault) -> TierFault | None:
-        """Let the next fault begin; return it for what remains of it afterwards."""
+        """Apply the part of the next fault that precedes the call, and return the fault."""
         fault = self._next(frozenset(own))
         if fault is TierFault.LATE:
             await anyio.sleep(self.late_s)
         elif fault is TierFault.HANG:
             await anyio.sleep_forever()
         elif fault is TierFault.FULL:
-            msg = f"{self.name}: full, as was wished"
+            msg = f"{self.name}: full, as the test demanded"
             raise TierFullError(msg)
         elif fault is TierFault.ERROR:
             self._fail()
         return fault
 
     def _fail(self) -> None:
-        msg = f"{self.name}: failed, as was wished"
+        msg = f"{self.name}: failed, as the test demanded"
         raise TierError(msg)
 
     def _after(self, fault: TierFault | None) -> None:

@@ -1,4 +1,4 @@
-"""A copy engine without threads: copies run, fail and complete on a trial's command."""
+"""A copy engine without threads. A trial decides when copies run and complete, and which copies fail."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ class Held(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """A copy whose bytes have moved, and the jobs that failed."""
+    """A copy whose bytes have moved, and the ids of the jobs that failed."""
 
     ticket: Ticket
     failed: frozenset[int]
 
 
 class HeldEngine(CpuEngine):
-    """Copies of one direction run in order, when somebody waits for them or when the trial runs them; some fail.
+    """A copy engine that holds copies until a caller waits for them or the trial runs them.
 
-    With `device` a wait only orders: the bytes have moved when it returns, but the completion is still to come, as with
-    CUDA events. A failure is known at once then (`Ticket.failed`).
+    The trial may let copies fail. Copies of one direction run in order. If `device` is True, a wait only orders, as
+    with CUDA events: when the wait returns, the bytes have moved, but the completion is delivered later. In this case a
+    failure is set at once in `Ticket.failed`.
     """
 
     def __init__(self, *, device: bool = False) -> None:
-        """Start with every copy held until it is waited for, and due to succeed."""
+        """Start in a state in which every copy is held until a caller waits for it, and then succeeds."""
         super().__init__(0)
         self._device = device
         self._held: dict[Direction, deque[Held]] = {d: deque() for d in Direction}
-        self._moved: dict[Direction, deque[Moved]] = {d: deque() for d in Direction}  # bytes moved, completion to come
+        self._moved: dict[Direction, deque[Moved]] = {d: deque() for d in Direction}  # completions not yet delivered
         self._silent: list[Moved] = []
         self._armed: dict[Direction, list[int]] = {d: [] for d in Direction}
         self._doomed: dict[int, int] = {}
@@ -51,31 +52,31 @@ class HeldEngine(CpuEngine):
     # ---- the trial's side -----------------------------------------------------------------------------------------
 
     def arm(self, direction: Direction, layer: int) -> None:
-        """Let the next job of `direction` fail in `layer`, leaving garbage where it wrote."""
+        """Let the next job of `direction` fail in `layer`. The job leaves garbage at its destination."""
         self._armed[direction].append(layer)
 
     def lose(self, direction: Direction, *, in_time: bool = False) -> None:
-        """Let the next wait of `direction` time out: the bytes have moved, the completion comes much later.
+        """Let the next wait of `direction` time out, although the bytes have moved. `find_lost` delivers completions.
 
-        `in_time`: the completion comes just as the wait is given up.
+        `in_time`: the completions are delivered just before the wait returns.
         """
         self._losing[direction] = in_time
 
     def pace(self, saves: int, loads: int, *, backwards: bool) -> None:
-        """From now on run copies in batches, as soon as that many are held; 0: only when waited for.
+        """Run copies in batches from now on, as soon as `saves` or `loads` copies are held; 0: only in a wait.
 
-        `backwards`: their completions arrive in reverse.
+        `backwards`: completions arrive in reverse order.
         """
         self._pace = {Direction.SAVE: saves, Direction.LOAD: loads}
         self._backwards = backwards
 
     def tick(self, direction: Direction, copies: int) -> None:
-        """Let time pass: up to `copies` copies complete."""
+        """Run and complete up to `copies` copies of `direction`."""
         moved = self._moved[direction]
         while self._held[direction] and len(moved) < copies:
             self._move(direction)
         done = [moved.popleft() for _ in range(min(copies, len(moved)))]
-        if self._backwards:  # of more than two the first one comes first: what has begun to land goes on wrongly, too
+        if self._backwards:  # if there are more than two, the first stays first, so that the order breaks in the middle
             done = done[: len(done) > 2] + done[: 0 if len(done) > 2 else None : -1]
         for ticket, failed in done:
             self._last = ticket
@@ -85,26 +86,26 @@ class HeldEngine(CpuEngine):
                 ticket.sink(ticket)
 
     def find_lost(self) -> None:
-        """Deliver the late completions."""
+        """Deliver the completions that `lose` has held back."""
         late, self._silent = self._silent, []
         for ticket, failed in late:
             ticket.complete(failed)
 
     def again(self, ahead: int) -> None:
-        """Deliver the last completion once more, and that of `ahead` copies later twice."""
+        """Deliver the last completion once more, and deliver the `ahead`-th next completion twice."""
         self._doubling = ahead
         if self._last is not None:
             self._last.sink(self._last)
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is held back."""
+        """Whether no copy and no completion is held."""
         return not self._silent and not any(self._held.values()) and not any(self._moved.values())
 
-    # ---- what the pipeline asks -----------------------------------------------------------------------------------
+    # ---- called by the pipeline -----------------------------------------------------------------------------------
 
     def submit(self, plan: CopyPlan, ticket: Ticket) -> None:
-        """Hold the copy back."""
+        """Hold the copy `plan`, or run held copies if a pace is set."""
         for job in plan.jobs:
             if job.id not in self._doomed:
                 armed = self._armed[plan.direction]
@@ -116,11 +117,11 @@ class HeldEngine(CpuEngine):
             self.tick(plan.direction, pace)
 
     def guard_read(self, ticket: Ticket, timeout_s: float) -> bool:
-        """Run everything up to `ticket`."""
+        """Run all copies up to `ticket`, as `fence` does."""
         return self.fence(ticket, timeout_s)
 
     def fence(self, ticket: Ticket, timeout_s: float) -> bool:
-        """Run everything up to `ticket`; a silent one times out at once."""
+        """Run all copies up to `ticket`. A wait that `lose` has chosen returns False at once."""
         for direction, held in self._held.items():
             moved = self._moved[direction]
             if direction in self._losing and any(h.ticket is ticket for h in held):
@@ -134,7 +135,7 @@ class HeldEngine(CpuEngine):
                 return False
             while any(h.ticket is ticket for h in held):
                 self._move(direction)
-            prompt = not self._device or ticket.batch is self._failing  # failures are notified at once
+            prompt = not self._device or ticket.batch is self._failing  # a failure's completion is delivered at once
             while prompt and any(t is ticket for t, _ in moved):
                 self.tick(direction, 1)
         if any(t is ticket for t, _ in self._silent):
@@ -142,14 +143,14 @@ class HeldEngine(CpuEngine):
         return self._device or ticket.wait(timeout_s)
 
     def shutdown(self) -> None:
-        """Run everything."""
+        """Run all copies and deliver all completions, then shut down."""
         self.find_lost()
         for direction, held in self._held.items():
             self.tick(direction, len(held) + len(self._moved[direction]))
         super().shutdown()
 
     def copy_layer(self, plan: CopyPlan, layer: int) -> frozenset[int]:
-        """Copy, then spoil what fails."""
+        """Copy a layer, then overwrite the destination of each job that fails in this layer."""
         super().copy_layer(plan, layer)
         failed = frozenset(job.id for job in plan.jobs if self._doomed.get(job.id, -1) == layer)
         if failed:
@@ -171,9 +172,7 @@ class HeldEngine(CpuEngine):
         if not ticket.begin():
             self._moved[direction].append(Moved(ticket, frozenset(job.id for job in plan.jobs)))
             return
-        failed = self.copy_layer(plan, ticket.layer)
-        if failed and direction is Direction.LOAD:
-            self._scrub(plan, ticket.layer, failed)
+        failed = self._copy(plan, ticket.layers)
         if failed and self._device:
             ticket.failed, self._failing = failed, ticket.batch
         self._moved[direction].append(Moved(ticket, failed))

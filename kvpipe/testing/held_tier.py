@@ -1,9 +1,10 @@
-"""A tier for trials: a dictionary that all ranks share, which waits, fails and lies on demand."""
+"""A tier for trials: a dictionary that all ranks share. On demand its calls wait, fail or return wrong bytes."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Sequence
 from typing import Literal
 
@@ -12,40 +13,48 @@ from kvpipe.tiers.base import Get, Key, Put, Read, Tier, TierError, TierFullErro
 from kvpipe.tiers.spec import TierSpec
 
 TROUBLES = ("none", "down", "full", "forgets", "damages", "cuts")
-"""Faults of the tier: it fails; it is full; values vanish after a lookup; bytes flip; values are short."""
+"""The faults of the tier.
+
+They are, in order: no fault, the tier is down, the tier is full, every read misses, a bit is flipped, values are short.
+"""
+DROPPED_MAX = 4096
 
 
 class DictSpec(TierSpec):
-    """The configuration of a tier that a test brings itself."""
+    """The configuration of a `HeldTier`."""
 
     kind: Literal["dict"] = "dict"
 
     def make(self, name: str, *, writes: bool = True) -> Tier:  # noqa: ARG002
-        """Return a new one."""
+        """Return a new `HeldTier`."""
         return HeldTier(name)
 
 
 class HeldTier(DictTier):
-    """Used by several event loops at once, controlled from the trial's thread."""
+    """A tier that several event loops use at once. The trial's thread controls it."""
 
     def __init__(self, name: str = "dict") -> None:
-        """Hold nothing back."""
+        """Start without a fault and without held calls."""
         super().__init__(name)
         self.trouble = "none"
         self.is_held, self._lock = False, threading.Lock()
+        self.values_max = 0
+        """The number of values that the tier keeps; it drops the oldest ones. 0: no limit."""
+        self.dropped = deque[str](maxlen=DROPPED_MAX)
+        """The names of the values that were dropped or deleted last."""
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
     @property
     def waiting(self) -> int:
-        """How many calls are held back."""
+        """The number of calls that are held."""
         return len(self._waiting)
 
     def hold(self) -> None:
-        """Let no call end from now on."""
+        """Hold every call from now on."""
         self.is_held = True
 
     def let_go(self) -> None:
-        """Let calls end."""
+        """Let held and later calls continue."""
         with self._lock:
             self.is_held = False
             waiting, self._waiting = self._waiting, []
@@ -75,7 +84,20 @@ class HeldTier(DictTier):
         await self._turn()
         if self.trouble == "full":
             raise TierFullError("it is full")
-        return await super().write(puts)
+        written = await super().write(puts)
+        with self._lock:
+            for name in list(self.values)[: -self.values_max or 0]:
+                self._drop(name)
+        return written
+
+    async def delete(self, keys: Sequence[Key]) -> int:
+        """See `Tier.delete`."""
+        self.dropped.extend(key.text for key in keys)
+        return await super().delete(keys)
+
+    def _drop(self, name: str) -> None:
+        self.dropped.append(name)
+        self.values.pop(name, None)
 
     async def health(self) -> None:
         """See `Tier.health`."""

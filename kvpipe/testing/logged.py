@@ -1,4 +1,4 @@
-"""The lines that kvpipe logs, for tests."""
+"""A capture of kvpipe's log lines, for tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from kvpipe.trace.log import log
 
 
-class _Kept(logging.Handler):
+class _KeepingHandler(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[dict[str, Any]] = []
@@ -21,8 +21,11 @@ class _Kept(logging.Handler):
 
 @contextmanager
 def capture_logs() -> Iterator[list[dict[str, Any]]]:
-    """Yield the lines that are logged from now on, whatever their level: `event`, `log_level` and the fields."""
-    before, kept, alone = (log._logger, log.threshold), _Kept(), logging.Logger(log.name)  # noqa: LOG001
+    """Yield a list that receives all lines logged from now on, of any level.
+
+    A line has the keys `event` and `log_level`, and the line's own fields.
+    """
+    before, kept, alone = (log._logger, log.threshold), _KeepingHandler(), logging.Logger(log.name)  # noqa: LOG001
     alone.addHandler(kept)
     log._logger, log.threshold = alone, logging.NOTSET
     try:

@@ -1,4 +1,4 @@
-"""How a suite fails whose user has not overridden what it needs."""
+"""The failure of a suite whose subclass does not override a required method."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 
 
 def not_overridden(suite: object, method: str, what: str) -> NoReturn:
-    """Fail a test of `suite`, whose class has no `method` of its own, which returns `what`.
+    """Fail a test of `suite`, because its class does not override `method`. `what`: what the method must return.
 
-    An abstract method would not do: pytest leaves out a class that has one, without a word.
+    The method is not abstract, because pytest silently skips a class with abstract methods.
     """
     name = type(suite).__name__
     pytest.fail(f"{name} does not override `{method}`: it must return {what}", pytrace=False)

@@ -1,6 +1,7 @@
-"""What every eviction policy must keep of the protocol of `kvpipe/cache/policy/base.py`: ours and anybody's.
+"""The suite that every eviction policy must pass. It tests the protocol of `kvpipe/cache/policy/base.py`.
 
-A test module of a policy has a subclass of `PolicyConformance`, whose fixture `make` builds one for a number of slots:
+A test module of a policy has a subclass of `PolicyConformance`. Its fixture `make` returns a function or class that
+makes a policy for a number of slots:
 
     class TestNewest(PolicyConformance):
         @pytest.fixture
@@ -28,23 +29,23 @@ SLOTS, MOVES = 20, 5000
 
 
 class Item:
-    """A chunk in a policy's eyes. Equal only to itself, as chunks are; its identity is its content."""
+    """A chunk as a policy sees it. An item is equal only to itself. `identity` stands for the chunk's content."""
 
     def __init__(self, identity: str, before: str = "") -> None:
-        """`identity` is what it holds, `before` that of what it follows."""
+        """`identity`: the identity of the content. `before`: the identity of the preceding chunk."""
         self.identity, self.before, self.place = identity, before, 0
 
 
 class PolicyConformance:
-    """The claims."""
+    """The tests of an eviction policy."""
 
     @pytest.fixture
     def make(self) -> Any:
-        """Return a function from a number of slots to a policy. Subclasses override it."""
-        not_overridden(self, "make", "what builds a policy for so many slots")
+        """Return a function from a number of slots to a policy. Subclasses override this fixture."""
+        not_overridden(self, "make", "a function from a number of slots to a policy")
 
     def test_every_chunk_goes_once(self, make: Callable[[int], Policy]) -> None:
-        """Victims come out once, held or unknown chunks never, and an empty policy has none."""
+        """Each chunk is a victim once. A held or unknown chunk is never a victim, and an empty policy has no victim."""
         policy = make(SLOTS)
         assert policy.victim() is None
         items = [Item(str(i)) for i in range(10)]
@@ -62,7 +63,7 @@ class PolicyConformance:
         assert policy.victim() is None
 
     def test_any_moves(self, make: Callable[[int], Policy]) -> None:
-        """Whatever is inserted, held, given back and evicted, in any order: every victim is a chunk that may go."""
+        """After inserts, holds, releases and evictions in any order, every victim is a chunk that may be evicted."""
         policy, rng = make(SLOTS), random.Random(0)
         free, held = list[Item](), list[Item]()
         for move in range(MOVES):
@@ -86,7 +87,7 @@ class PolicyConformance:
             assert len(policy) == len(free)
 
     def test_equal_content_is_another_chunk(self, make: Callable[[int], Policy]) -> None:
-        """Two chunks with one identity are two: each is held, and evicted, by itself."""
+        """Two chunks with the same identity are separate: each is held and evicted independently."""
         policy, one, other = make(SLOTS), Item("same"), Item("same")
         policy.insert(one, hit=False)
         policy.insert(other, hit=False)
@@ -97,7 +98,7 @@ class PolicyConformance:
         assert policy.victim() is None
 
     def test_its_bookkeeping_is_bounded(self, make: Callable[[int], Policy]) -> None:
-        """A policy that remembers what went does not remember for ever."""
+        """A policy's memory of evicted chunks does not grow without bound."""
         policy, gone, held_bytes = make(SLOTS), 200 * SLOTS, list[int]()
         for turn in range(2):
             for i in range(gone):
@@ -109,7 +110,7 @@ class PolicyConformance:
 
 
 def _held_bytes(policy: Policy) -> int:
-    """Return the size of all data that `policy` refers to, at whatever depth."""
+    """Return the size in bytes of all objects that `policy` refers to, directly or indirectly."""
     found: dict[int, object] = {}
     new: list[object] = [policy]
     while new:

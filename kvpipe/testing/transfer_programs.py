@@ -1,15 +1,15 @@
-"""What an engine step does to the paged cache, as small programs that return whether every byte was right.
+"""Small programs that do an engine step's work on the paged cache. Each program returns whether every byte was right.
 
-Each is the proof of one ordering when it holds for every schedule, and of the tests when it breaks as soon as one
-wait is left out.
+If a program returns True for every schedule, one ordering of the transfer engine is proven. If the program returns
+False once a wait is left out, the test itself is proven.
 """
 
 from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from kvpipe.messages import Kind
-from kvpipe.testing.transfer_worlds import BLOCKS, GEOMETRY, LAYERS, World, make_job, rows_of, value_of
+from kvpipe.protocol.messages import Kind
+from kvpipe.testing.transfer_worlds import BLOCKS, GEOMETRY, LAYERS, World, job_rows, make_job, value_of
 from kvpipe.testing.waiting import WAIT_S
 from kvpipe.transfer.base import Direction
 
@@ -17,16 +17,19 @@ PAGES = min(GEOMETRY.pages_per_chunk)
 TURNS = 3
 
 block_lists = st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=PAGES, unique=True)
-"""Blocks of one group: in any order, adjacent or not."""
+"""Lists of blocks of one group. The blocks are in any order, adjacent or not."""
 tables = st.fixed_dictionaries(dict.fromkeys(range(len(GEOMETRY.groups)), block_lists))
 schedules: st.SearchStrategy[list[int]] = st.one_of(st.just([]), st.lists(st.integers(0, 7), min_size=30, max_size=200))
-"""0 gives the turn back, others run one of the streams that can run; none: nothing runs before the end."""
+"""Schedules of a simulated device. 0 returns control to the program; another number runs one of the ready streams.
+
+With an empty schedule nothing runs before the end of the program.
+"""
 
 
 def saves_are_right(w: World, table: dict[int, list[int]]) -> bool:
-    """Compute writes the same blocks in every turn and saves them to another slot, layer by layer, fenced once."""
+    """In every turn compute writes the same blocks, which are saved to a new slot layer by layer, with one fence."""
     for turn in range(TURNS):
-        job = make_job(turn, rows_of(turn, table))
+        job = make_job(turn, job_rows(turn, table))
         for layer in range(LAYERS):
             for block in table[GEOMETRY.layers[layer][0]]:
                 w.write_block(layer, block, value_of(turn, layer, block))
@@ -40,14 +43,14 @@ def saves_are_right(w: World, table: dict[int, list[int]]) -> bool:
         w.slot_page(layer, slot, page).eq(value_of(turn, layer, block)).all()
         for turn in range(TURNS)
         for layer in range(LAYERS)
-        for group, slot, page, block in rows_of(turn, table)
+        for group, slot, page, block in job_rows(turn, table)
         if group == GEOMETRY.layers[layer][0]
     )
 
 
 def loads_are_right(w: World, table: dict[int, list[int]]) -> bool:
-    """Compute reads old bytes, then the same blocks are loaded, then compute reads every layer after its guard."""
-    rows = rows_of(0, table)
+    """Compute reads old bytes, then the blocks are loaded, then compute reads each layer after its `guard_read`."""
+    rows = job_rows(0, table)
     job = make_job(1, rows, Kind.LOAD_SYNC)
     mine = [[row for row in rows if row[0] == GEOMETRY.layers[layer][0]] for layer in range(LAYERS)]
     read = []
@@ -68,8 +71,8 @@ def loads_are_right(w: World, table: dict[int, list[int]]) -> bool:
 
 
 def slots_are_right(w: World, table: dict[int, list[int]], *, awaited: bool = True) -> bool:
-    """Blocks are saved, overwritten behind the fence, and loaded again; before that the host waits, if `awaited`."""
-    save, load = make_job(0, rows_of(0, table)), make_job(1, rows_of(0, table), Kind.LOAD_SYNC)
+    """Blocks are saved, overwritten after the fence, and loaded. If `awaited`, the host waits before the loads."""
+    save, load = make_job(0, job_rows(0, table)), make_job(1, job_rows(0, table), Kind.LOAD_SYNC)
     for layer in range(LAYERS):
         for block in table[GEOMETRY.layers[layer][0]]:
             w.write_block(layer, block, value_of(0, layer, block))

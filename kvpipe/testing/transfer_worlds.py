@@ -1,4 +1,4 @@
-"""A world: an engine, its paged cache and pool, and what stands for the model's compute. The same tests run in each."""
+"""Worlds: a transfer engine with a paged cache, a pool, and simulated compute. The same tests run in every world."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvpipe.geometry import Geometry, Group, Layer
-from kvpipe.messages import Job, Kind
+from kvpipe.protocol.geometry import Geometry, Group, Layer
+from kvpipe.protocol.messages import Job, Kind
 from kvpipe.testing.fake_device import FakeDevice
 from kvpipe.testing.waiting import eventually
 from kvpipe.transfer.base import CopyPlan, Direction, Ticket, TransferEngine
@@ -38,7 +38,7 @@ NO_GPU = pytest.mark.skipif(
 )
 FAKES = [f"fake_{mover.value}" for mover in Mover]
 KINDS = ["cpu_inline", "cpu_threads", *FAKES, *(pytest.param(f"cuda_{m.value}", marks=NO_GPU) for m in Mover)]
-BAY_PAGES = 2  # so few that every plan needs a bay twice
+BAY_PAGES = 2  # so few pages that every plan uses a bay twice
 
 
 def make_job(number: int, rows: Iterable[Row], kind: Kind = Kind.SAVE) -> Job:
@@ -47,7 +47,7 @@ def make_job(number: int, rows: Iterable[Row], kind: Kind = Kind.SAVE) -> Job:
 
 
 class World:
-    """Compute is queued with `write_block` and `read_block`, and happens when the device gets there."""
+    """One world. `write_block` and `read_block` queue compute, which runs when the device runs its queue."""
 
     def __init__(
         self,
@@ -61,26 +61,29 @@ class World:
         wave_bytes: int = 0,
         poll_us_min: int = POLL_US_MIN,
     ) -> None:
-        """`engine` makes one, whose caches are on torch's device `where`; without it `kind` is one of kvpipe's own.
+        """`engine` makes the engine, whose caches are on torch's device `where`.
 
-        `schedule`: which stream a simulated device runs next; 0 hands the turn back to the caller.
-
-        `wave_bytes`: 0 queues every layer as it is submitted.
+        Without `engine`, `kind` names an engine of kvpipe. `schedule`: the streams that a simulated device runs in
+        turn; 0 returns control to the caller. `wave_bytes`: the bytes of a wave; 0: every layer is queued when it is
+        submitted.
         """
         self.kind, self.wave_bytes, self.poll_us_min = kind, wave_bytes, poll_us_min
         self.device = device or FakeDevice()
         self._schedule = iter(schedule)
         self.where = where or ("cuda" if kind.startswith("cuda") else "cpu")
-        gap = 1 if dense else 2
-        self.caches = [
-            torch.zeros(BLOCKS, gap, PAGE_BYTES, dtype=torch.uint8, device=self.where)[:, 0] for _ in range(LAYERS)
-        ]
-        self.views = [view_pages(f"layer.{i}", cache, BLOCKS) for i, cache in enumerate(self.caches)]
+        self._gap = 1 if dense else 2
         self.pool = HostPool(GEOMETRY)
         self.engine = (engine or self._engine)()
-        self.engine.attach(self.views, GEOMETRY, self.pool)
+        self.attach()
         self.completed: list[Ticket] = []
         self.tickets: list[Ticket] = []
+
+    def attach(self) -> None:
+        """Attach the engine to new caches of zeros, at other addresses than before."""
+        shape = BLOCKS, self._gap, PAGE_BYTES
+        self.caches = [torch.zeros(shape, dtype=torch.uint8, device=self.where)[:, 0] for _ in range(LAYERS)]
+        self.views = [view_pages(f"layer.{i}", cache, BLOCKS) for i, cache in enumerate(self.caches)]
+        self.engine.attach(self.views, GEOMETRY, self.pool)
 
     def _engine(self) -> TransferEngine:
         if self.kind.startswith("cpu"):
@@ -108,17 +111,29 @@ class World:
 
     def submit(self, direction: Direction, layer: int, jobs: Iterable[Job], ordinal: int = 0) -> Ticket:
         """Submit one layer."""
-        ticket = Ticket(None, layer, ordinal, self.completed.append)
+        return self._submit(direction, Ticket(None, layer, ordinal, self.completed.append), jobs)
+
+    def submit_all(self, direction: Direction, jobs: Iterable[Job]) -> Ticket:
+        """Submit all layers with one ticket, as a step without hooks does."""
+        return self._submit(direction, Ticket(None, 0, 0, self.completed.append, tuple(range(LAYERS))), jobs)
+
+    def _submit(self, direction: Direction, ticket: Ticket, jobs: Iterable[Job]) -> Ticket:
         self.tickets.append(ticket)
         self.engine.submit(CopyPlan(direction, tuple(jobs), len(GEOMETRY.groups)), ticket)
+        self.await_queueing()
         return ticket
 
+    def await_queueing(self) -> None:
+        """Queue the saves that the completion thread may queue, so that a schedule is repeatable."""
+        if isinstance(self.engine, CudaEngine):
+            self.engine._launch_computed()
+
     def write_block(self, layer: int, block: int, value: int) -> None:
-        """Compute fills a block."""
+        """Queue compute that fills a block with `value`."""
         self._compute(lambda: self.caches[layer][block].fill_(value))
 
     def read_block(self, layer: int, block: int) -> Callable[[], bytes]:
-        """Compute reads a block; call the result after `drain` for what it has read."""
+        """Queue compute that reads a block. After `drain`, a call of the result returns the bytes that were read."""
         got = torch.zeros(PAGE_BYTES, dtype=torch.uint8, device=self.caches[layer].device)
         self._compute(lambda: got.copy_(self.caches[layer][block]))
         return lambda: got.cpu().numpy().tobytes()
@@ -130,14 +145,14 @@ class World:
             work()
 
     def let_run(self) -> None:
-        """Give a simulated device its turn."""
+        """Let a simulated device run, up to the next 0 of its schedule."""
         if self.fake:
             for choice in self._schedule:
                 if choice == 0 or not self.device.step(choice - 1):
                     return
 
     def drain(self) -> None:
-        """Let everything that was submitted happen, and every ticket complete."""
+        """Run all submitted work, and wait until every ticket is complete."""
         self.drain_all()
         self.wait_for(*self.tickets)
 
@@ -146,13 +161,13 @@ class World:
         assert eventually(lambda: self.are_complete(tickets)), "a ticket never completed"
 
     def are_complete(self, tickets: Iterable[Ticket]) -> bool:
-        """Give a simulated device its turn; return whether the tickets are complete."""
+        """Run all ready work of a simulated device. Return whether the tickets are complete."""
         while self.fake and self.device.step(0):
             pass
         return all(ticket.done for ticket in tickets)
 
     def drain_all(self) -> None:
-        """Let everything that was submitted happen."""
+        """Run all submitted work."""
         if self.fake:
             for choice in self._schedule:
                 self.device.step(choice)
@@ -161,7 +176,7 @@ class World:
             torch.get_device_module(self.where).synchronize()
 
     def slot_page(self, layer: int, slot: int, page: int) -> torch.Tensor:
-        """Where page `page` of `layer` lies in slot `slot`."""
+        """Return the bytes of page `page` of `layer` in slot `slot`."""
         group, index = GEOMETRY.layers[layer]
         start = GEOMETRY.layer_offsets[group][index] + page * PAGE_BYTES
         return self.pool.tensor[slot, start : start + PAGE_BYTES]
@@ -169,7 +184,7 @@ class World:
 
 @contextmanager
 def world(kind: str, **options: object) -> Iterator[World]:
-    """Make a world and shut it down."""
+    """Yield a world, and shut its engine down at the end."""
     made = World(kind, **options)  # type: ignore[arg-type]
     try:
         yield made
@@ -177,11 +192,11 @@ def world(kind: str, **options: object) -> Iterator[World]:
         made.engine.shutdown()
 
 
-def rows_of(turn: int, blocks: dict[int, list[int]]) -> list[Row]:
+def job_rows(turn: int, blocks: dict[int, list[int]]) -> list[Row]:
     """Return rows for `blocks` per group: one slot per turn and group, pages in order."""
     return [(g, 2 * turn + g, page, block) for g, mine in blocks.items() for page, block in enumerate(mine)]
 
 
 def value_of(turn: int, layer: int, block: int) -> int:
-    """A byte that is like no other."""
+    """Return a byte that differs for each turn, layer and block."""
     return 1 + (turn * LAYERS + layer) * BLOCKS + block

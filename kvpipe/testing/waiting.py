@@ -1,4 +1,4 @@
-"""How tests wait: for what must come, however slow the machine is, and never for a time that should be enough."""
+"""Waits for tests. A test waits for a condition, never for a fixed time, because the speed of machines differs."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable
 from typing import Any, Final
 
 WAIT_S: Final = 120.0
-"""A limit that no load of the machine reaches: only what hangs."""
+"""A time limit in seconds that only a hang exceeds, whatever the load of the machine is."""
 EVENTUALLY_S: float = WAIT_S
-"""The limit of `eventually`. Where a hang is expected, as with a mutant, it is lower."""
+"""The time limit of `eventually` in seconds. Tests that expect a hang, such as tests of mutants, lower this limit."""
 PATIENT_MS: Final = 120_000
-"""The same, as the `timeout_ms_max` of a tier whose limit is not what a test is about."""
+"""A `timeout_ms_max` that only a hang exceeds, for tests that do not test the tier's time limit."""
 PATIENT: Final[dict[str, Any]] = {"timeout_ms_max": PATIENT_MS}
-"""It as keys of a tier."""
+"""`PATIENT_MS` as configuration keys of a tier."""
 
 
 def eventually(true: Callable[[], object], *, every_s: float = 0.001) -> bool:
-    """Whether `true` becomes true within `EVENTUALLY_S`. It is asked every `every_s` seconds until then."""
+    """Whether `true()` becomes true within `EVENTUALLY_S` seconds. It is called every `every_s` seconds."""
     limit = time.monotonic() + EVENTUALLY_S
     while not true():
         if time.monotonic() > limit:

@@ -1,0 +1,99 @@
+"""A node's memory whose holder runs in the test's process, so that tests choose the order of all events."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+from kvpipe.cache.policy.lru import Lru
+from kvpipe.node.client import NodePool
+from kvpipe.node.keeper import Keeper
+from kvpipe.node.layout import VERSION, Process
+from kvpipe.node.ledger import Ledger
+from kvpipe.node.messages import BatchAnswer, Hello
+from kvpipe.node.replica import NodeLeases
+from kvpipe.node.segment import Segment, create
+from kvpipe.node.stock import Stock
+from kvpipe.statemachine import node_link as m
+from kvpipe.statemachine.core import Cursor
+
+
+class DirectNode:
+    """A memory of `slots` slots and the holder's keeper. `numbers` yields the engines' numbers."""
+
+    def __init__(self, slots: int, slot_bytes: int) -> None:
+        """Make the memory. All slots may be used from the start."""
+        self.slots, self.slot_bytes, self.numbers = slots, slot_bytes, itertools.count(1)
+        self.fd = create(slots, slot_bytes, rows=4)
+        self.keeper = self._begin()
+
+    def _begin(self) -> Keeper:
+        keeper = Keeper(Ledger(Segment(self.fd, whole=False)), Lru(), fence=lambda: None)
+        keeper.use_more(self.slots)
+        return keeper
+
+    def take_over(self) -> None:
+        """Replace the holder. Engines notice the new holder at their next poll."""
+        self.keeper = self._begin()
+
+    def close(self) -> None:
+        """Close the memory's descriptor."""
+        os.close(self.fd)
+
+
+class DirectPool(NodePool):
+    """An engine on a `DirectNode`. An answer arrives one poll after its batch.
+
+    While `mute` is True no answer arrives, as if the holder were stopped.
+    """
+
+    def __init__(self, node: DirectNode, stock: int = 2) -> None:
+        """Attach the engine to `node`. `stock` is the number of slots that the engine keeps in stock."""
+        self._node, number = node, next(node.numbers)
+        self.process = Process(number, number)
+        self.token = number.to_bytes(16, "big")
+        self.stock, self.segment, self.replica = Stock(stock), Segment(os.dup(node.fd)), None
+        self.link = Cursor(m.NODE_LINK.compile(), "pool")
+        self.why, self.named, self._digest, self._naming = "", -1, b"", b""
+        self.mute, self._keeper, self._answer = False, node.keeper, list[BatchAnswer]()
+        self.takeovers, self._beats_missed, self._looked_s = 0, 0, 0.0
+        self._greet()
+        self.leases = NodeLeases(self.segment, self.client.row)
+
+    def _greet(self) -> None:
+        node, token = self._node, self.layout.token
+        hello = Hello(VERSION, "scheduler", self.token, b"\0" * 32, node.slots, node.slot_bytes, token, self.stock.held)
+        self.client = node.keeper.greet(hello, self.process)
+        self._keeper = node.keeper
+        self.link.fire(m.WELCOME)
+        self.stock.resumed(tuple(self.client.granted.items()))
+        self.named, self._naming = -1, b""
+        self._answer.clear()
+
+    def poll(self) -> None:
+        """Take the answer to the last batch, and send the next batch."""
+        if self.mute:
+            return
+        if self._keeper is not self._node.keeper:
+            self.link.fire(m.HOLDER_LOST)
+            self._greet()
+            self.takeovers += 1
+        if self._answer:
+            self.link.fire(m.ANSWER)
+            answer = self._answer.pop()
+            self.stock.answered(answer)
+            if self._naming and self._naming == self._digest:
+                self.named = answer.namespace
+        self._naming = self._digest if self.named < 0 else b""
+        if (batch := self.stock.batch(0, self._naming)) is not None:
+            self._answer.append(self._node.keeper.batch(self.client, batch))
+        self._node.keeper.drain()
+
+    def leave(self) -> None:
+        """Give the free slots of the stock back to the holder."""
+        if (batch := self.stock.give_back()) is not None:
+            self._node.keeper.batch(self.client, batch)
+
+    def die(self) -> None:
+        """Notify the holder that the engine's process has exited."""
+        self._node.keeper.died(self.client, self.process)

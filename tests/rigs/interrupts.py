@@ -1,0 +1,17 @@
+"""Interrupts of processes that tests start."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def interrupts_enabled() -> Iterator[None]:
+    """Let processes that the context starts take SIGINT. In a background job they would inherit that it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
