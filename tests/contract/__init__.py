@@ -1,1 +1,1 @@
-"""The contract with vLLM: recorded releases, and its real schedulers."""
+"""The contract with vLLM: recorded releases, and vLLM's real schedulers."""

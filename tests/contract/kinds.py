@@ -1,6 +1,6 @@
-"""Every kind of cache that vLLM defines: what kvpipe answers, on what that rests, what it stores and what that costs.
+"""Every kind of cache that vLLM defines: kvpipe's answer, its evidence, the stored bytes and their cost.
 
-Run `python -m tests.contract.kinds` to write the page; the bytes on it are measured by `python -m tests.engine.costs`.
+Run `python -m tests.contract.kinds` to write the page. `python -m tests.engine.costs` measures the bytes on it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from kvpipe.testing import doc_tables
+from kvpipe.connectors.vllm.trial import doc_tables
 
 DOCS: Final = Path(__file__).parents[2] / "docs" / "models.md"
 RESULTS: Final = DOCS.parent / "results" / "kinds.json"
@@ -19,12 +19,12 @@ INTERFACE: Final = "v1/kv_cache_interface.py"
 BACKENDS: Final = "v1/attention/backends/registry.py"
 STORED, REFUSED, INSIDE = "stored", "refused", "as its layers"
 
-_ALL: Final = "page of every block: `page / block` a token"
-_STATE: Final = "page of a boundary: nothing a token, `state` a boundary"
+_ALL: Final = "the page of every block: `page / block` per token"
+_STATE: Final = "the page of a boundary: nothing per token, `state` per boundary"
 
 
 class Answer(NamedTuple):
-    """What becomes of one kind of cache."""
+    """The answer of kvpipe to one kind of cache, with the evidence and the stored pages."""
 
     answer: str
     rests_on: str
@@ -33,63 +33,67 @@ class Answer(NamedTuple):
 
 KINDS: Final[dict[str, Answer]] = {
     "FullAttentionSpec": Answer(STORED, "engine: `llama`, `gemma2-hybrid`", _ALL),
-    "MLAAttentionSpec": Answer(STORED, "engine: `deepseek-mla`, `deepseek-v4` (4 and 128 tokens a latent)", _ALL),
+    "MLAAttentionSpec": Answer(STORED, "engine: `deepseek-mla`, `deepseek-v4` (4 and 128 tokens per latent)", _ALL),
     "SlidingWindowSpec": Answer(
         STORED,
         "engine: `mistral-sw`, `gemma2-hybrid`",
-        "of each unit the blocks that `window - 1` tokens reach back to from its end, at most all: "
-        "`page * ceil((window - 1) / block) / unit` a token",
+        "of each unit, the blocks of the unit's last `window - 1` tokens: "
+        "`page * ceil((window - 1) / block) / unit` per token",
     ),
     "SlidingWindowMLASpec": Answer(
-        STORED, "engine: `deepseek-v4` (window, and rows of its compressors)", "as a sliding window"
+        STORED, "engine: `deepseek-v4` (window, and rows of compressors)", "as for a sliding window"
     ),
     "ChunkedLocalAttentionSpec": Answer(STORED, "engine: `llama4`", _ALL),
     "MambaSpec": Answer("by `mamba_type`, below", "", ""),
-    "UniformTypeKVCacheSpecs": Answer(INSIDE, "engine: `deepseek-v4`", "as its layers, each of its own size"),
+    "UniformTypeKVCacheSpecs": Answer(
+        INSIDE, "engine: `deepseek-v4`", "as for its layers, each with its own page size"
+    ),
     "HiddenStateCacheSpec": Answer(
-        REFUSED, "the drafter that has it (`extract_hidden_states`) is refused; use `eagle3`"
+        REFUSED, "the drafter with this cache (`extract_hidden_states`) is refused; use `eagle3`"
     ),
     "RSWASpec": Answer(
         REFUSED,
-        "which tokens are read depends on where the prompt ended, so that an answer's KV is none of a longer prompt; "
-        "vLLM switches its prefix cache off, too",
+        "the window depends on where the prompt ended, so a longer prompt cannot reuse an answer's KV; vLLM disables "
+        "its own prefix cache, too",
     ),
     "SinkFullAttentionSpec": Answer(
         REFUSED,
-        "its sinks lie in blocks 1 to n of the same cache, which vLLM's manager hands out to requests all the same: "
-        "no engine has shown that a load leaves them",
+        "the attention sinks are in blocks 1 to n of the cache, which vLLM's manager also allocates to requests; no "
+        "test shows that a load does not overwrite the sinks",
     ),
     "CircularBufferSpec": Answer(
         REFUSED,
-        "one ring a request, written over by its next tokens, that vLLM does not cache either (DeepSeek V4.1, "
-        "GLM-5 Next, Qwen 4): DeepSeek V4 is what works",
+        "a ring buffer per request, which the request's next tokens overwrite; vLLM does not cache it either "
+        "(DeepSeek V4.1, GLM-5 Next, Qwen 4); DeepSeek V4 works",
     ),
     "CrossAttentionSpec": Answer(
         REFUSED,
-        "its KV is of what the encoder saw, all of it, under no hash: vLLM gives its blocks neither hits nor external "
-        "tokens, and a decoder's hash does not cover the audio; Qwen2-Audio, whose prompt has the audio, works",
+        "the KV depends on the encoder's whole input, which no block hash covers, and vLLM gives these blocks neither "
+        "hits nor external tokens; Qwen2-Audio, whose prompt contains the audio, works",
     ),
-    "EncoderOnlyAttentionSpec": Answer(REFUSED, "there is no KV cache: nothing to store"),
+    "EncoderOnlyAttentionSpec": Answer(REFUSED, "such layers have no KV cache"),
     "HiSparseHotSpec": Answer(
-        REFUSED, "blocks on the device for KV that lies on the host; without `hisparse` it works"
+        REFUSED, "blocks on the device for KV that is on the host; the model works without `hisparse`"
     ),
-    "HiSparseResidentSpec": Answer(REFUSED, "as `HiSparseHotSpec`"),
-    "AttentionSpec": Answer(INSIDE, "only a base of others"),
+    "HiSparseResidentSpec": Answer(REFUSED, "as for `HiSparseHotSpec`"),
+    "AttentionSpec": Answer(INSIDE, "only a base class of other kinds"),
 }
-"""By the name of vLLM's class."""
+"""The answers, by the name of vLLM's class."""
 
 STATES: Final[dict[str, Answer]] = {
     "MAMBA2": Answer(STORED, "engine: `granite-hybrid`, `falcon-h1`", _STATE),
-    "MAMBA1": Answer(STORED, "engine: `jamba`, its kernels written in torch, as vLLM's CPU build has none", _STATE),
+    "MAMBA1": Answer(
+        STORED, "engine: `jamba`, with kernels written in torch, because vLLM's CPU build has none", _STATE
+    ),
     "GDN_ATTN": Answer(
         STORED,
-        "engine: `qwen3-next` (gated delta net); `qwen3-next-kda` (in its place KDA of Kimi Linear and Kimi K3, its "
-        "kernels written in torch; their MLA, of kernels for CUDA alone, was not run beside it)",
+        "engine: `qwen3-next` (gated delta net); `qwen3-next-kda` (the same model with KDA of Kimi Linear and Kimi K3, "
+        "with kernels written in torch; the MLA of these models has only CUDA kernels, so KDA was not run with MLA)",
         _STATE,
     ),
     "SHORT_CONV": Answer(STORED, "engine: `lfm2`", _STATE),
-    "LINEAR": Answer(REFUSED, "no engine has shown it; a gated delta net works"),
-    "CUSTOM": Answer(REFUSED, "whatever a plugin registers; Mamba 2 works"),
+    "LINEAR": Answer(REFUSED, "not tested; a gated delta net works"),
+    "CUSTOM": Answer(REFUSED, "a plugin may register any kind of state; Mamba 2 works"),
 }
 """By vLLM's name for the kind of state (`MambaSpec.mamba_type`)."""
 
@@ -117,7 +121,7 @@ def states(folder: Path) -> set[str]:
 
 def kinds_table() -> str:
     """Return one line per kind."""
-    lines = ["| vLLM's kind | answer | rests on, or why | what is stored, and its cost |", "|---|---|---|---|"]
+    lines = ["| vLLM's kind | answer | evidence, or reason | stored pages, and their bytes |", "|---|---|---|---|"]
     named = {name: answer for name, answer in KINDS.items() if answer.rests_on or answer.stored or name == "MambaSpec"}
     named |= {f"MambaSpec, {name}": answer for name, answer in STATES.items()}
     lines += [f"| `{name}` | {one.answer} | {one.rests_on} | {one.stored} |" for name, one in named.items()]
@@ -126,15 +130,16 @@ def kinds_table() -> str:
 
 def bytes_table() -> str:
     """Return one line per family that an engine has run, with its measured bytes."""
-    lines = ["| tests' model | tokens a unit | groups | bytes a token | bytes a boundary |", "|---|---|---|---|---|"]
+    head = "| tests' model | tokens per unit | groups | bytes per token | bytes per boundary |"
+    lines = [head, "|---|---|---|---|---|"]
     for name, one in json.loads(RESULTS.read_text(encoding="utf-8")).items():
         lines.append(f"| `{name}` | {one['unit']} | {one['groups']} | {one['token']:g} | {one['boundary']} |")
     return "\n".join(lines) + "\n"
 
 
 def fill(text: str) -> str:
-    """Return the page's text with the tables of kinds made anew."""
-    return doc_tables.fill(text, {"kinds": kinds_table(), "bytes": bytes_table()})
+    """Return the page's text with the tables of kinds generated again."""
+    return doc_tables.fill_tables(text, {"kinds": kinds_table(), "bytes": bytes_table()})
 
 
 if __name__ == "__main__":

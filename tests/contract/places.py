@@ -1,6 +1,6 @@
-"""Where vLLM states that a cache of prefixes would answer wrongly: the places in its sources, found by `ast`.
+"""Finds, by `ast`, the places in vLLM's sources that state that a prefix cache would answer wrongly.
 
-What kvpipe makes of each is written in `PLACES`. A release with another place fails a test until it is read.
+`PLACES` has kvpipe's answer to each place. A release with another place fails a test until the place was read.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Final
 
 SIGNS: Final = ("enable_prefix_caching", "is_prefix_caching_supported", "non_causal", "prefix_cacheable")
-"""What a source must contain to be read."""
+"""The strings of which a source must contain at least one to be read."""
 
-_OURS = "refused in `connectors/vllm/models.py`: "
-_SPEC = "refused where a layer's specification is not `prefix_cacheable`, by `make_geometry`"
+_OURS = "refused in `connectors/vllm/identity/models.py`: "
+_SPEC = "refused by `make_geometry` if a layer's specification is not `prefix_cacheable`"
 _CACHE = "v1/kv_cache_interface.py"
 
 
@@ -22,7 +22,7 @@ PLACES: Final[dict[str, str]] = {
     "config/model.py:ModelConfig.is_prefix_caching_supported": f"{_OURS}`is_prefix_caching_supported`",
     "config/vllm.py:VllmConfig.__post_init__": f"{_OURS}`mm_encoder_only`",
     "engine/arg_utils.py:EngineArgs._set_default_chunked_prefill_and_prefix_caching_args": (
-        f"the default is `is_prefix_caching_supported`, which is asked for itself; {_OURS}`riscv`"
+        f"the default is `is_prefix_caching_supported`, which kvpipe checks directly; {_OURS}`riscv`"
     ),
     "model_executor/layers/attention/attention.py:Attention.__init__": f"{_OURS}`batch_invariance`",
     "model_executor/layers/attention/mla_attention.py:MLAAttention.__init__": f"{_OURS}`batch_invariance`",
@@ -31,7 +31,8 @@ PLACES: Final[dict[str, str]] = {
     ),
     "model_executor/models/config.py:UnlimitedOCRForCausalLMConfig.verify_and_update_config": f"{_OURS}`rswa`",
     "platforms/cpu.py:CpuPlatform.check_and_update_config": (
-        "served: MLA on a CPU without AMX. Chunked prefill is off there, too; loaded KV is byte-equal to computed KV"
+        "served (MLA on a CPU without AMX, where vLLM also disables chunked prefill): loaded KV is equal to computed "
+        "KV, but vLLM computes other answers behind a hit, in its own prefix cache too"
     ),
     "v1/engine/core.py:EngineCore._initialize_kv_caches": f"{_OURS}`non_causal`",
     f"{_CACHE}:CircularBufferSpec.prefix_cacheable": _SPEC,
@@ -41,11 +42,11 @@ PLACES: Final[dict[str, str]] = {
     f"{_CACHE}:SlidingWindowMLASpec.prefix_cacheable": _SPEC,
     f"{_CACHE}:UniformTypeKVCacheSpecs.prefix_cacheable": _SPEC,
 }
-"""What kvpipe makes of each place, by file and function."""
+"""The answer of kvpipe to each place, by file and function."""
 
 
 def scan(folder: Path) -> dict[str, int]:
-    """Return how often each function of vLLM's package in `folder` does so, by file and function."""
+    """Return how many such statements each function of vLLM's package in `folder` has, by file and function."""
     found: dict[str, int] = {}
     for path in sorted(folder.rglob("*.py")):
         if path.relative_to(folder).parts[0] == "benchmarks":
@@ -59,7 +60,7 @@ def scan(folder: Path) -> dict[str, int]:
 
 
 def _messages(tree: ast.Module) -> Iterator[str]:
-    """Yield the function around each statement of `tree`."""
+    """Yield the function around each such statement of `tree`."""
     stack: list[tuple[str, ast.AST]] = [("", tree)]
     while stack:
         name, node = stack.pop()

@@ -1,7 +1,7 @@
-"""What the connector reads of vLLM's objects, found in its sources as far as annotations show whose an object is.
+"""Finds the attributes that the connector reads of vLLM's objects, as far as annotations show an object's class.
 
-A reader, not a type checker: an object is known by its annotation, by the attribute of vLLM's that it came from, or by
-its name (`BY_NAME`). What it is kept in (a list, a dict, an option) is taken for itself.
+It is a reader, not a type checker. The class of an object follows from its annotation, from the attribute of vLLM that
+it came from, or from its name (`BY_NAME`). A container of objects (a list, a dict, an option) counts as the object.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tests.contract.relied import RELIED
 from tests.contract.sources import Read
 
 FILES: Final = {name: path for path, classes in RELIED.items() for name in classes}
-"""Where the classes are that a record knows."""
+"""The file of each class that a record has."""
 BY_NAME: Final = {
     "config": "VllmConfig",
     "vllm_config": "VllmConfig",
@@ -27,13 +27,13 @@ BY_NAME: Final = {
     "single_type_managers": "SingleTypeKVCacheManager",
     "block_pool": "BlockPool",
 }
-"""What has no annotation where it is made."""
+"""The classes of objects that have no annotation where they are made, by name."""
 _SAME: Final = frozenset({"enumerate", "iter", "list", "next", "reversed", "set", "sorted", "tuple"})
 _HOLDERS: Final = frozenset({*dir(dict), *dir(list), *dir(set), *dir(tuple)})
 
 
 class AttributeRead(NamedTuple):
-    """An attribute of a class of vLLM's is read in a line."""
+    """A line of code that reads an attribute of one of vLLM's classes."""
 
     cls: str
     name: str
@@ -41,15 +41,15 @@ class AttributeRead(NamedTuple):
 
 
 class Reader:
-    """Reads sources of the connector. `read` gives vLLM's."""
+    """Reads sources of the connector. `read` returns vLLM's sources."""
 
     def __init__(self, read: Read) -> None:
-        """Nothing was read."""
+        """Start without results."""
         self._read = read
         self._kinds: dict[str, Mapping[str, str]] = {}
 
     def seen(self, source: str) -> list[AttributeRead]:
-        """Return what a module reads."""
+        """Return the attributes that a module reads."""
         out: list[AttributeRead] = []
         for top in ast.parse(source).body:
             own = _own(top)
@@ -63,7 +63,7 @@ class Reader:
             kind = _class_in(arg.annotation) if arg.annotation is not None else BY_NAME.get(arg.arg, "")
             known[arg.arg] = kind
         nodes = list(ast.walk(function))
-        for _ in range(2):  # what is used before it is written, in a comprehension
+        for _ in range(2):  # in a comprehension, names are used before they are bound
             for node in nodes:
                 for target, value in _bound(node):
                     if kind := self._kind(value, known):
@@ -79,7 +79,7 @@ class Reader:
                 yield AttributeRead(of, name, node.lineno)
 
     def _kind(self, node: ast.expr, known: Mapping[str, str]) -> str:
-        """Return of which of vLLM's classes the object is, or those in it; nothing: it is not known."""
+        """Return the class of vLLM that an object, or the objects in it, has. Empty: the class is not known."""
         if (text := ast.unparse(node)) in known:
             return known[text]
         if isinstance(node, ast.Attribute):
@@ -94,7 +94,7 @@ class Reader:
         return self._kind(node.value, known) if isinstance(node, ast.Subscript) else ""
 
     def _of_class(self, name: str) -> Mapping[str, str]:
-        """Return the class that each attribute of one of vLLM's is annotated with."""
+        """Return the annotated class of each attribute of one of vLLM's classes."""
         if name not in self._kinds:
             self._kinds[name] = {}
             tree = ast.parse(self._read(FILES[name])) if name in FILES else ast.Module([], [])
@@ -104,7 +104,7 @@ class Reader:
 
 
 def _own(top: ast.stmt) -> dict[str, str]:
-    """Return the kinds of what instances of a class of ours have, as ``self.name``."""
+    """Return the classes of the attributes of one of our own classes, as ``self.name``."""
     found = {f"self.{name}": kind for name, kind in _annotated(top)} if isinstance(top, ast.ClassDef) else {}
     for node in ast.walk(top):
         if isinstance(node, ast.FunctionDef) and node.name == "__init__":
@@ -127,7 +127,7 @@ def _class_in(annotation: ast.expr | None) -> str:
 
 
 def _bound(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Yield what is given a name by a statement or a comprehension, and from what."""
+    """Yield each name that a statement or a comprehension binds, with its value."""
     if isinstance(node, ast.Assign):
         pairs = [(target, node.value) for target in node.targets]
     elif isinstance(node, ast.For | ast.comprehension):

@@ -1,7 +1,8 @@
-"""Record vLLM's connector contract and report whether kvpipe fits it: `python -m tests.contract.record 0.34.0`.
+"""Records vLLM's connector contract and reports whether kvpipe fits it: `python -m tests.contract.record 0.34.0`.
 
-Takes wheels, folders that hold the package, or versions (fetched with pip). Sources are parsed, never imported. Writes
-`tests/contract/records/vllm-X.Y.Z.json`, prints a verdict for every recorded version, and exits with 1 on a mismatch.
+The arguments are wheels, folders with the package, or versions (fetched with pip). Sources are parsed, never imported.
+The command writes `tests/contract/records/vllm-X.Y.Z.json`, prints a verdict for every recorded version, and exits with
+1 on a mismatch.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def record_source(source: str) -> dict[str, Any]:
 
 
 def verdict(contract: dict[str, Any]) -> list[str]:
-    """Return what keeps kvpipe from working with the release: nothing, if it fits."""
+    """Return the reasons why kvpipe does not work with the release. The result is empty if kvpipe fits."""
     found = judging.mismatches(contract, judging.connector_methods())
     if not judging.supports(contract["version"]):
         found.append("compat.SUPPORTED does not name it: add it once everything else fits and the tests pass")
@@ -49,7 +50,7 @@ def verdict(contract: dict[str, Any]) -> list[str]:
 
 
 def report(folder: Path) -> bool:
-    """Print a verdict per recorded version, and what each has that the one before has not. True: all fit."""
+    """Print a verdict per recorded version, and the news of each version. Return True if kvpipe fits all of them."""
     ok, before = True, None
     for version in c.recorded(folder):
         current = c.load(version, folder)

@@ -1,9 +1,10 @@
-"""Which of vLLM's architectures kvpipe serves: each is asked, and the page written.
+"""Asks for each of vLLM's architectures whether kvpipe serves it, and writes the page.
 
 Run `python -m tests.contract.registry`.
 
-Each is given a configuration of its family with few layers; vLLM decides what an engine of it would be, the model is
-built without memory for its weights ("meta"), and its layers are asked for their caches as at an engine's start.
+Each architecture gets a model configuration of its family with few layers. vLLM makes the engine's configuration.
+The model is built without memory for its weights (on the device "meta"). Its layers are then asked for the
+specifications of their caches, as at an engine's start.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from unittest import mock
 
+from kvpipe.connectors.vllm.trial import doc_tables
 from kvpipe.connectors.vllm.trial.processors import Processor, build, processor
-from kvpipe.testing import doc_tables
 from tests.contract.places import PLACES
 
 if TYPE_CHECKING:
@@ -30,11 +31,11 @@ if TYPE_CHECKING:
 
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 ABSENT: Final = frozenset({"torchvision", "torchaudio", "timm", "terratorch"})
-"""What vLLM's CPU build lacks and models import: a module that has everything and does nothing stands in."""
+"""Modules that vLLM's CPU build lacks and models import. A stand-in that has every attribute replaces each of them."""
 
 LAYERS: Final = 4
 POOL: Final = "64TiB"
-"""Of nothing: models that are not shrunk have large chunks."""
+"""The size of a pool that is never allocated. It is large, because models that are not shrunk have large chunks."""
 
 PROCESSOR: Final[Processor] = "avx512"
 """The simulated processor of every answer: vLLM refuses some models at different places with AMX and without it."""
@@ -54,7 +55,7 @@ _KINDS = {
 
 
 class ArchitectureRow(NamedTuple):
-    """What was found of one architecture."""
+    """The findings about one architecture."""
 
     architecture: str
     runner: str
@@ -63,7 +64,7 @@ class ArchitectureRow(NamedTuple):
 
 
 class _StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds what is in `ABSENT`."""
+    """An importer of the modules in `ABSENT`."""
 
     def find_spec(self, fullname: str, *_: object) -> importlib.machinery.ModuleSpec | None:
         """Find a module of `ABSENT`."""
@@ -72,7 +73,7 @@ class _StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        """Make a module that has everything."""
+        """Make a module that has every attribute."""
 
         class Module(types.ModuleType):
             def __getattr__(self, name: str) -> Any:
@@ -83,7 +84,7 @@ class _StandIn(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return Module(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """There is nothing to run."""
+        """Do nothing."""
 
 
 # ---- a configuration of each family ------------------------------------------------------------------------------
@@ -94,7 +95,7 @@ def _plain(name: str) -> str:
 
 
 def _families() -> dict[str, str]:
-    """Return the family of every architecture that transformers knows, and of plain names."""
+    """Return the family of every architecture and plain name that transformers knows."""
     from transformers.models.auto import configuration_auto, modeling_auto
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
@@ -108,7 +109,10 @@ def _families() -> dict[str, str]:
 
 
 def _configuration(architecture: str, module: str, families: dict[str, str]) -> PretrainedConfig:
-    """Make a configuration of the architecture's family. Raises `LookupError` where it is known to nobody here."""
+    """Make a configuration of the architecture's family.
+
+    Raises `LookupError` if no installed package knows the family.
+    """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from vllm.transformers_utils.config import _CONFIG_REGISTRY
 
@@ -129,7 +133,7 @@ def _configuration(architecture: str, module: str, families: dict[str, str]) -> 
 
 
 def _engine(configuration: PretrainedConfig, folder: str) -> VllmConfig:
-    """Let vLLM decide what an engine of this model would be, with kvpipe attached."""
+    """Return vLLM's configuration of an engine with this model and kvpipe."""
     from vllm.engine.arg_utils import EngineArgs
 
     configuration.save_pretrained(folder)
@@ -142,7 +146,7 @@ def _engine(configuration: PretrainedConfig, folder: str) -> VllmConfig:
 
 
 def _caches(config: VllmConfig) -> dict[str, KVCacheSpec]:
-    """Build the model without memory and return the specifications of its layers' caches."""
+    """Build the model without memory, and return the specifications of its layers' caches."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
@@ -163,11 +167,11 @@ def _kinds(specs: dict[str, KVCacheSpec]) -> str:
 
 
 def _ask(config: VllmConfig) -> tuple[str, str]:
-    """Return the kinds of caches of the engine's model, and what kvpipe answers at its start."""
+    """Return the kinds of caches of the engine's model, and kvpipe's answer at its start."""
     from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-    from kvpipe.config import Settings
+    from kvpipe.config.settings import Settings
     from kvpipe.connectors.vllm import support
     from kvpipe.errors import UsageError
 
@@ -186,10 +190,10 @@ def _ask(config: VllmConfig) -> tuple[str, str]:
 
 
 def walk(only: Sequence[str] = ()) -> Iterator[ArchitectureRow]:
-    """Ask every architecture of vLLM's registry, or `only` these. Draft models serve nobody: they are not asked."""
+    """Ask for every architecture of vLLM's registry, or for `only` these. Draft models are left out."""
     from vllm.model_executor.models import registry
 
-    # each would start a process of its own
+    # each inspection would start a process of its own
     registry._LazyRegisteredModel.inspect_model_cls = (  # type: ignore[method-assign]
         lambda model: registry._ModelInfo.from_model_cls(model.load_model_cls())
     )
@@ -213,7 +217,7 @@ def walk(only: Sequence[str] = ()) -> Iterator[ArchitectureRow]:
 
 
 def served() -> dict[str, tuple[str, str]]:
-    """Return vLLM's architectures but those of draft models, with their module and class."""
+    """Return vLLM's architectures without draft models, with their module and class."""
     from vllm.model_executor.models import registry
 
     drafts = registry._SPECULATIVE_DECODING_MODELS
@@ -224,7 +228,7 @@ def served() -> dict[str, tuple[str, str]]:
 
 
 def architectures_table(rows: Sequence[ArchitectureRow]) -> str:
-    """Return one line per answer, with the architectures that are given it."""
+    """Return one line per answer, with the architectures that get it."""
     grouped: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         grouped.setdefault((row.answer, row.caches, row.runner), []).append(row.architecture)
@@ -237,14 +241,14 @@ def architectures_table(rows: Sequence[ArchitectureRow]) -> str:
 
 
 def places_table() -> str:
-    """Return one line per place in vLLM, with what kvpipe makes of it."""
+    """Return one line per place in vLLM, with kvpipe's answer."""
     lines = ["| where vLLM states it | what kvpipe does |", "|---|---|"]
     return "\n".join([*lines, *(f"| `{place}` | {made} |" for place, made in sorted(PLACES.items()))]) + "\n"
 
 
 def fill(text: str, rows: Sequence[ArchitectureRow]) -> str:
-    """Return the page's text with its tables made anew."""
-    return doc_tables.fill(text, {"architectures": architectures_table(rows), "places": places_table()})
+    """Return the page's text with its tables made again."""
+    return doc_tables.fill_tables(text, {"architectures": architectures_table(rows), "places": places_table()})
 
 
 if __name__ == "__main__":

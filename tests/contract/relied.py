@@ -1,4 +1,4 @@
-"""What kvpipe relies on of vLLM: the classes, fields and attributes that a record has, by file."""
+"""The classes, fields and attributes of vLLM that kvpipe relies on and that a record has, by file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
 
 RELIED: dict[str, dict[str, tuple[str, ...]]] = {
     BASE: {
-        "KVConnectorBase_V1": ("_cache_hit_source", "_kv_cache_config", "_kv_transfer_config"),
+        "KVConnectorBase_V1": ("_kv_cache_config", "_kv_transfer_config"),
         "KVConnectorMetadata": (),
         "KVConnectorRole": ("SCHEDULER", "WORKER"),
         "KVConnectorTransferResults": ("failed_recving", "finished_recving"),
@@ -72,10 +72,13 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
             "cache_dtype",
             "enable_mamba_shared_prefix_checkpoint",
             "enable_prefix_caching",
+            "kv_cache_dtype_skip_layers",
+            "kv_offloading_backend",
             "kv_offloading_size",
             "prefix_cache_retention_interval",
             "prefix_caching_hash_algo",
             "use_replayssm",
+            "user_specified_block_size",
         )
     },
     "vllm/config/kv_transfer.py": {
@@ -86,6 +89,7 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
             "is_kv_producer",
             "kv_connector",
             "kv_connector_extra_config",
+            "kv_load_failure_policy",
         ),
     },
     "vllm/config/lora.py": {
@@ -104,6 +108,7 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
             "enable_prompt_embeds",
             "enable_sleep_mode",
             "hf_config",
+            "hf_text_config",
             "is_diffusion",
             "is_encoder_decoder",
             "is_hybrid",
@@ -118,6 +123,8 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
             "quantization_config",
             "revision",
             "rswa_window",
+            "served_model_name",
+            "sleep_mode_backend",
             "uses_mrope",
         ),
     },
@@ -131,6 +138,7 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
             "enable_ep_weight_filter",
             "enable_expert_parallel",
             "enable_fault_tolerance",
+            "nnodes",
             "pipeline_parallel_size",
             "prefill_context_parallel_size",
             "rank",
@@ -140,7 +148,7 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
             "world_size",
         ),
     },
-    "vllm/config/scheduler.py": {"SchedulerConfig": ("async_scheduling", "policy")},
+    "vllm/config/scheduler.py": {"SchedulerConfig": ("async_scheduling", "max_num_batched_tokens", "policy")},
     "vllm/config/speculative.py": {
         "SpeculativeConfig": (
             "disable_eagle_block_drop",
@@ -203,7 +211,8 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm/v1/core/single_type_kv_cache_manager.py": {
         "SingleTypeKVCacheManager": ("_pending_cow_copies", "num_cached_block", "req_to_blocks")
     },
-    "vllm/v1/metrics/cache_hit_source.py": {"CacheHitSource": ("HOST",)},
+    "vllm/v1/metrics/cache_hit_source.py": {"CacheHitSource": ("DISK", "EXTERNAL_UNSPECIFIED", "HOST")},
+    "vllm/v1/engine/core.py": {"EngineCore": ("_reset_caches", "release_kv_cache_memory", "sleep", "vllm_config")},
     "vllm/v1/executor/abstract.py": {"Executor": ("collective_rpc", "get_class")},
     "vllm/v1/outputs.py": {"KVConnectorOutput": ("invalid_block_ids", "kv_connector_worker_meta")},
     "vllm/v1/request.py": {
@@ -233,4 +242,4 @@ RELIED: dict[str, dict[str, tuple[str, ...]]] = {
         "RequestStatus": ("RUNNING",),
     },
 }
-"""What the connector reads of vLLM's objects, by file and class."""
+"""The attributes that the connector reads of vLLM's objects, by file and class."""

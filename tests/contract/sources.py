@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from tests.contract.relied import FIELDS, RELIED, SIGNATURES
 
 Read = Callable[[str], str]
-"""Gives the source text of a path such as ``vllm/v1/request.py``."""
+"""A function that returns the source text of a path such as ``vllm/v1/request.py``."""
 
 RECORDS = Path(__file__).parent / "records"
 
@@ -34,7 +34,7 @@ class Method(NamedTuple):
 
 
 def record(version: str, read: Read) -> dict[str, Any]:
-    """Read the contract of the release whose files `read` gives. A file that is gone is recorded as empty."""
+    """Record the contract of the release whose files `read` returns. A missing file is recorded as empty."""
 
     def parse(path: str) -> ast.Module:
         try:
@@ -76,7 +76,7 @@ def recorded(folder: Path = RECORDS) -> list[str]:
 
 
 def folder_reader(root: Path) -> tuple[str, Read]:
-    """Return (version, reader) of a folder that holds the package ``vllm``, or is it."""
+    """Return (version, reader) of a folder that contains or is the package ``vllm``."""
     root = root.parent if root.name == "vllm" and (root / "__init__.py").is_file() else root
 
     def read(path: str) -> str:
@@ -126,7 +126,7 @@ def _method(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
 
 
 def _fields(cls: ast.ClassDef | None) -> str:
-    """Return the dataclass's fields in order, those with a default marked."""
+    """Return the dataclass's fields in order. Fields with a default are marked."""
     return ", ".join(
         f"{n.target.id}{'=...' if n.value is not None else ''}"
         for n in (cls.body if cls is not None else ())
@@ -135,7 +135,7 @@ def _fields(cls: ast.ClassDef | None) -> str:
 
 
 def _attributes(tree: ast.Module, name: str) -> set[str]:
-    """Return what instances of the class have: class body, assignments to self, and bases in the same file."""
+    """Return the attributes of instances of the class: class body, assignments to self, and bases in the same file."""
     cls = _class(tree, name)
     if cls is None:
         return set()

@@ -1,4 +1,4 @@
-"""The conformance kit: on connectors with known faults, on vLLM's own, and on vLLM itself."""
+"""Tests of the conformance kit with faulty connectors, with vLLM's own connectors, and with vLLM itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-import kvpipe.connectors.vllm.trial.engine  # noqa: F401  (sets the environment, before vllm is imported)
+import kvpipe.connectors.vllm.tiny.engine  # noqa: F401  (sets the environment, before vllm is imported)
 from kvpipe.cli.main import main
 from kvpipe.connectors.vllm.trial.children import KINDS, Case, CaseLimits, CaseOutcome, CaseRunner
 from kvpipe.connectors.vllm.trial.conformance import OUTSIDE, read_finding
@@ -18,8 +18,9 @@ from kvpipe.connectors.vllm.trial.trial import Move
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "conformance.md"
 EXAMPLE = Connector("ExampleConnector", None, '{"shared_storage_path": "{tmp}"}')
+SAVES_EACH_STEP = SHAPES["async-load"]._replace(save_steps=1)
 RETRYING = Connector(
-    "RetryingConnector", "kvpipe.connectors.vllm.trial.retrying", json.dumps(SHAPES["async-load"].kvpipe_extra())
+    "RetryingConnector", "kvpipe.connectors.vllm.trial.retrying", json.dumps(SAVES_EACH_STEP.kvpipe_extra())
 )
 FAULTY = """
 import os, signal, time
@@ -63,7 +64,7 @@ class CannotStart(Base):
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[CaseRunner]:
-    """Return a bench that finds hangs soon."""
+    """Yield a runner that detects hangs soon."""
     with CaseRunner(CaseLimits(stuck_seconds=5)) as made:
         yield made
 
@@ -77,7 +78,7 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fuzz(out: Path, connector: str, module: Path | str, *more: str) -> int:
-    """Run the command as an author does, briefly."""
+    """Run the command briefly, as an author of a connector does."""
     limits = ["--seeds", "1", "--shape", "sync", "--shrink-seconds", "8", "--stuck-seconds", "3"]
     return main(["fuzz", "--connector", connector, "--module", str(module), "--out", str(out), *limits, *more])
 
@@ -90,7 +91,7 @@ def only_finding(out: Path) -> dict[str, object]:
 
 
 def test_nothing_is_found_in_kvpipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Kvpipe passes."""
+    """The kit finds no fault in kvpipe."""
     shapes = ["--shape", "sync", "--shape", "async-scheduler-async-load", "--shape", "hybrid"]
     assert main(["fuzz", "--seeds", "2", *shapes, "--shrink-seconds", "3", "--out", str(tmp_path)]) == 0
     assert "6 trials" in capsys.readouterr().out
@@ -98,7 +99,7 @@ def test_nothing_is_found_in_kvpipe(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_module_that_is_not_there_is_one_clear_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A missing module is a finding, not a traceback."""
+    """A missing module is a finding in one sentence, not a traceback."""
     assert fuzz(tmp_path, "Nobody", "kvpipe_no_such_module") == 1
     assert only_finding(tmp_path)["kind"] == "cannot_import"
     message = capsys.readouterr().out
@@ -108,7 +109,7 @@ def test_a_module_that_is_not_there_is_one_clear_sentence(tmp_path: Path, capsys
 def test_a_connector_that_cannot_start_reports_why(
     faulty: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A refusal of the constructor is reported."""
+    """The reason why the constructor refuses is reported."""
     assert fuzz(tmp_path, "CannotStart", faulty) == 1
     assert "CannotStart cannot be constructed: ValueError: no storage_url given" in capsys.readouterr().out
 
@@ -127,20 +128,20 @@ def test_a_connector_that_cannot_start_reports_why(
 def test_each_kind_of_fault_is_found_and_shrunk(
     faulty: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], connector: str, kind: str, name: str
 ) -> None:
-    """Hangs, deaths, exceptions and broken invariants, in few moves."""
+    """Hangs, deaths, exceptions and broken invariants are found and shrunk to a few moves."""
     assert fuzz(tmp_path, connector, faulty) == 1
     found = only_finding(tmp_path)
     assert (found["kind"], found["name"]) == (kind, name)
     moves = found["moves"]
     assert isinstance(moves, list)
-    assert len(moves) <= 12  # of 200; how few depends on how much time there was
+    assert len(moves) <= 12  # of 200 moves; the result depends on the time for shrinking
     assert "kvpipe fuzz --replay" in capsys.readouterr().out
     if kind == "hung":
         assert any("in wait_for_save" in line for line in found["detail"])  # type: ignore[attr-defined]
 
 
 def test_a_finding_replays_and_a_mended_connector_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A finding's file makes it happen again until it is mended."""
+    """A finding's file reproduces the fault until the fault is fixed."""
     module, out = tmp_path / "kvpipe_test_mended.py", tmp_path / "out"
     module.write_text(FAULTY, encoding="utf-8")
     assert fuzz(out, "LoadsNothing", module) == 1
@@ -169,14 +170,14 @@ def test_a_finding_replays_and_a_mended_connector_passes(tmp_path: Path, capsys:
     ],
 )
 def test_bad_input_is_status_2_and_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Options that mean nothing are refused."""
+    """Meaningless options are refused."""
     assert main(["fuzz", *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("kvpipe: ")
 
 
 def test_a_file_that_is_no_finding_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Only findings can be replayed."""
+    """The message says that `kvpipe fuzz` did not write the file."""
     path = tmp_path / "other.json"
     kept = {
         "connector": KVPIPE._asdict(), "shape": "sync", "changes": {}, "seed": 0, "policy": "recompute",
@@ -216,7 +217,7 @@ RESET: tuple[Move, ...] = (
 
 
 def test_the_example_connector_ignores_cache_salt(bench: CaseRunner) -> None:
-    """Only the salt differs between what passes and what fails."""
+    """The passing and the failing sequence differ only in the salt."""
     assert bench.run(Case(EXAMPLE, "sync", 0, SAME)) == CaseOutcome(moves=SAME, steps=4)
     assert bench.run(Case(EXAMPLE, "sync", 0, SALT)).signature == ("broken", "every_read_is_right")
 
@@ -239,12 +240,12 @@ def test_the_example_connector_ignores_cache_salt(bench: CaseRunner) -> None:
 def test_other_findings_in_the_example_connector(
     bench: CaseRunner, shape: str, moves: tuple[Move, ...], signature: tuple[str, str]
 ) -> None:
-    """The sequences of the page."""
+    """The sequences on the page cause the findings that the page lists."""
     assert bench.run(Case(EXAMPLE, shape, 0, moves)).signature == signature
 
 
 def test_vllm_answers_wrongly_after_a_failed_sync_load(bench: CaseRunner) -> None:
-    """The first fault of vLLM's scheduler."""
+    """This is the first fault of vLLM's scheduler on the page."""
     failing = '{"failing": true}'
     found = bench.run(Case(KVPIPE, "async-scheduler", 0, FAILED_SYNC, failing))
     assert found.signature in {("broken", "no_hang"), ("broken", "right_answers")}
@@ -253,20 +254,20 @@ def test_vllm_answers_wrongly_after_a_failed_sync_load(bench: CaseRunner) -> Non
 
 
 def test_vllm_never_ends_when_a_failed_async_load_is_tried_again(bench: CaseRunner) -> None:
-    """The second fault of vLLM's scheduler."""
+    """This is the second fault of vLLM's scheduler on the page."""
     assert bench.run(Case(RETRYING, "async-load", 3, RETRIED)).signature == ("broken", "no_hang")
-    assert not bench.run(Case(KVPIPE, "async-load", 3, RETRIED)).kind  # kvpipe gives up after the first
+    assert not bench.run(Case(KVPIPE, "async-load", 3, RETRIED)).kind  # kvpipe does not retry after the first failure
 
 
 def test_vllm_raises_when_it_resets_while_a_load_is_in_flight(bench: CaseRunner) -> None:
-    """The third fault of vLLM's scheduler."""
+    """This is the third fault of vLLM's scheduler on the page."""
     found = bench.run(Case(KVPIPE, "async-load", 0, RESET, careful=False))
     assert found.signature == ("raised", "RuntimeError in reset_prefix_cache")
     assert not bench.run(Case(KVPIPE, "async-load", 0, RESET)).kind
 
 
 def test_vllms_streaming_sessions_wait_for_each_others_blocks(faulty: Path, bench: CaseRunner) -> None:
-    """The eighth fault of vLLM's scheduler: the connector does nothing."""
+    """This is the eighth fault of vLLM's scheduler on the page. The connector does nothing."""
     sys.path.insert(0, str(faulty.parent))
     try:
         case = Case(Connector("Base", faulty.stem), "sync", 0, SESSIONS, careful=False)
@@ -277,7 +278,7 @@ def test_vllms_streaming_sessions_wait_for_each_others_blocks(faulty: Path, benc
 
 
 def test_the_page_lists_what_is_checked_and_found() -> None:
-    """The page is complete."""
+    """The page lists every check and every finding."""
     page = DOCS.read_text(encoding="utf-8")
     for name, sentence in OUTSIDE.items():
         assert f"| `{name}` | {sentence} |" in page

@@ -1,4 +1,4 @@
-"""KVPipeConnector against the recorded contract of every supported vLLM release, and the records against vLLM."""
+"""KVPipeConnector fits the recorded contract of every supported vLLM release, and the records fit vLLM."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-import kvpipe.connectors.vllm.trial.engine  # noqa: F401  (sets the environment, before vllm is imported)
+import kvpipe.connectors.vllm.tiny.engine  # noqa: F401  (sets the environment, before vllm is imported)
 from kvpipe.connectors.vllm import compat
 from kvpipe.errors import UnsupportedError
 from kvpipe.testing.waiting import WAIT_S
@@ -30,7 +30,7 @@ RECORD_BYTES_MAX = 30_000
 
 
 def inspected() -> dict[str, c.Method]:
-    """Return what KVPipeConnector itself defines, as the imported class shows it."""
+    """Return what KVPipeConnector itself defines, according to the imported class."""
     from kvpipe.connectors.vllm.connector import KVPipeConnector
 
     found = {}
@@ -75,13 +75,16 @@ def write_sources(root: Path, version: str, changes: dict[str, tuple[str, str]])
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_connector_fits_every_recorded_release(version: str) -> None:
-    """Abstract methods are implemented, every allowed call is accepted, and everything we read is there."""
+    """Abstract methods are implemented, every allowed call is accepted, and every attribute that we read exists."""
     assert judging.mismatches(c.load(version), inspected()) == []
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_constructor_is_called_by_names(version: str) -> None:
-    """The recorded base takes (vllm_config, role, kv_cache_config), and ours takes these, by name, and more."""
+    """The recorded base accepts (vllm_config, role, kv_cache_config).
+
+    Our constructor accepts these by name, and more.
+    """
     assert tuple(judging.base_methods(c.load(version))["__init__"].signature.parameters)[1:] == judging.CONSTRUCTOR
     ours = inspected()["__init__"].signature
     ours.bind("self", **dict.fromkeys(judging.CONSTRUCTOR), added_by_a_later_release=1)
@@ -89,7 +92,7 @@ def test_the_constructor_is_called_by_names(version: str) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_record_holds_what_it_is_for(version: str) -> None:
-    """A record is small, has its own version, and names abstract methods, so that a check can fail on them."""
+    """A record is small, has its own version, and names abstract methods, so that a check can fail."""
     text = (c.RECORDS / f"vllm-{version}.json").read_text(encoding="utf-8")
     assert len(text) < RECORD_BYTES_MAX
     assert json.loads(text)["version"] == version
@@ -112,7 +115,7 @@ def test_the_record_of_the_installed_release_is_current() -> None:
 
 
 def test_parsing_and_inspecting_the_connector_agree() -> None:
-    """The tool's view of the connector, parsed from its source, is that of the imported class."""
+    """The connector parsed from its source equals the imported class."""
 
     def shape(methods: dict[str, c.Method]) -> dict[str, Any]:
         return {
@@ -139,7 +142,7 @@ def test_parsing_and_inspecting_the_connector_agree() -> None:
 )
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_misfit_of_the_connector_is_found(version: str, name: str, ours: str | None, stated: str) -> None:
-    """Every kind of misfit in one of our methods is found and named."""
+    """Each kind of mismatch in one of our methods is found and named."""
     methods = inspected()
     if ours is None:
         del methods[name]
@@ -151,7 +154,7 @@ def test_a_misfit_of_the_connector_is_found(version: str, name: str, ours: str |
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_missing_attribute_is_found(version: str) -> None:
-    """Each attribute, class and dataclass that we rely on is missed when it is gone from a record."""
+    """If an attribute, class or dataclass that we use is removed from a record, the check reports it."""
     whole = c.load(version)
     ours = inspected()
     for path, classes in relied.RELIED.items():
@@ -171,7 +174,7 @@ def test_a_missing_attribute_is_found(version: str) -> None:
 
 
 def test_calls_cover_every_way_to_pass_arguments() -> None:
-    """The calls tried are all splits into positional and named arguments, with and without optional ones."""
+    """Calls cover all ways to pass arguments by position or name, with and without optional arguments."""
     method = c.parse_method("method (self, a, b=..., *, k, o=..., **more)")
     tried = [(positional, sorted(named)) for positional, named in judging.calls(method.signature)]
     assert (("self",), ["a", "k"]) in tried
@@ -183,7 +186,7 @@ def test_calls_cover_every_way_to_pass_arguments() -> None:
 
 @pytest.mark.parametrize("found", ["0.31.0", "0.34.0", "1.32.0", "0.3.2", "dev", "", "0.320.0"])
 def test_other_versions_are_refused_in_one_sentence(found: str) -> None:
-    """A release without a record is refused with a sentence that names it, the reason, and what to install."""
+    """The message for a release without a record names the release, the reason, and what to install."""
     with pytest.raises(UnsupportedError) as refused:
         compat.check_version(found)
     assert str(refused.value) == (
@@ -213,7 +216,10 @@ def test_the_tool_gives_its_verdict_on_the_committed_records() -> None:
 
 
 def test_the_tool_judges_a_new_release(tmp_path: Path) -> None:
-    """A new release that lost an attribute, a file and a call shape is recorded, its misfits named, exit code 1."""
+    """A new release that lacks an attribute, a file and a call shape is recorded.
+
+    Its mismatches are named, and the exit code is 1.
+    """
     changes = {
         "vllm/v1/request.py": (r"\bnum_preemptions\b", "preemption_count"),
         relied.BASE: (r"def wait_for_save\(self\)", "def wait_for_save(self, step)"),
@@ -231,7 +237,7 @@ def test_the_tool_judges_a_new_release(tmp_path: Path) -> None:
 
 
 def test_the_tool_reports_what_a_release_adds(tmp_path: Path) -> None:
-    """New methods and fields of a release are listed as news and are no misfit."""
+    """New methods and fields of a release are listed as news, not as mismatches."""
     records = tmp_path / "records"
     write_sources(tmp_path / "old", "0.32.0", {})
     added = (r"(class KVConnectorBase_V1\(ABC\):\n)", r"\1    def brand_new_hook(self, step=0): ...\n")
@@ -251,7 +257,7 @@ def test_the_tool_refuses_what_it_cannot_read(tmp_path: Path) -> None:
 
 
 def test_no_registry_is_named() -> None:
-    """What fetches leaves it to pip's own configuration where packages come from."""
+    """The tools that fetch name no registry, so pip's own configuration decides where packages come from."""
     for tool in (record, fetch):
         assert not re.search(r"https?://|index-url|\.org\b|\.com\b", inspect.getsource(tool)), tool
 
@@ -259,7 +265,7 @@ def test_no_registry_is_named() -> None:
 def test_release_is_downloaded_once_when_two_processes_fetch_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second waits for the first, whose folder it would replace while the first uses it."""
+    """The second process waits for the first. Otherwise it would replace the folder that the first process uses."""
     begun: list[str] = []
     second_is_there = threading.Event()
     second = threading.Thread(target=fetch.fetch, args=("0.99.0",))

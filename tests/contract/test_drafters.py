@@ -1,4 +1,4 @@
-"""What kvpipe takes for granted of drafters that are fed context (DFlash, DSpark), held against vLLM's sources."""
+"""Assumptions of kvpipe about drafters that are fed context (DFlash, DSpark), checked against vLLM's sources."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import vllm
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
 
-from kvpipe.config import load_settings
+from kvpipe.config.settings import load_settings
 from kvpipe.connectors.vllm.support import make_geometry
 from tests.contract.test_scheduler_versions import FETCH_SECONDS_MAX, other_releases
 
@@ -20,7 +20,7 @@ SPECULATORS = "v1/worker/gpu/spec_decode"
 
 
 def check(folder: Path) -> None:
-    """In vLLM's package in `folder` their KV is of hidden states and positions that were accepted; masks lie behind."""
+    """Check drafters of the package in `folder`. They write KV of accepted hidden states and positions, then masks."""
     dflash = folder / SPECULATORS / "dflash/speculator.py"
     kernel = _source(dflash, "_prepare_dflash_inputs_kernel")
     for line in (
@@ -43,7 +43,10 @@ def check(folder: Path) -> None:
 
 
 def check_draft_models(folder: Path) -> None:
-    """Runner V1 hands a draft model the blocks of the first cache group: only others are asked for their group."""
+    """Runner V1 gives a draft model the blocks of the first cache group.
+
+    Only other drafters are asked for their group.
+    """
     built = _source(folder / "v1/worker/gpu_model_runner.py", "_build_attention_metadata", "GPUModelRunner")
     asked = built[: built.index("if self.drafter.kv_cache_gid == kv_cache_gid")]
     assert "DraftModelProposer" not in asked[asked.rindex("isinstance(self.drafter") :]
@@ -52,7 +55,7 @@ def check_draft_models(folder: Path) -> None:
 
 
 def check_kinds(folder: Path) -> None:
-    """All of their kinds prepare and store context as DFlash does, in every step whose tokens were sampled."""
+    """All of these drafters prepare and store context like DFlash, in every step whose tokens were sampled."""
     bases = {"DFlashSpeculator", "DFlash2Speculator"}
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (folder / SPECULATORS).glob("*/speculator.py")]
     made = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
@@ -62,7 +65,7 @@ def check_kinds(folder: Path) -> None:
     for node in kinds:
         assert not own & {one.name for one in node.body if isinstance(one, ast.FunctionDef)}, node.name
     propose = _source(folder / SPECULATORS / "dflash/speculator.py", "propose", "DFlashSpeculator")
-    if "num_speculative_tokens == 0" in propose:  # a step whose drafts nobody can use
+    if "num_speculative_tokens == 0" in propose:  # in a step whose drafts cannot be used
         rest = propose[propose.index("num_speculative_tokens == 0") :]
         assert rest.index("self._precompute_context_kv(0, num_target_tokens") < rest.index("return self.draft_tokens")
     sampling = _source(folder / "v1/worker/gpu/model_runner.py", "sample_tokens", "GPUModelRunner")
@@ -71,7 +74,10 @@ def check_kinds(folder: Path) -> None:
 
 
 def check_groups(folder: Path) -> None:
-    """VLLM's scheduler takes them for drafters that are fed hidden states; Kimi's has a cache group of its own."""
+    """The scheduler of vLLM treats these drafters as drafters that are fed hidden states.
+
+    Kimi's drafter has a cache group of its own.
+    """
     config = folder / "config"
     eagle = _source(config / "speculative.py", "use_eagle", "SpeculativeConfig")
     assert "'dflash', 'dspark'" in eagle
@@ -86,7 +92,7 @@ def check_groups(folder: Path) -> None:
 
 
 def check_divided(folder: Path) -> None:
-    """Under context parallelism a rank writes what it holds of its own group's blocks; runner V1's drafters do not."""
+    """Under context parallelism a rank writes its part of its own group's blocks. Runner V1's drafters do not."""
     runner = _source(folder / "v1/worker/gpu/model_runner.py", "get_kv_cache_spec", "GPUModelRunner")
     assert "self.speculator.dcp_size == 1" in runner
     assert "replace(kv_cache_spec[name], dcp_sharded=False)" in runner
@@ -104,7 +110,7 @@ def check_divided(folder: Path) -> None:
     assert "is_local = block_offsets // CP_INTERLEAVE % CP_SIZE == cp_rank" in places
     kernel = _source(folder / "v1/worker/gpu/block_table.py", "_compute_slot_mappings_kernel")
     assert "local_positions = tl.where(sharded, local_positions, positions)" in kernel
-    for path in (folder / SPECULATORS).glob("*/speculator.py"):  # what others write goes through that kernel
+    for path in (folder / SPECULATORS).glob("*/speculator.py"):  # other writers use that kernel, too
         text = path.read_text(encoding="utf-8")
         assert path == dflash or "// block_size" not in text, path
     one = folder / "v1/spec_decode/utils.py"
@@ -122,7 +128,7 @@ def _source(path: Path, name: str, owner: str = "") -> str:
 
 
 def check_stages(folder: Path) -> None:
-    """The last stage drafts, in its step; the others hear of it before a later one, and of who is gone not at all."""
+    """The last stage drafts in its step. Other stages get the drafts before a later step, except for ended requests."""
     runner = folder / "v1/worker/gpu/model_runner.py"
     made = _source(runner, "__init__", "GPUModelRunner")
     assert re.search(r"if self\.is_last_pp_rank:\s+self\.speculator = init_speculator\(", made)
@@ -141,7 +147,7 @@ def check_stages(folder: Path) -> None:
 
 
 def check_kept_states(folder: Path) -> None:
-    """With an interval of 0 the states are kept at which steps of a prefill end, and none that drafts have crossed."""
+    """With an interval of 0, vLLM keeps states at the ends of prefill steps, but none that drafts have crossed."""
     core = folder / "v1/core"
     known: dict[str, Any] = {}
     exec(_source(core / "kv_cache_coordinator.py", "replay_boundaries"), known)  # noqa: S102
@@ -172,7 +178,7 @@ CHECKS = (
 
 @pytest.mark.parametrize("one", CHECKS)
 def test_drafters_that_are_fed_context(one: object) -> None:
-    """Of the installed vLLM."""
+    """The installed vLLM satisfies each assumption."""
     assert callable(one)
     one(Path(vllm.__file__).parent)
 
@@ -180,14 +186,14 @@ def test_drafters_that_are_fed_context(one: object) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(FETCH_SECONDS_MAX + 60)
 def test_drafters_that_are_fed_context_of_other_supported_releases() -> None:
-    """Of each recorded release that is not installed."""
+    """Each recorded release that is not installed satisfies every assumption."""
     for _, sources in other_releases():
         for one in CHECKS:
             one(sources / "vllm")
 
 
 def test_the_caches_of_a_drafter_with_latents_are_served() -> None:
-    """Kimi K3's: its attention is not causal where it drafts, which no KV of a prefix depends on."""
+    """The attention of Kimi K3's drafter is not causal where it drafts, but no KV of a prefix depends on that."""
     latents: dict[str, Any] = {"block_size": 64, "num_kv_heads": 1, "head_size": 576, "dtype": torch.uint8}
     drafter = MLAAttentionSpec(**latents, non_causal_multi_token_decode=True)
     groups = [

@@ -1,4 +1,7 @@
-"""Which of vLLM's layers call the connector's hooks, and when: `connectors/vllm/hooks.py`, held against the sources."""
+"""Which of vLLM's layers call the connector's hooks, and when.
+
+`connectors/vllm/hooks.py` is compared with the sources.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvpipe.config import load_settings
+from kvpipe.config.settings import load_settings
 from kvpipe.connectors.vllm.hooks import fences_late, is_hooked
 from kvpipe.connectors.vllm.support import make_geometry
 from kvpipe.errors import UnsupportedError
@@ -35,11 +38,11 @@ CALLED_BY = {
     "model_executor/layers/attention/attention.py": ("Attention", "unified_attention_with_output"),
     "model_executor/layers/attention/mla_attention.py": ("MLAAttention", "unified_mla_attention_with_output"),
 }
-"""Of each file: the class whose `forward` calls the operator that calls the hooks."""
+"""The class of each file whose `forward` calls the operator, and the operator that calls the hooks."""
 
 
 def check(folder: Path) -> None:
-    """In vLLM's package in `folder` the two classes call operators with hooks, and those are all that have any."""
+    """In vLLM's package in `folder` the two classes, and no others, call operators with hooks."""
     for name, (owner, operator) in CALLED_BY.items():
         tree = ast.parse((folder / name).read_text(encoding="utf-8"))
         hooked = [
@@ -52,7 +55,10 @@ def check(folder: Path) -> None:
 
 
 def check_orders(folder: Path) -> None:
-    """Runner V1: `handle_preemptions` before it touches blocks, `wait_for_save` before it samples. V2: neither."""
+    """V1 calls `handle_preemptions` before it touches blocks, and `wait_for_save` before it samples.
+
+    V2 does neither.
+    """
     one = _function(folder / "v1/worker/gpu_model_runner.py", "GPUModelRunner", "execute_model")
     _in_order(one, "handle_preemptions(", "self._update_states(", "maybe_get_kv_connector_output(", "compute_logits(")
     assert "_zero_block_ids(" in _function(folder / "v1/worker/gpu_model_runner.py", "GPUModelRunner", "_update_states")
@@ -62,7 +68,7 @@ def check_orders(folder: Path) -> None:
         _function(two, "GPUModelRunner", "execute_model"),
         "self.update_requests(",
         "batch_desc.cg_mode == CUDAGraphMode.FULL:",
-        "kv_connector.pre_forward(",  # of a step that is replayed: without a context of the model's
+        "kv_connector.pre_forward(",  # in a replayed step this is called without the model's context
         "run_fullgraph(",
         "with set_forward_context(attn_metadata",
     )
@@ -93,7 +99,7 @@ def _decorators(node: ast.FunctionDef) -> Iterator[str]:
 
 
 def test_the_classes_with_hooks() -> None:
-    """Of the installed vLLM, and the order of its calls."""
+    """In the installed vLLM only the two known classes have hooks, and its runners keep the order of calls."""
     check(Path(vllm.__file__).parent)
     check_orders(Path(vllm.__file__).parent)
 
@@ -101,7 +107,7 @@ def test_the_classes_with_hooks() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(FETCH_SECONDS_MAX + 60)
 def test_the_classes_with_hooks_of_other_supported_releases() -> None:
-    """Of each recorded release that is not installed, and the order of its calls."""
+    """Each other recorded release has hooks in the same classes as this release, and the same order of calls."""
     for _, sources in other_releases():
         check(sources / "vllm")
         check_orders(sources / "vllm")
@@ -113,14 +119,14 @@ def test_the_classes_with_hooks_of_other_supported_releases() -> None:
         (Attention, True),
         (MLAAttention, True),
         (type("Window", (Attention,), {}), True),
-        (StaticSinkAttention, False),  # it does, by way of `Attention.forward`: not relied on
+        (StaticSinkAttention, False),  # calls hooks through `Attention.forward`, but kvpipe does not rely on that
         (DeepseekV32Attention, False),
         (DeepseekV32IndexerCache, False),
         (object, False),
     ],
 )
 def test_which_layers_are_relied_on(kind: type, *, hooked: bool) -> None:
-    """The two classes, and those of theirs that attend as they do."""
+    """The hooks of two classes are used, and of their subclasses that do not override the attention."""
     assert is_hooked(object.__new__(kind)) is hooked
 
 
@@ -128,14 +134,14 @@ def test_which_layers_are_relied_on(kind: type, *, hooked: bool) -> None:
     ("v2", "device", "late"), [(False, "meta", False), (False, "cuda", True), (True, "cuda", False)]
 )
 def test_where_the_fence_is(v2: bool, device: str, late: bool) -> None:
-    """In the next step's first hook with runner V1 on a GPU, nowhere else."""
+    """The fence is in the next step's first hook with runner V1 on a GPU, and nowhere else."""
     config: Any = SimpleNamespace(use_v2_model_runner=v2)
     caches: Any = {name: SimpleNamespace(is_cuda=device == "cuda") for name in "ab"}
     assert fences_late(config, caches) is late
 
 
 def _cache(*layers: tuple[type, dict[str, Any]]) -> KVCacheConfig:
-    """One group of `layers`, named by their order, as vLLM makes it of layers of several sizes."""
+    """Return one group of `layers`, named by their order, as vLLM makes it of layers with several sizes."""
     common: dict[str, Any] = {"block_size": 64, "num_kv_heads": 1, "dtype": torch.uint8}
     specs = {f"layer.{i}": kind(**common | asked) for i, (kind, asked) in enumerate(layers)}
     block = specs["layer.0"].block_size
@@ -144,14 +150,14 @@ def _cache(*layers: tuple[type, dict[str, Any]]) -> KVCacheConfig:
 
 
 def test_the_caches_of_deepseek_v32_are_served() -> None:
-    """Its latents, in records of 656 bytes, and its indexer's keys, in one group."""
+    """The latents of DeepSeek V3.2, in records of 656 bytes, and its indexer's keys are in one group."""
     latents, keys = {"head_size": 576, "state_content_bytes": 656}, {"head_size": 132}
     made = make_geometry(_cache((MLAAttentionSpec, latents), (MLAAttentionSpec, keys)), load_settings())
     assert [layer.page_bytes for layer in made.groups[0].layers] == [64 * 656, 64 * 132]
 
 
 def test_the_caches_of_deepseek_v4_are_served() -> None:
-    """Latents of several tokens each, an indexer's keys, a window; of a compressor's rows the last few."""
+    """The caches are latents of several tokens, an indexer's keys, a window, and a compressor's last rows."""
     latents = {"head_size": 512, "state_content_bytes": 584, "tokens_per_state": 4, "alignment": 576}
     rows = {"head_size": 2048, "sliding_window": 8, "block_size": 4, "dtype": torch.float32, "alignment": 576}
     cache = _cache((MLAAttentionSpec, latents), (MLAAttentionSpec, {"head_size": 132, "tokens_per_state": 4}))
@@ -162,14 +168,14 @@ def test_the_caches_of_deepseek_v4_are_served() -> None:
 
 
 def test_a_window_that_replays_is_refused() -> None:
-    """DeepSeek V4.1: vLLM computes the window's tokens again, with every hit, and has nothing of it to store."""
+    """DeepSeek V4.1: with every hit vLLM computes the window's tokens again, and has no KV of them to store."""
     replayed = {"head_size": 512, "sliding_window": 128, "bounded_replay": True}
     with pytest.raises(UnsupportedError, match=r"layer 'layer.0' \(SlidingWindowMLASpec, group 0\) is not supported"):
         make_geometry(_cache((SlidingWindowMLASpec, replayed)), load_settings())
 
 
 def test_the_scheduler_knows_the_sizes_of_all_layers() -> None:
-    """VLLM gives its side the specification of a group's first layer, but where the pages of all of them lie."""
+    """The scheduler side gets the specification of a group's first layer, but the page offsets of all layers."""
     latents, keys = {"head_size": 576, "state_content_bytes": 656}, {"head_size": 132}
     cache = _cache((MLAAttentionSpec, latents), (MLAAttentionSpec, keys))
     pages = {"layer.0": 64 * 656, "layer.1": 64 * 132}

@@ -1,4 +1,4 @@
-"""Every kind of cache of every supported vLLM has an answer, and it is the one that an engine gets."""
+"""kvpipe has an answer to every kind of cache of every supported vLLM, and an engine gets that answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vllm.v1 import kv_cache_interface as interface
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MambaSpec
 
-from kvpipe.config import load_settings
+from kvpipe.config.settings import load_settings
 from kvpipe.connectors.vllm.support import make_geometry
 from kvpipe.errors import UnsupportedError
 from tests.contract import kinds
@@ -34,7 +34,7 @@ def _subclasses(kind: type[object]) -> set[str]:
 
 
 def _answer(spec: KVCacheSpec) -> str:
-    """What an engine gets that has full attention beside `spec`."""
+    """Return the answer to an engine that has full attention beside `spec`."""
     full = interface.FullAttentionSpec(**PLAIN)
     groups = [KVCacheGroupSpec(["full"], full), KVCacheGroupSpec(["other"], spec)]
     try:
@@ -45,7 +45,10 @@ def _answer(spec: KVCacheSpec) -> str:
 
 
 def test_every_kind_has_an_answer() -> None:
-    """Those that the installed vLLM defines, by its sources and as its process knows them; and its kinds of states."""
+    """The kinds of caches in the list are those of the installed vLLM, in its sources and in its process.
+
+    The kinds of states in the list are those in its sources.
+    """
     assert kinds.specifications(PACKAGE) == set(kinds.KINDS)
     defined = {name for name in _subclasses(KVCacheSpec) if hasattr(interface, name)}
     assert defined <= set(kinds.KINDS)
@@ -53,7 +56,7 @@ def test_every_kind_has_an_answer() -> None:
 
 
 def test_a_new_kind_is_found(tmp_path: Path) -> None:
-    """A class of a class of caches, in another file, is one."""
+    """A subclass of a class of caches in another file is found."""
     (tmp_path / "a.py").write_text("class New(AttentionSpec):\n    pass\nclass AttentionSpec(KVCacheSpec):\n    pass\n")
     (tmp_path / "b.py").write_text("class Newer(New):\n    pass  # (Spec)\nclass Other(Thing):\n    pass\n")
     assert kinds.specifications(tmp_path) == {"AttentionSpec", "New", "Newer"}
@@ -62,7 +65,7 @@ def test_a_new_kind_is_found(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(FETCH_SECONDS_MAX + 60)
 def test_the_kinds_of_other_supported_releases() -> None:
-    """The same kinds, and no other, are in the sources of each recorded release that is not installed."""
+    """The sources of each other recorded release have exactly the same kinds."""
     for version, sources in other_releases():
         assert kinds.specifications(sources / "vllm") == set(kinds.KINDS), version
         assert kinds.states(sources / "vllm") == set(kinds.STATES), version
@@ -70,7 +73,7 @@ def test_the_kinds_of_other_supported_releases() -> None:
 
 @pytest.mark.parametrize("name", [n for n, one in kinds.KINDS.items() if one.answer in (kinds.STORED, kinds.REFUSED)])
 def test_the_answer_is_what_an_engine_gets(name: str) -> None:
-    """Stored where the page has it so, refused where it has it so."""
+    """A kind is stored if the page says so, and refused if the page says so."""
     kind, stated = getattr(interface, name), kinds.KINDS[name].answer
     sizes = {"page_size": 64} | ({"blocks_per_request": 1} if name == "HiSparseHotSpec" else {})
     asked = {"block_size": 32, **sizes} if name.startswith("HiSparse") else PLAIN | MORE.get(name, {})
@@ -79,7 +82,7 @@ def test_the_answer_is_what_an_engine_gets(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(kinds.STATES))
 def test_the_answer_of_a_state(name: str) -> None:
-    """The same of recurrent states."""
+    """A kind of recurrent state is stored or refused as the page says."""
     known = MambaAttentionBackendEnum[name] if name != "CUSTOM" else MambaAttentionBackendEnum.CUSTOM
     shapes, dtypes = ((32,), (32,)), (torch.float32, torch.float32)
     spec = MambaSpec(block_size=32, shapes=shapes, dtypes=dtypes, mamba_type=known, mamba_cache_mode="align")
@@ -87,6 +90,6 @@ def test_the_answer_of_a_state(name: str) -> None:
 
 
 def test_the_page_is_fresh() -> None:
-    """`python -m tests.contract.kinds`."""
+    """`python -m tests.contract.kinds` regenerates the page."""
     text = kinds.DOCS.read_text(encoding="utf-8")
     assert kinds.fill(text) == text

@@ -1,4 +1,4 @@
-"""What KV cache events have of blocks whose hash covers more than tokens: a router makes the same hashes of them."""
+"""KV cache events let a router compute the hashes of blocks, even if a hash covers more than tokens."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ import msgspec
 import pytest
 import torch
 
-from kvpipe.cache.catalog import Catalog, Chunk
+from kvpipe.cache.catalog import Catalog
+from kvpipe.cache.chunks import Chunk
 from kvpipe.cache.policy import make_policy
-from kvpipe.config import load_settings
+from kvpipe.config.settings import load_settings
 from kvpipe.connectors.vllm.kv_events import KvEvents
 from kvpipe.connectors.vllm.support import make_geometry
 from kvpipe.connectors.vllm.trial.router import Router
 from kvpipe.connectors.vllm.trial.shapes import BLOCK, SHAPES, make_configs
-from kvpipe.scheduler.orders import Turns
+from kvpipe.features.orders import Turns
+from kvpipe.testing.dict_tier import DictTier
+from kvpipe.testing.held_tier import DictSpec
+from kvpipe.tiers.guard import FIND, guarded
 from kvpipe.trace.log import Counters
 
 if TYPE_CHECKING:
@@ -29,7 +33,7 @@ BLOCKS, PATH = 8, "/adapters/french"
 
 
 def request_of(**more: Any) -> Request:
-    """A request of `BLOCKS` blocks."""
+    """Return a request of `BLOCKS` blocks."""
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -42,14 +46,14 @@ def request_of(**more: Any) -> Request:
 
 
 def image(name: str, offset: int, length: int) -> Any:
-    """An image in a prompt."""
+    """Return an image in a prompt."""
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 
     return MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset, length))
 
 
 def lora() -> Any:
-    """An adapter."""
+    """Return a LoRA adapter."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest("french", 1, PATH)
@@ -68,7 +72,7 @@ KINDS: dict[str, Any] = {
 
 
 def wired(events: list[Any]) -> list[Any]:
-    """What a subscriber decodes."""
+    """Return the events as a subscriber decodes them."""
     from vllm.distributed.kv_events import KVEventBatch
 
     batch = msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=events))
@@ -76,7 +80,7 @@ def wired(events: list[Any]) -> list[Any]:
 
 
 def vllms_own(request: Request, block_tokens: int) -> list[Any]:
-    """Return the events that vLLM's block pool publishes for a request with blocks of so many tokens."""
+    """Return the events that vLLM's block pool publishes for a request, with blocks of `block` tokens."""
     from vllm.v1.core.block_pool import BlockPool
 
     blocks = BLOCKS * BLOCK // block_tokens
@@ -87,13 +91,16 @@ def vllms_own(request: Request, block_tokens: int) -> list[Any]:
 
 
 class Noted:
-    """A catalog of chunks of four blocks, its events and a router that receives them."""
+    """A catalog with chunks of four blocks, its events, and a router that receives them."""
 
-    def __init__(self) -> None:
-        """Nothing is held."""
+    def __init__(self, *announce: str) -> None:
+        """Start with an empty catalog. `announce` has the setting of each tier."""
         self.catalog = Catalog(8, 2, make_policy("lru", 8), Counters())
         cache = make_configs(SHAPES["hybrid"])[1]
-        self.events = KvEvents(cache, make_geometry(cache, load_settings()), BLOCK)
+        made = [
+            (f"dict-{at}", DictSpec.model_validate({"announce": one}), DictTier()) for at, one in enumerate(announce)
+        ]
+        self.events = KvEvents(cache, make_geometry(cache, load_settings()), BLOCK, guarded(made, (FIND,)))
         self.catalog.on_drop = self.events.dropped
         self.router = Router({"french": PATH}, BLOCK)
         self.received: list[Any] = []
@@ -110,7 +117,7 @@ class Noted:
         return list(chunks.values())
 
     def receive(self) -> list[Any]:
-        """Let the router receive what is new."""
+        """Let the router receive the new events."""
         self.received = wired(self.events.take())
         self.router.apply(self.received)
         assert self.router.problems == []
@@ -120,7 +127,7 @@ class Noted:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pieces", [[(0, 4), (4, 8)], [(0, 1), (1, 2), (2, 4), (4, 7), (7, 8)]], ids=["whole", "grown"])
 def test_a_router_makes_the_same_hashes(kind: str, pieces: list[tuple[int, int]]) -> None:
-    """Hashes that are made from an event's tokens and extra keys equal the event's, however the chunk was filled.
+    """Hashes computed from an event's tokens and extra keys equal the event's hashes, however the chunk was filled.
 
     Extra keys of images and embeddings are of whole chunks: the router learns hashes within these from vLLM's events.
     """
@@ -143,8 +150,8 @@ def test_a_router_makes_the_same_hashes(kind: str, pieces: list[tuple[int, int]]
 
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - {"images", "embeddings", "all"}))
-def test_of_what_is_over_the_same_is_reported(kind: str) -> None:
-    """Though nothing is kept but what events need: a client may have sent any parameters, of any size, with it."""
+def test_events_are_the_same_when_their_request_has_finished(kind: str) -> None:
+    """Only the parts of a finished request that events need are kept, because its parameters may be large."""
     request = request_of(session_id="s", **KINDS[kind]())
     live, over = Noted(), Noted()
     kept = over.events.kept(request)
@@ -159,8 +166,8 @@ def test_of_what_is_over_the_same_is_reported(kind: str) -> None:
     assert one() is None
 
 
-def test_what_may_be_large_is_not_kept() -> None:
-    """Pictures and embeddings; a salt that no server takes, neither after its request nor for its chunks' events."""
+def test_images_embeddings_and_long_salts_are_not_kept_for_events() -> None:
+    """Events of such requests are left out. A long salt has more characters than any server accepts."""
     assert not any(Noted().events.kept(request_of(**KINDS[kind]())) for kind in ("images", "embeddings", "all"))
     salted, noted = request_of(cache_salt="s" * 1_000_000), Noted()
     assert noted.events.kept(salted) is None
@@ -170,8 +177,8 @@ def test_what_may_be_large_is_not_kept() -> None:
     assert not noted.receive()
 
 
-def test_they_are_vllms_own_words() -> None:
-    """For one prefix vLLM's block pool, with blocks as large as a chunk, publishes the same but for the medium."""
+def test_events_equal_those_of_vllms_own_pool() -> None:
+    """For one prefix, vLLM's pool with blocks as large as a chunk publishes equal events, except for the medium."""
     for kind in set(KINDS) - {"embeddings"}:
         request = request_of(**KINDS[kind]())
         (theirs,) = vllms_own(request, 4 * BLOCK)
@@ -186,7 +193,7 @@ def test_they_are_vllms_own_words() -> None:
 
 
 def test_each_mark_is_a_block_from_its_chunks_first_token() -> None:
-    """Where a prompt has ended stays found when the chunk grows; any other end is removed then."""
+    """The end of a prompt stays announced when the chunk grows. Any other end is then announced as removed."""
     request, reported = request_of(), Noted()
     hashes = request.block_hashes
     (chunk,) = reported.save(request, iter([(0, 1)]))
@@ -202,7 +209,7 @@ def test_each_mark_is_a_block_from_its_chunks_first_token() -> None:
 
 
 def test_a_block_is_removed_with_its_mark() -> None:
-    """A block is announced once. After vLLM's own reset kvpipe announces again what it holds."""
+    """A block is announced once. After vLLM's own reset kvpipe announces its blocks again."""
     request, reported = request_of(), Noted()
     short, longer = reported.save(request, iter([(0, 2)])) + reported.save(request, iter([(0, 3)]))
     assert [one.block_size for one in reported.receive()] == [2 * BLOCK, 3 * BLOCK]
@@ -218,7 +225,7 @@ def test_a_block_is_removed_with_its_mark() -> None:
 
 
 def test_a_block_stays_until_both_contents_of_an_adapter_are_gone() -> None:
-    """Keys tell two contents of an adapter apart, and block hashes do not: a router has one block for both."""
+    """Keys distinguish two contents of an adapter, but block hashes do not, so a router has one block for both."""
     request, reported = request_of(lora_request=lora()), Noted()
     chunks: list[Chunk] = []
     for content in (b"one", b"two"):
@@ -235,8 +242,39 @@ def test_a_block_stays_until_both_contents_of_an_adapter_are_gone() -> None:
     assert reported.router.index["CPU", 0] == set()
 
 
+def test_blocks_in_tiers_have_the_fields_of_vllms_own_offloading() -> None:
+    """Medium, locality and the tier's name; all other fields are those of the block in memory."""
+    request, reported = request_of(cache_salt="alice", session_id="s"), Noted("local", "remote", "auto")
+    (chunk,) = reported.save(request, iter([(0, 4)]))
+    (memory,) = reported.receive()
+    block = reported.events.block(chunk, request.block_hashes[3])
+    assert block is not None
+    assert reported.events.block(chunk, request.block_hashes[2]) is None
+    localities = ("LOCAL", "REMOTE", None)
+    for tier in range(3):
+        reported.events.stored(tier, 0, block)
+    for tier, event in enumerate(reported.receive()):
+        assert (event.medium, event.locality, event.ownership) == ("STORAGE", localities[tier], f"dict-{tier}")
+        assert msgspec.structs.replace(event, medium="CPU", locality=None, ownership=None) == memory
+    reported.catalog._drop(chunk, "evicted")
+    assert [one.medium for one in reported.receive()] == ["CPU"], "the tiers still have it"
+    reported.events.cleared()
+    reported.router.index.clear()
+    assert [one.ownership for one in reported.receive()] == ["dict-0", "dict-1", "dict-2"], (
+        "routers forgot the tiers, too"
+    )
+    for tier in range(3):
+        reported.events.gone(tier, 0, [block])
+    for tier, event in enumerate(reported.receive()):
+        assert (event.medium, event.locality, event.ownership) == ("STORAGE", localities[tier], f"dict-{tier}")
+    assert not any(reported.router.index.values())
+
+
 def test_what_was_not_found_is_not_announced() -> None:
-    """Another copy was quicker: what a chunk holds beyond its marks is not reported as held by it."""
+    """Two requests save the same tokens, and `quick` publishes its chunk first.
+
+    Only the first unit of `slow` is announced.
+    """
     request, reported = request_of(), Noted()
     (slow,) = reported.save(request, iter([(0, 1)]))
     piece = reported.catalog.write(slow, 2, request.block_hashes[1], keep=False)
@@ -251,7 +289,7 @@ def test_what_was_not_found_is_not_announced() -> None:
 
 
 def test_a_reset_of_an_idle_engine_gives_the_turn_back() -> None:
-    """A pause ends with one, when vLLM has asked already whether anything is pending."""
+    """A pause ends with a reset, after vLLM has asked whether anything is pending."""
     manager: Any = SimpleNamespace(reset_prefix_cache=lambda: True)
     turns, events, away = Turns(), Noted().events, list[bool]()
     events.cleared = lambda: away.append(turns.away)  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Which models are served: every place where vLLM states that prefixes do not suffice, and every architecture asked."""
+"""Tests of the page of served models: every place in vLLM about prefixes, and the answer for every architecture."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ WALK_SECONDS_MAX = 1500
 
 
 def test_every_place_is_known() -> None:
-    """The installed vLLM states it where kvpipe knows that it does, once each, and nowhere else."""
+    """The installed vLLM has exactly the known places, each once."""
     import vllm
 
     assert places.scan(Path(vllm.__file__).parent) == dict.fromkeys(places.PLACES, 1)
 
 
 def test_a_new_place_is_found(tmp_path: Path) -> None:
-    """A model that switches the prefix cache off, a layer that looks ahead and an unfit cache are each a place."""
+    """A model that switches the prefix cache off, a layer that looks ahead, and an unfit cache are places."""
     (tmp_path / "m.py").write_text(
         "class New:\n"
         "    def hook(self, config):\n        config.cache_config.enable_prefix_caching = False\n"
@@ -38,13 +38,16 @@ def test_a_new_place_is_found(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(FETCH_SECONDS_MAX + 60)
 def test_the_places_of_other_supported_releases() -> None:
-    """The same places, and no other, are in the sources of each recorded release that is not installed."""
+    """The sources of each other recorded release have exactly the same places."""
     for version, sources in other_releases():
         assert places.scan(sources / "vllm") == dict.fromkeys(places.PLACES, 1), version
 
 
 def test_answers_are_the_same_on_every_processor() -> None:
-    """Models with latent attention, sparse attention and states: vLLM refuses some at other places with AMX."""
+    """Models with latent attention, sparse attention and states get equal answers.
+
+    VLLM refuses some at other places with AMX.
+    """
     asked = (
         "BailingMoeV3VLForConditionalGeneration", "DeepseekV2ForCausalLM", "FalconH1ForCausalLM", "Glm5NextForCausalLM",
         "Glm5NextForConditionalGeneration", "Qwen3NextForCausalLM",
@@ -68,7 +71,7 @@ def test_answers_are_the_same_on_every_processor() -> None:
 
 @pytest.mark.timeout(WALK_SECONDS_MAX + 30)
 def test_the_page_is_fresh() -> None:
-    """Each architecture of vLLM's registry is given the answer that the page has, whatever the machine."""
+    """Each architecture of vLLM's registry gets the answer on the page, on every machine."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("KVPIPE_", "VLLM_"))}
     command = [sys.executable, "-m", registry.__name__, "--print"]
     done = subprocess.run(

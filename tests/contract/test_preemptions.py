@@ -1,4 +1,4 @@
-"""Why kvpipe counts more preemptions than vLLM does."""
+"""kvpipe counts more preemptions than vLLM reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REQUESTS, STEPS_MAX = 6, 200
 
 @pytest.mark.parametrize("aborts", [False, True])
 def test_vllm_lacks_those_of_requests_that_were_aborted_before_their_next_output(aborts: bool) -> None:
-    """VLLM is notified of a preemption with the request's next output; kvpipe counts as many, and those without one."""
+    """A preemption is reported by vLLM with the request's next output. kvpipe also counts it without such an output."""
     trial = Trial(SHAPES["sync"], 3)
     trial.scheduler.log_stats = True
     trial.scheduler.make_stats = lambda *_, **__: None

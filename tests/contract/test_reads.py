@@ -1,4 +1,4 @@
-"""What the connector reads of vLLM's objects is on the list that every release is held against."""
+"""Each attribute that the connector reads of vLLM's objects is in the list that every release is checked against."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ ADAPTER = judging.CONNECTOR_SOURCE.parent
 CORE = ADAPTER.resolve().parents[1] / "kvpipe"
 SOURCES = sorted([
     *ADAPTER.glob("*.py"),
+    *(ADAPTER / "identity").glob("*.py"),
     *(ADAPTER / "remedies").glob("*.py"),
-    *(CORE / "scheduler").glob("*.py"),
-    *(CORE / "cache").glob("*.py"),
+    *(path for room in ("protocol", "cache", "scheduler", "features") for path in (CORE / room).glob("*.py")),
 ])  # fmt: skip
 RECORDED = {(cls, name) for classes in relied.RELIED.values() for cls, names in classes.items() for name in names}
 READ_MIN = 70
-"""So many attributes are seen to be read at least: fewer, and the reader has become blind."""
+"""The smallest number of attributes that the reader must find. With fewer, the reader has a fault."""
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 def test_what_is_read_is_recorded(source: Path) -> None:
-    """Every attribute that the connector, or the core, is seen to read of an object of vLLM's is in `RELIED`."""
+    """Every attribute that the connector or the core reads of an object of vLLM is in `RELIED`."""
     seen = READER.seen(source.read_text(encoding="utf-8"))
     assert [one for one in seen if (one.cls, one.name) not in RECORDED] == []
 
 
 def test_the_reader_sees() -> None:
-    """Most of what is recorded is seen to be read, by whatever names it goes."""
+    """The reader finds most of the recorded attributes, whatever names the code uses."""
     seen = {(one.cls, one.name) for path in SOURCES for one in READER.seen(path.read_text(encoding="utf-8"))}
     assert len(seen) >= READ_MIN
     assert seen >= {
@@ -48,7 +48,10 @@ def test_the_reader_sees() -> None:
 
 
 def test_how_objects_are_known() -> None:
-    """By annotation, by where they come from, by name; through lists, options, comprehensions and other names."""
+    """The class follows from annotations, origins and names.
+
+    Lists, options, comprehensions and other names are followed, too.
+    """
     source = """
 class Own:
     def __init__(self, manager: KVCacheManager | None, cache):

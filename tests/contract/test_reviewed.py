@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import vllm
 
-from kvpipe.connectors.vllm import reviewed_fields as fields
-from kvpipe.connectors.vllm import reviewed_variables as variables
+from kvpipe.connectors.vllm.identity import reviewed_fields as fields
+from kvpipe.connectors.vllm.identity import reviewed_variables as variables
 from tests.contract.test_scheduler_versions import FETCH_SECONDS_MAX, other_releases
 
 INSTALLED = Path(vllm.__file__).parent
@@ -46,7 +46,7 @@ def _fields(cls: ast.ClassDef) -> Iterator[str]:
 
 
 def not_reviewed(package: Path) -> set[str]:
-    """Return the names that are in no list."""
+    """Return the names that are in neither list."""
     whole = set().union(*fields.IRRELEVANT.values())
     listed = {*whole, *fields.PART, *fields.OF_RANKS}
     named = set(itertools.chain.from_iterable(names.split() for names in variables.IRRELEVANT.values()))
@@ -55,7 +55,7 @@ def not_reviewed(package: Path) -> set[str]:
 
 
 def test_all_settings_of_the_installed_release_are_reviewed() -> None:
-    """A name of vLLM's that is in no list fails here, and counts as part of the key at run time."""
+    """A name of vLLM that is in no list fails this test, and counts as part of the key at run time."""
     assert not_reviewed(INSTALLED) == set()
 
 
@@ -68,7 +68,7 @@ def test_all_settings_of_other_supported_releases_are_reviewed() -> None:
 
 @pytest.mark.timeout(FETCH_SECONDS_MAX)
 def test_every_reviewed_name_exists_and_is_in_one_list() -> None:
-    """A name that no supported release has, or that two lists have, is a mistake of the lists."""
+    """A listed name that no supported release has is a mistake. So is a name in two lists."""
     packages = [INSTALLED, *(sources / "vllm" for _, sources in other_releases())]
     there = set[str]().union(*map(variables_of, packages), *map(fields_of, packages))
     classes = {name.partition(".")[0] for name in there if "." in name}
@@ -82,7 +82,7 @@ def test_every_reviewed_name_exists_and_is_in_one_list() -> None:
 
 
 def test_a_new_setting_is_not_reviewed(tmp_path: Path) -> None:
-    """A variable and a field that vLLM adds are found."""
+    """A new variable and a new field of vLLM are reported."""
     (tmp_path / "config").mkdir()
     (tmp_path / "envs.py").write_text("environment_variables: dict = {'VLLM_NEW': 1, 'VLLM_PORT': 2}\n")
     (tmp_path / "config" / "a.py").write_text("class CacheConfig:\n    new: int = 1\n    block_size: int = 2\n")

@@ -1,4 +1,4 @@
-"""What kvpipe takes for granted of states that vLLM keeps within blocks, held against its sources."""
+"""Assumptions of kvpipe about states that vLLM keeps within blocks, checked against vLLM's sources."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ MANAGERS = "v1/core/single_type_kv_cache_manager.py"
 
 
 def check_offers(folder: Path) -> None:
-    """A state is offered with the boundary that it is of when the step has run, and in the block that has it then."""
+    """A state is offered with its boundary after the step has run, and in the block that has it then."""
     cached = _source(folder / MANAGERS, "cache_blocks", "MambaManager")
     keyed, offered = cached.index("self._cache_partial_tail_block("), cached.index("self._pending_boundary_state")
-    assert keyed < offered  # the block of an exported state has the key of what it is written over with
+    assert keyed < offered  # the block of an exported state has the key of the state that is overwritten
     assert "block.block_hash_num_tokens)" in cached[offered:]
     tail = _source(folder / MANAGERS, "_cache_partial_tail_block", "MambaManager")
     assert "checkpoint_block, num_tokens=checkpoint_position" in tail
@@ -33,7 +33,7 @@ def check_offers(folder: Path) -> None:
 
 
 def check_copies(folder: Path) -> None:
-    """What is written on is copied before the step for connectors begins, and freed once its step has run."""
+    """Copy-on-write copies run before the connector's step begins. Retained blocks are freed after the step has run."""
     one, other = folder / "v1/worker/gpu_model_runner.py", folder / "v1/worker/gpu/model_runner.py"
     copies, gone = "copy_kv_cache_blocks_inplace(self.kv_caches", "self.kv_block_zeroer.zero_block_ids("
     updated = _source(one, "_update_states", "GPUModelRunner")
@@ -46,7 +46,7 @@ def check_copies(folder: Path) -> None:
 
 
 def check_hits(folder: Path) -> None:
-    """The state of a hit is read out of the block that its last token is in, all before which is null."""
+    """The state of a hit is read from the block of the hit's last token. Earlier blocks are null."""
     known: dict[str, Any] = {}
     exec(_source(folder / MANAGERS, "get_num_skipped_tokens", "MambaManager"), known)  # noqa: S102
     assert known["get_num_skipped_tokens"](None, 40) == 39
@@ -58,7 +58,10 @@ def check_hits(folder: Path) -> None:
 
 
 def check_exports(folder: Path) -> None:
-    """Layers, `MambaManager` and the scheduler ask the same which state is written from within a step, and where."""
+    """Layers, `MambaManager` and the scheduler call the same function for exported states.
+
+    It returns the state that a step exports, and the state's block.
+    """
     interface = folder / "v1/kv_cache_interface.py"
     known: dict[str, Any] = {"cdiv": lambda tokens, size: -(-tokens // size)}
     for name in ("get_mamba_prefill_checkpoint_position", "is_mamba_prefill_checkpoint_valid"):
@@ -75,7 +78,7 @@ def check_exports(folder: Path) -> None:
             )
             assert not tokens or (start + tokens == (stop - 1) // 128 * 128 and place == -(-stop // 768) - 2)
             assert (place < 0) == (not tokens)
-            assert place < 0 or place > (start - 1) // 768  # neither where it begins nor where it ends
+            assert place < 0 or place > (start - 1) // 768  # neither where the step begins nor where it ends
     for path, name, owner in (
         (MANAGERS, "get_num_blocks_to_allocate", "MambaManager"),
         ("v1/core/sched/scheduler.py", "_mamba_block_aligned_split", "Scheduler"),
@@ -93,7 +96,7 @@ CHECKS = (check_offers, check_copies, check_hits, check_exports)
 
 @pytest.mark.parametrize("one", CHECKS)
 def test_states_within_blocks(one: object) -> None:
-    """Of the installed vLLM."""
+    """The installed vLLM satisfies each assumption."""
     assert callable(one)
     one(Path(vllm.__file__).parent)
 
@@ -101,7 +104,7 @@ def test_states_within_blocks(one: object) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(FETCH_SECONDS_MAX + 60)
 def test_states_within_blocks_of_other_supported_releases() -> None:
-    """Of each recorded release that is not installed."""
+    """Each recorded release that is not installed satisfies every assumption."""
     for _, sources in other_releases():
         for one in CHECKS:
             one(sources / "vllm")

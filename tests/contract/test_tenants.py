@@ -1,4 +1,4 @@
-"""What one tenant can learn of another: requests of other salts differ in content only, nobody sees a difference."""
+"""A tenant learns nothing about another tenant: other tenants' content changes nothing that the tenant can see."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ KINDS = frozenset(
     {"add", "follow", "reuse", "step", "schedule", "execute", "update", "tick", "abort", "reset", "drain"}
 )
 ANSWERED: tuple[Move, ...] = (("add", 0, 128, 0, 5, 1), ("drain",), ("add", 0, 128, 0, 5, 0), ("drain",))
-"""Another tenant asks a document, then somebody without a salt asks the same."""
+"""Another tenant sends a document, and then a request without a salt sends the same document."""
 
 
 class Seen(Trial):
-    """A trial that notes all that can be read of it from outside, but for the time by the clock."""
+    """A trial that records everything that can be read from outside, except times by the clock."""
 
     def __init__(self, shape: str, seed: int, *, apart: bool) -> None:
-        """`apart`: those with a salt or an adapter ask other documents than those without, of equal length."""
+        """`apart`: requests with a salt or an adapter have other documents than those without, of equal length."""
         super().__init__(SHAPES[shape], seed)
         self.documents = [[self.rng.randrange(200) for _ in range(TOKENS)] for _ in range(DOCUMENTS)]
         self.theirs = [[199 - token for token in text] for text in self.documents] if apart else self.documents
@@ -45,13 +45,13 @@ class Seen(Trial):
         self.scheduler.connector.get_num_new_matched_tokens = lookup  # type: ignore[method-assign, union-attr]
 
     def _add(self, document: int, take: int, own: int, answer: int, salt: int = 0, lora: int = 0) -> None:
-        lora = 0 if self.tiers else lora  # an adapter's files are read by the clock
+        lora = 0 if self.tiers else lora  # with tiers, reading an adapter's files takes time that no move controls
         mine, self.documents = self.documents, self.theirs if salt or lora else self.documents
         super()._add(document, take, own, answer, salt, lora)
         self.documents = mine
 
     def replay_traces(self) -> None:
-        """Note what is traced, without its times."""
+        """Record the trace without its times."""
         for recorder in self.tap.recorders:
             for event in recorder.take():
                 self.replay.feed(event)
@@ -59,7 +59,7 @@ class Seen(Trial):
                 self.noted.append({key: value for key, value in message.items() if not key.endswith(("_ns", "_ms"))})
 
     def run(self, moves: Iterable[Move]) -> tuple[Any, ...]:
-        """Make the moves; return lookups' answers, the trace, the metrics and the counters."""
+        """Make the moves. Return the lookups' answers, the trace, the metrics and the counters."""
         for move in moves:
             self.do(move)
         self.replay_traces()
@@ -76,14 +76,18 @@ class Seen(Trial):
 
 
 def both(shape: str, seed: int, moves: Iterable[Move]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return what is seen when other tenants ask the same documents, and when they ask others."""
+    """Run the moves twice and return both records.
+
+    In the first run, requests with a salt or an adapter send the documents of requests without. In the second run they
+    send other documents.
+    """
     made = list(moves)
     together, apart = (Seen(shape, seed, apart=one).run(made) for one in (False, True))
     return together, apart
 
 
 def test_a_first_block_that_another_tenant_has_asked() -> None:
-    """The miss of somebody without its salt is counted, traced and answered as if nobody had asked."""
+    """The miss of a request without the salt is counted, traced and answered as if no other request had come."""
     together, apart = both("sync", 0, ANSWERED)
     for name, one, other in zip(("answers", "trace", "metrics", "counters", "stats"), together, apart, strict=True):
         assert one == other, name
@@ -92,7 +96,7 @@ def test_a_first_block_that_another_tenant_has_asked() -> None:
 
 @pytest.mark.parametrize("shape", ["sync", "async-load", "hybrid", "tier"])
 def test_nobody_sees_what_others_ask(shape: str) -> None:
-    """Whatever happens, in whatever order: answers, trace, metrics and counters depend on no other salt's tokens."""
+    """After any moves in any order, answers, trace, metrics and counters depend on no other salt's tokens."""
     hits = 0
     for seed in range(SEEDS):
         moves = [move for move in random_moves(f"tenants {seed}", 3 * MOVES) if move[0] in KINDS][:MOVES]

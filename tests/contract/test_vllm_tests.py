@@ -1,54 +1,90 @@
-"""vLLM's own tests of its scheduler, of every supported release, with kvpipe on both sides of each scheduler."""
+"""vLLM's own tests of its scheduler pass for every supported release, with kvpipe on both sides of each scheduler."""
 
 from __future__ import annotations
 
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvpipe.connectors.vllm.trial.engine import ENVIRONMENT
+from kvpipe.connectors.vllm.tiny.engine import ENVIRONMENT
 from tests.contract import sources as contract
 from tests.contract.test_scheduler_versions import FETCH_SECONDS_MAX, fetched
 
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = Path(__file__).parent / "plugin"
-"""A folder of modules beside vLLM's tests, which are called `tests`, as ours are."""
+"""A folder of modules that is used together with vLLM's tests. Their package is called `tests`, like ours."""
 _LISTED = runpy.run_path(str(PLUGIN / "attached_tests.py"))
 AFTER_RESET: tuple[str, ...] = _LISTED["AFTER_RESET"]
 EXPECTED: dict[str, str] = _LISTED["EXPECTED"]
 RUN_SECONDS_MAX = 2700
 TESTS_MIN = 150
-"""So many have kvpipe attached at least: fewer, and it would be another suite."""
+"""The smallest number of vLLM's tests to which kvpipe must be attached."""
 
 
-def run(version: str, report: Path, *more: str, also: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the tests of `version` under its own scheduler. `also` is one more folder of modules."""
-    import vllm
+class VllmTests:
+    """Runs the tests of each release under its own scheduler, in forks of a process that has imported that release."""
 
-    folder = fetched(version, "--tests")
-    installed = contract.package_version(f"version = '{vllm.__version__}'") == version
-    paths = [str(ROOT), str(folder)] if installed else [str(fetched(version)), str(ROOT), str(folder)]
-    paths += [str(PLUGIN), *([str(also)] if also is not None else [])]
-    command = [sys.executable, "-m", "pytest", "-p", "attached", "-p", "no:cacheprovider", "-p", "no:warnings"]
-    command += ["-q", "--tb=short", "--show-capture=no", f"--attached-json={report}", *(more or ("tests/v1/core",))]
-    given = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths), "VLLM_TARGET_DEVICE": "cpu"}
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=RUN_SECONDS_MAX, cwd=folder, env=given
-    )
+    def __init__(self) -> None:
+        self._ready: dict[str, subprocess.Popen[str]] = {}
+
+    def run(self, version: str, report: Path, *more: str) -> subprocess.CompletedProcess[str]:
+        """Run the tests of `version`. The folder of `report` may have more modules."""
+        process, log = self._process(version), report.with_suffix(".log")
+        command = ["-p", "attached", "-p", "no:cacheprovider", "-p", "no:warnings", "-q", "--tb=short"]
+        command += ["--show-capture=no", f"--attached-json={report}", *(more or ("tests/v1/core",))]
+        assert process.stdin is not None
+        assert process.stdout is not None
+        print(json.dumps([str(log), str(report.parent), command]), file=process.stdin, flush=True)
+        status = process.stdout.readline()
+        assert status, f"the process that has imported vLLM {version} ended"
+        return subprocess.CompletedProcess(command, int(status), log.read_text(encoding="utf-8", errors="replace"))
+
+    def _process(self, version: str) -> subprocess.Popen[str]:
+        import vllm
+
+        if version not in self._ready:
+            folder = fetched(version, "--tests")
+            installed = contract.package_version(f"version = '{vllm.__version__}'") == version
+            paths = [str(ROOT), str(folder)] if installed else [str(fetched(version)), str(ROOT), str(folder)]
+            given = ENVIRONMENT | {"PYTHONPATH": os.pathsep.join([*paths, str(PLUGIN)]), "VLLM_TARGET_DEVICE": "cpu"}
+            self._ready[version] = subprocess.Popen(
+                [sys.executable, "-m", "attached_forks"],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder, env=os.environ | given,
+                start_new_session=True,
+            )  # fmt: skip
+        return self._ready[version]
+
+    def close(self) -> None:
+        """End the processes and their forks."""
+        for process in self._ready.values():
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+@pytest.fixture(scope="module")
+def vllm_tests() -> Iterator[VllmTests]:
+    """Yield the processes that all tests of this file fork."""
+    made = VllmTests()
+    try:
+        yield made
+    finally:
+        made.close()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(FETCH_SECONDS_MAX + RUN_SECONDS_MAX)
 @pytest.mark.parametrize("version", contract.recorded())
-def test_vllms_own_tests_pass_with_kvpipe_attached(version: str, tmp_path: Path) -> None:
-    """All pass but those that are listed, which fail; nothing false is read, no fault is contained."""
-    done = run(version, tmp_path / "report.json")
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+def test_vllms_own_tests_pass_with_kvpipe_attached(version: str, vllm_tests: VllmTests, tmp_path: Path) -> None:
+    """All tests pass except the listed tests, which fail. No read is wrong, and no fault is contained."""
+    done = vllm_tests.run(version, tmp_path / "report.json")
+    assert done.returncode == 0, done.stdout[-6000:]
     message = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     assert message["tests"] >= TESTS_MIN, message
     assert message["checked"] > message["steps"] // 4, message
@@ -62,19 +98,22 @@ CERTAIN = "from kvpipe.scheduler.weights import Weights\nWeights.suspect = lambd
 
 @pytest.mark.timeout(FETCH_SECONDS_MAX + RUN_SECONDS_MAX)
 @pytest.mark.parametrize("version", contract.recorded())
-def test_those_that_fail_after_a_reset_fail_for_the_doubt(version: str, tmp_path: Path) -> None:
-    """Without the doubt that a reset casts on the weights they pass: nothing else keeps them from it."""
+def test_listed_tests_pass_without_the_doubt_after_a_reset(version: str, vllm_tests: VllmTests, tmp_path: Path) -> None:
+    """A reset puts the weights in doubt, so nothing hits for a while.
+
+    Without this doubt the listed tests pass, so they have no other cause to fail.
+    """
     (tmp_path / "kvpipe_certain.py").write_text(CERTAIN, encoding="utf-8")
     chosen = " or ".join(name.partition("[")[0] for name in AFTER_RESET)
     files = [f"tests/v1/core/test_{name}.py" for name in ("async_scheduler", "worker_slot_overflow")]
     more = ("-p", "kvpipe_certain", "--runxfail", "-k", chosen, *files)
-    done = run(version, tmp_path / "report.json", *more, also=tmp_path)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    done = vllm_tests.run(version, tmp_path / "report.json", *more)
+    assert done.returncode == 0, done.stdout[-6000:]
     assert f"{len(AFTER_RESET) + 1} passed" in done.stdout, "one of them is listed for one of its arguments only"
 
 
 FINDERS = ("preemption", "no_preemption_when_space_available")
-"""What they ask is held by another request already."""
+"""The vLLM tests whose requests ask for KV that another request already holds."""
 
 BREAKAGES = {
     "a load that reads nothing": (
@@ -105,14 +144,14 @@ BREAKAGES = {
 
 @pytest.mark.timeout(FETCH_SECONDS_MAX + RUN_SECONDS_MAX)
 @pytest.mark.parametrize("what", list(BREAKAGES))
-def test_a_broken_kvpipe_fails_vllms_tests(what: str, tmp_path: Path) -> None:
-    """A fault that is put into kvpipe is found by some of vLLM's own tests: they can fail."""
+def test_a_broken_kvpipe_fails_vllms_tests(what: str, vllm_tests: VllmTests, tmp_path: Path) -> None:
+    """Some of vLLM's own tests find a fault that is put into kvpipe, so they can fail."""
     import vllm
 
     source, sign = BREAKAGES[what]
     (tmp_path / "kvpipe_broken.py").write_text(source, encoding="utf-8")
     version = contract.package_version(f"version = '{vllm.__version__}'")
     chosen = [f"tests/v1/core/test_scheduler.py::test_priority_scheduling_{name}" for name in FINDERS]
-    done = run(version, tmp_path / "report.json", "-p", "kvpipe_broken", *chosen, also=tmp_path)
-    assert done.returncode == 1, done.stdout[-4000:] + done.stderr[-2000:]
+    done = vllm_tests.run(version, tmp_path / "report.json", "-p", "kvpipe_broken", *chosen)
+    assert done.returncode == 1, done.stdout[-4000:]
     assert sign in done.stdout, done.stdout[-4000:]

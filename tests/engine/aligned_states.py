@@ -1,7 +1,8 @@
-"""The two kernels that move recurrent states of drafts, in plain Python: vLLM's CPU build lacks them.
+"""The two kernels that move recurrent states of drafts, in plain Python, because vLLM's CPU build lacks them.
 
-Without them an engine on a CPU fails in its first step, with kvpipe as without. Each follows the kernel of the same
-name in `vllm/v1/worker/mamba_utils.py`, decision by decision; vLLM's own way to replace a kernel puts it in.
+Without these kernels an engine on a CPU fails in its first step, with or without kvpipe. Each function follows the
+kernel of the same name in `vllm/v1/worker/mamba_utils.py`, decision by decision. vLLM's own registry replaces the
+kernels.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from tests.engine.kernels import replace_kernels
 
 
 class _States:
-    """The kernels' arguments for where states lie: one tensor per layer and kind of state."""
+    """The kernels' arguments for the places of states: one tensor per layer and kind of state."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         names = ("base_addrs", "block_strides", "elem_sizes", "inner_sizes", "conv_widths", "group_indices")
@@ -30,10 +31,13 @@ class _States:
         return ctypes.c_int32.from_address(address).value
 
     def copy(self, request: int, source: int, target: int, bias: int) -> None:
-        """Copy all states of a request from one column of its tables to another, `bias` accepted tokens further."""
+        """Copy all states of a request from one column of its tables to another.
+
+        The copy is of the state `bias` accepted tokens later.
+        """
         for base, stride, size, inner, width, group, rows, row_stride in self._states:
             to = base + self._block(group, request, target) * stride
-            if not width:  # of each draft token in a block of its own
+            if not width:  # each draft token has a state in a block of its own
                 ctypes.memmove(to, base + self._block(group, request, source + bias) * stride, inner * size)
                 continue
             start = base + self._block(group, request, source) * stride
@@ -78,7 +82,7 @@ def _postprocess(**a: Any) -> None:
 
 
 def _by_name(kernel: str, run: Any) -> Any:
-    """Return `run` for launches with positional arguments, too."""
+    """Return `run` in a form that can also be called with positional arguments."""
     from vllm.v1.worker import mamba_utils
 
     made = getattr(mamba_utils, kernel)
@@ -97,6 +101,6 @@ def _names(kernel: Any) -> tuple[str, ...]:
 
 
 def register() -> None:
-    """Put the kernels in. Once per process is enough, and more does no harm."""
+    """Register the kernels. Further calls in the same process do nothing."""
     kernels = {"precopy_mamba_align_fused_kernel": _precopy, "postprocess_mamba_fused_kernel": _postprocess}
     replace_kernels({f"vllm.v1.worker.mamba_utils.{name}": _by_name(name, run) for name, run in kernels.items()})

@@ -1,4 +1,4 @@
-"""A release of vLLM that is there as Python only runs on the compiled modules of the installed release."""
+"""Lets a release of vLLM without compiled modules use the compiled modules of the installed release."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import ModuleType
 
 
 class _Binaries(MetaPathFinder):
-    """Finds compiled modules of vLLM in every folder of `sys.path`, and no Python."""
+    """Finds compiled modules of vLLM, but no Python modules, in every folder of `sys.path`."""
 
     def find_spec(
         self,
@@ -20,7 +20,7 @@ class _Binaries(MetaPathFinder):
         path: Sequence[str] | None = None,  # noqa: ARG002
         target: ModuleType | None = None,  # noqa: ARG002
     ) -> ModuleSpec | None:
-        """Return where a module is that the package itself does not have."""
+        """Return the location of a module if vLLM's own package lacks the module."""
         if fullname.rpartition(".")[0] != "vllm":
             return None
         loader = (ExtensionFileLoader, EXTENSION_SUFFIXES)
@@ -31,7 +31,8 @@ class _Binaries(MetaPathFinder):
 def lend(release: str) -> None:
     """Find compiled modules of vLLM in other folders of `sys.path` if its package has none.
 
-    VLLM also asks for the version of its distribution, which is not installed: the answer is that of a CPU build.
+    vLLM also queries the version of its distribution, which is not installed. The answer is then the version of a CPU
+    build.
     """
     sys.meta_path.append(_Binaries())
     installed = metadata.version

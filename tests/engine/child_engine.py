@@ -1,56 +1,60 @@
-"""A second engine, in a process of its own: takes requests as lines of JSON, answers with lines of JSON."""
+"""A second engine, in a process of its own. It receives requests and sends answers over a pipe."""
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from typing import Any
 
 from kvpipe.testing.waiting import WAIT_S
+from tests.engine.forked import Forked
 
 
 class Child:
     """An engine in another process."""
 
     def __init__(self, options: dict[str, Any], environment: dict[str, str] | None = None) -> None:
-        """Start it; `options` are those of `tests.engine.common.engine`. `environment`: further variables."""
-        command = [sys.executable, "-m", "tests.engine.child_engine", json.dumps(options)]
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | (environment or {}),
-        )
+        """Start the engine.
+
+        `options` are those of `tests.engine.common.engine`, `environment` has further variables.
+        """
+        self._pipe, theirs = multiprocessing.Pipe()
+        self._process = Forked(serve, theirs, options, environment or {})
+        theirs.close()
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int, **more: Any) -> tuple[list[Any], dict[str, int]]:
-        """Return its answers, and the tokens that it has found so far by tier.
+        """Return the engine's answers, and the number of tokens that the engine has found so far, by tier.
 
-        `at_once=True`: it answers before it has saved and stored, which it does afterwards, as an idle server does.
+        With `at_once=True` the engine answers before it has saved and stored. It saves and stores afterwards, like an
+        idle server.
         """
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(json.dumps({"prompts": prompts, "max_tokens": tokens} | more), file=self._process.stdin, flush=True)
-        answers, hits = json.loads(self._process.stdout.readline())
+        self._pipe.send({"prompts": prompts, "max_tokens": tokens} | more)
+        answers, hits = self._pipe.recv()
         return answers, hits
 
+    def kill(self) -> None:
+        """Kill the engine, as the system does when it runs out of memory."""
+        self._process.kill()
+        self._process.wait()
+        self._pipe.close()
+
     def close(self) -> None:
-        """Let it shut down in good order."""
+        """Shut the engine down in good order."""
+        self._pipe.close()
         try:
-            self._process.communicate(timeout=WAIT_S)
+            code = self._process.wait(WAIT_S)
         finally:
             self._process.kill()
             self._process.wait()
-        assert self._process.returncode == 0
+        assert code == 0
 
 
 @contextmanager
 def child(environment: dict[str, str] | None = None, **options: Any) -> Iterator[Child]:
-    """Run a second engine meanwhile, with further variables in its environment."""
+    """Run a second engine during the context, with further variables in its environment."""
     made = Child(options, environment)
     try:
         yield made
@@ -58,24 +62,26 @@ def child(environment: dict[str, str] | None = None, **options: Any) -> Iterator
         made.close()
 
 
-def main() -> None:
-    """Serve until standard input ends."""
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+def serve(pipe: Connection, options: dict[str, Any], environment: dict[str, str]) -> None:
+    """Serve until the other end of `pipe` is closed."""
+    os.environ.update(environment)
     from tests.engine.common import assert_clean, engine, waiting
 
-    with waiting(), engine(**json.loads(sys.argv[1])) as live:
-        for line in sys.stdin:
-            asked = json.loads(line)
+    with waiting(), engine(**options) as live:
+        while asked := _next(pipe):
             at_once = asked.pop("at_once", False)
             answers = live.generate(asked.pop("prompts"), **asked)
             side = live.connector.scheduler
             assert side is not None
             if not at_once:
                 assert_clean(live)
-            print(json.dumps([answers, side.report.hit_tokens]), file=out, flush=True)
+            pipe.send((answers, dict(side.tracer.hit_tokens)))
             assert_clean(live)
 
 
-if __name__ == "__main__":
-    main()
+def _next(pipe: Connection) -> dict[str, Any]:
+    try:
+        asked: dict[str, Any] = pipe.recv()
+    except EOFError:
+        return {}
+    return asked

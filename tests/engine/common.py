@@ -1,4 +1,4 @@
-"""What the engine scenarios share: prompts, a baseline engine, and what must hold after every one of them."""
+"""Prompts, a baseline engine and final checks that the engine scenarios share."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any, Final
 from unittest.mock import patch
 
-from kvpipe.connectors.vllm.trial.engine import DEFAULTS, Engine
+from kvpipe.connectors.vllm.tiny.engine import DEFAULTS, Engine
+from kvpipe.connectors.vllm.tiny.models import VOCAB, make_model
 from kvpipe.connectors.vllm.trial.processors import MLA_BLOCK, PROCESSORS, Plan, plan, processor
 from kvpipe.testing.catalog_integrity import check_integrity
-from kvpipe.testing.configurations import CONFIGURATIONS, make_configuration
-from kvpipe.testing.models import VOCAB, make_model
 from kvpipe.testing.waiting import PATIENT, PATIENT_MS, WAIT_S, eventually
 from kvpipe.trace.reader import Trace, files_of
 from kvpipe.trace.replay import replay
 from kvpipe.worker.side import WorkerSide
+from tests.rigs.configurations import CONFIGURATIONS, make_configuration
 
 UNEXPECTED = (
     "contained_error",
@@ -42,7 +42,7 @@ UNEXPECTED = (
 )
 
 BLOCK: Final = int(DEFAULTS["block_size"])
-"""Tokens of a block that engines are asked for. Those of attention alone have it, which each engine's start checks."""
+"""The block size that engines are asked for. Models with attention alone have it, as each engine's start checks."""
 
 WAITS = (
     "kvpipe.scheduler.fetches.PATIENCE_S",
@@ -51,19 +51,24 @@ WAITS = (
     "kvpipe.trace.recorder.CLOSE_S_MAX",
     "kvpipe.trace.recorder._LOCK_S_MAX",
     "kvpipe.manage.engine.WAIT_S_MAX",
+    "kvpipe.manage.engine.READ_S_MAX",
+    "kvpipe.manage.engine.COUNT_S_MAX",
     "kvpipe.manage.survey.SURVEY_S_MAX",
 )
-"""What bounds how long something is waited for that comes sooner or later."""
+"""The constants that limit how long kvpipe waits for things that are certain to come."""
 
 
 def prompt(tokens: int, seed: int) -> list[int]:
-    """A random prompt of `tokens` tokens."""
+    """Return a random prompt of `tokens` tokens."""
     rng = random.Random(seed)
     return [rng.randrange(3, VOCAB) for _ in range(tokens)]
 
 
 def patient(kvpipe: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a configuration whose lookups and tiers wait as long as the machine takes, where it has nothing else."""
+    """Return a configuration whose lookups and tiers wait as long as a slow machine takes.
+
+    Limits in `config` are kept.
+    """
     if not kvpipe or not isinstance(tiers := kvpipe.get("tiers"), list):
         return kvpipe
     waits = dict.fromkeys(("lookup_ms_max", "lookup_slow_ms_max"), PATIENT_MS)
@@ -72,7 +77,7 @@ def patient(kvpipe: dict[str, Any] | None) -> dict[str, Any] | None:
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Let engines in this process wait as long as the machine takes, where no configuration has a limit."""
+    """Let engines in this process wait as long as a slow machine takes, in waits that no configuration limits."""
     with ExitStack() as stack:
         for where in WAITS:
             stack.enter_context(patch(where, WAIT_S))
@@ -81,7 +86,7 @@ def waiting() -> Iterator[None]:
 
 @contextmanager
 def engine(recipe: str = "llama", kvpipe: dict[str, Any] | None = None, **options: Any) -> Iterator[Engine]:
-    """A real engine for a locally made model, closed at the end."""
+    """Yield a real engine for a locally made model, and close the engine at the end."""
     if recipe in CONFIGURATIONS:
         options.setdefault("load_format", "dummy")
     model = make_configuration(recipe) if recipe in CONFIGURATIONS else make_model(recipe)
@@ -98,20 +103,20 @@ SIZES = (
     "dtype", "kv_cache_dtype", "block_size", "prefix_match_unit", "enable_prefix_caching", "speculative_config",
     "load_format", "max_model_len",
 )  # fmt: skip
-"""The options of an engine that decide its backends and the size of its blocks, or are decided with them."""
+"""The options of an engine that decide its backends and its block size, or are decided together with them."""
 
 
 def planned(model: Path, kvpipe: dict[str, Any] | None, options: dict[str, Any]) -> Plan:
-    """Return what an engine decides before its first step, with the options that `Engine` adds."""
+    """Return the decisions of an engine before its first step. The options include those that `Engine` adds."""
     return plan(model, kvpipe, **{name: one for name, one in (DEFAULTS | options).items() if name in SIZES})
 
 
 def starts_on_every_processor(model: Path, kvpipe: dict[str, Any] | None, options: dict[str, Any]) -> None:
-    """Start the engine on each simulated processor, up to backends, block size and kvpipe's unit.
+    """Start the engine on each simulated processor, up to its backends, block size and kvpipe's unit.
 
-    So every engine that a test starts is checked on every processor, once for each model and sizes in a session: that
-    costs 0.1 s, where a test that runs three times would cost three engines. An engine of a named block size has it
-    everywhere, or the platform gives it the block size of its only kernel.
+    So every engine that a test starts is checked on every processor, once in a session for each model and `SIZES`. The
+    check costs 0.1 s, while a test on three processors would need three engines. A named block size is the same on
+    every processor, unless the platform sets the block size of its only kernel.
     """
     key = repr((model, kvpipe and kvpipe.get("chunk_tokens"), [options.get(name) for name in SIZES]))
     if key in _started:
@@ -130,7 +135,7 @@ _started: set[str] = set()
 
 
 def _blocks(model: Path, kvpipe: dict[str, Any] | None, options: dict[str, Any]) -> dict[str, int]:
-    """Take `cache_tokens` out of an engine's options and return it as a number of the blocks that the engine will have.
+    """Remove `cache_tokens` from an engine's options and return it as the engine's number of blocks.
 
     VLLM keeps one block for itself.
     """
@@ -141,20 +146,26 @@ def _blocks(model: Path, kvpipe: dict[str, Any] | None, options: dict[str, Any])
 
 
 def block_tokens(live: Engine) -> int:
-    """Return the tokens of the engine's blocks: of kvpipe's unit, or without kvpipe of vLLM's longest block."""
+    """Return the tokens of the engine's blocks: kvpipe's unit, or vLLM's longest block without kvpipe."""
     if live.scheduler.connector is not None:
         return int(live.connector.geometry.unit_tokens)
     return max(int(group.kv_cache_spec.block_size) for group in live.scheduler.kv_cache_config.kv_cache_groups)
 
 
 def whole_blocks(of: Engine | int, *lengths: int) -> int:
-    """Return how many tokens of prompts of these lengths are in whole blocks, of an engine or of so many tokens."""
+    """Return the number of tokens in whole blocks, for prompts of these lengths.
+
+    `of` is an engine or a block size.
+    """
     block = of if isinstance(of, int) else block_tokens(of)
     return sum(tokens // block * block for tokens in lengths)
 
 
 def crowded(live: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-    """Return the answers to prompts that are sent together, in more and more copies until a request is preempted."""
+    """Return the answers to prompts that are sent together.
+
+    More and more copies are sent until a request is preempted.
+    """
     for copies in (1, 2, 4, 8):
         before = sum(live.preemptions.values())
         answers = live.generate([*prompts] * copies, max_tokens)
@@ -168,7 +179,10 @@ def crowded(live: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> 
 def baseline(
     prompts: Sequence[Sequence[int]], max_tokens: int, recipe: str = "llama", **options: Any
 ) -> list[list[int]]:
-    """The outputs of the same engine without a connector; computed once per session for equal arguments."""
+    """Return the answers of the same engine without a connector.
+
+    They are computed once per session for equal arguments.
+    """
     key = repr((recipe, prompts, max_tokens, sorted(options.items())))
     if key not in _baselines:
         with engine(recipe, None, **options) as plain:
@@ -180,7 +194,7 @@ _baselines: dict[str, list[list[int]]] = {}
 
 
 def assert_clean(live: Engine, *, expected: Sequence[str] = ()) -> dict[str, int]:
-    """Nothing was contained or lost, nothing is left over, the catalog agrees with itself. Returns the counters."""
+    """Check that no fault was counted and nothing is left, and that the catalog is consistent. Return the counters."""
     live.settle()
     side = live.connector.scheduler
     assert side is not None
@@ -199,7 +213,7 @@ def assert_clean(live: Engine, *, expected: Sequence[str] = ()) -> dict[str, int
 
 
 def assert_legal(trace_file: Path) -> None:
-    """What engines have traced, if anything, is a proof: fed back through the machines, every transition is legal."""
+    """Check the engines' trace, if there is one: every transition in the trace must be legal."""
     if trace_file.exists():
         traces = [Trace(part) for part in files_of(trace_file)]
         done = replay(itertools.chain.from_iterable(traces))
@@ -208,7 +222,7 @@ def assert_legal(trace_file: Path) -> None:
 
 
 def preempted(live: Engine, tokens: Sequence[int], max_tokens: int, after: int) -> list[int]:
-    """Return the answer to a prompt, alone, of a request that loses its blocks once it has `after` tokens of it."""
+    """Return the answer to a prompt that runs alone and is preempted after `after` tokens of its answer."""
     request = live.add(tokens, max_tokens)
     while live.busy and not any(one.num_output_tokens >= after for one in live.scheduler.requests.values()):
         live.step()
@@ -220,7 +234,7 @@ def preempted(live: Engine, tokens: Sequence[int], max_tokens: int, after: int) 
 
 
 def ended(child: int) -> int:
-    """Return how a child process ended; -1: it hung, and was killed."""
+    """Return the exit status of a child process, or -1 if the child hung and was killed."""
     found: list[int] = []
 
     def over() -> bool:

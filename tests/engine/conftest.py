@@ -1,4 +1,7 @@
-"""Every engine test is traced, and its trace is a proof: fed back through the machines, every transition is legal."""
+"""Every engine test is traced.
+
+Its trace is replayed through the state machines, where every transition must be legal.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from tests.engine.forked import forked_ranks
 
 @pytest.fixture(autouse=True, scope="module")
 def _patience() -> Iterator[None]:
-    """However slow the machine is."""
+    """Make waits long enough for a slow machine."""
     with waiting():
         yield
 

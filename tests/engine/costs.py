@@ -1,6 +1,6 @@
-"""What engines of the tests' models store of a token and of a boundary: `python -m tests.engine.costs`.
+"""Measures the bytes that engines of the tests' models store per token and boundary: `python -m tests.engine.costs`.
 
-Writes `docs/results/kinds.json`, of which `python -m tests.contract.kinds` makes a table.
+It writes `docs/results/kinds.json`, from which `python -m tests.contract.kinds` makes a table.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 from unittest import mock
 
-from kvpipe.geometry import Geometry
+from kvpipe.protocol.geometry import Geometry
 
 RESULTS: Final = Path(__file__).parents[2] / "docs" / "results" / "kinds.json"
 ATTENTION: Final = ("llama", "mistral-sw", "gemma2-hybrid", "gemma3n", "llama4", "deepseek-mla")
@@ -21,7 +21,7 @@ BFLOAT16: Final = ("deepseek-mla", "qwen3-next")
 
 
 def cost(geometry: Geometry) -> dict[str, object]:
-    """Return what is stored of a geometry."""
+    """Return the bytes that are stored with a geometry."""
     groups, token, boundary = len(geometry.groups), geometry.token_bytes, geometry.boundary_bytes
     return {"unit": geometry.unit_tokens, "groups": groups, "token": token, "boundary": boundary}
 

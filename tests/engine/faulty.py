@@ -10,40 +10,46 @@ from vllm.config import CUDAGraphMode
 
 from kvpipe.connectors.vllm.connector import KVPipeConnector
 from kvpipe.connectors.vllm.hooks import is_replayed
+from kvpipe.connectors.vllm.tiny.models import BASE
 from kvpipe.testing.faults import FaultyCpuEngine
 from kvpipe.transfer.base import CopyPlan, Direction, Ticket, TransferEngine
 from kvpipe.transfer.cpu import CpuEngine
 from kvpipe.worker.caches import Hooks
 
+LAST = BASE["num_hidden_layers"] - 1
+"""The last layer of "llama"."""
+
 
 class EverySecondLoadFails(KVPipeConnector):
-    """Every second load job fails at its second layer."""
+    """A connector in which every second load job fails at its second layer."""
 
     def make_engine(self) -> TransferEngine | None:
-        """Copy for real, but fail."""
+        """Make an engine that copies, but fails."""
         return FaultyCpuEngine(1, fail=lambda direction, job, layer: direction is Direction.LOAD and job and layer == 1)
 
 
 class OneRankFails(KVPipeConnector):
-    """Every second load fails, on one rank only."""
+    """A connector in which every second load fails, on one rank only."""
 
     def make_engine(self) -> TransferEngine | None:
-        """Copy for real, but fail on rank 1."""
+        """Make an engine that copies, but fails on rank 1."""
         if self._vllm_config.parallel_config.rank == 0:
             return None
         return FaultyCpuEngine(1, fail=lambda direction, job, layer: direction is Direction.LOAD and job and layer == 1)
 
 
 class EverySecondSaveFails(KVPipeConnector):
-    """Every second save job fails at its last layer."""
+    """A connector in which every second save job fails at its last layer."""
 
     def make_engine(self) -> TransferEngine | None:
-        """Copy for real, but fail."""
-        return FaultyCpuEngine(1, fail=lambda direction, job, layer: direction is Direction.SAVE and job and layer == 5)
+        """Make an engine that copies, but fails."""
+        return FaultyCpuEngine(
+            1, fail=lambda direction, job, layer: direction is Direction.SAVE and job and layer == LAST
+        )
 
 
 class _FirstStatesFail(CpuEngine):
-    """The first save that has a layer of states fails there."""
+    """An engine in which the first save with a layer of states fails at this layer."""
 
     failed: int = -1
 
@@ -59,15 +65,15 @@ class _FirstStatesFail(CpuEngine):
 
 
 class FirstStatesFail(KVPipeConnector):
-    """The states of the first boundary that is saved are not saved."""
+    """A connector that does not save the states of the first boundary."""
 
     def make_engine(self) -> TransferEngine | None:
-        """Copy for real, but fail."""
+        """Make an engine that copies, but fails."""
         return _FirstStatesFail(1)
 
 
 class _Losing(CpuEngine):
-    """Loses the first load: its copies never begin, and nobody is notified."""
+    """An engine that loses the first load: its copies never begin, and no thread is notified."""
 
     lost: CopyPlan | None = None
 
@@ -80,97 +86,97 @@ class _Losing(CpuEngine):
 
 
 class FirstLoadIsLost(KVPipeConnector):
-    """The first load never ends."""
+    """A connector in which the first load never ends."""
 
     def make_engine(self) -> TransferEngine | None:
-        """Copy for real, but lose."""
+        """Make an engine that copies, but loses the first load."""
         return _Losing(1)
 
 
 class Unruly(KVPipeConnector):
-    """Calls kvpipe in every way that vLLM's versions were seen to call a layerwise connector, and some more."""
+    """A connector that calls kvpipe in every way in which vLLM's releases have called connectors, and in more ways."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Every hook twice, one for a layer that nobody knows, freeze toggled in mid-forward."""
+        """Call every hook twice and a hook of an unknown layer, and toggle freeze in the middle of the forward."""
         super().save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
         super().save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
         super().wait_for_layer_load(layer_name)
         super().wait_for_layer_load("no.such.layer")
         scheduler_side = self.scheduler_side()
         if scheduler_side is not None:
-            scheduler_side.set_freeze(not scheduler_side.scheduler.switches.freeze)  # type: ignore[union-attr]
-            scheduler_side.set_freeze(not scheduler_side.scheduler.switches.freeze)  # type: ignore[union-attr]
+            scheduler_side.scheduler_role.set_freeze(not scheduler_side.scheduler.switches.freeze)  # type: ignore[union-attr]
+            scheduler_side.scheduler_role.set_freeze(not scheduler_side.scheduler.switches.freeze)  # type: ignore[union-attr]
 
     def wait_for_save(self) -> None:
-        """Three times instead of once."""
+        """End the step three times instead of once."""
         for _ in range(3):
             super().wait_for_save()
 
     def clear_connector_metadata(self) -> None:
-        """Twice, and a step's end after it."""
+        """Clear the metadata twice, and end the step after that."""
         super().clear_connector_metadata()
         super().wait_for_save()
         super().clear_connector_metadata()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Twice."""
+        """A connector whose first load never ends."""
         super().start_load_kv(forward_context, **kwargs)
         super().start_load_kv(forward_context, **kwargs)
 
     @staticmethod
     def scheduler_side() -> KVPipeConnector | None:
-        """The other side, in a one-process engine."""
+        """The scheduler side of the one-process engine."""
         return Unruly.other
 
     other: KVPipeConnector | None = None
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
-        """Remember the scheduler's side."""
+        """Keep the scheduler side."""
         super().bind_kv_cache_manager(kv_cache_manager)
         Unruly.other = self
 
 
 class Replayed(KVPipeConnector):
-    """Every second step is as one that is replayed from a CUDA graph: its context shows it, and no hook runs."""
+    """A connector for which every second step is a replay of a CUDA graph: the context says so, and no hook runs."""
 
     steps = 0
 
     @property
     def replayed(self) -> bool:
-        """Whether this is such a step."""
+        """Whether this step is a replay."""
         return bool(self.steps % 2)
 
-    def hooks(self, kv_caches: dict[str, torch.Tensor]) -> Hooks:
-        """Know of graphs."""
+    def hooks(self, kv_caches: dict[str, torch.Tensor]) -> Hooks[str]:
+        """Return hooks that recognize replays."""
         return super().hooks(kv_caches)._replace(replayed=is_replayed)
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
-        """Count."""
+        """Count the step."""
         self.steps += 1
         super().bind_connector_metadata(connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """As runner V1 marks it."""
+        """Start the loads with a context that runner V1 marks as a replay."""
         if self.replayed:
             forward_context = SimpleNamespace(attn_metadata={}, cudagraph_runtime_mode=CUDAGraphMode.FULL)
         super().start_load_kv(forward_context, **kwargs)
 
     def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
-        """Skipped in a step that is replayed."""
+        """Save the layer, unless the step is a replay."""
         if not self.replayed:
             super().save_kv_layer(*args, **kwargs)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Skipped in a step that is replayed."""
+        """Wait for the layer, unless the step is a replay."""
         if not self.replayed:
             super().wait_for_layer_load(layer_name)
 
 
 class HooksSkipped(KVPipeConnector):
-    """No layer hook runs, as in the replay of a full CUDA graph."""
+    """A connector whose layer hooks do nothing, as in the replay of a full CUDA graph."""
 
     def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
-        """Skipped."""
+        """Do nothing."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Skipped."""
+        """Do nothing."""

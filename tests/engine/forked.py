@@ -1,27 +1,33 @@
-"""Ranks and engines of tests are forked from a process that has imported vLLM: to import it takes each ten seconds.
+"""Forks ranks, engines and servers of tests from a process that has imported vLLM. Each import takes ten seconds.
 
-vLLM's CPU build spawns its processes. `tests/engine/test_server.py` and `test_tp.py::test_two_ranks` leave it at that.
-As a program (`python -m tests.engine.forked ARGUMENTS`) this is vLLM's server, which forks its engines and their ranks.
+vLLM's CPU build spawns its processes instead. `tests/engine/test_server.py` and `test_tp.py::test_two_ranks` also spawn
+them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
-import runpy
+import signal
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.context import BaseContext, ForkServerContext, ForkServerProcess
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-PRELOADED = ("vllm.v1.worker.cpu_worker", "vllm.v1.executor.multiproc_executor", "kvpipe.connectors.vllm.connector")
+PRELOADED = (
+    "vllm.v1.worker.cpu_worker", "vllm.v1.executor.multiproc_executor", "kvpipe.connectors.vllm.connector",
+    "vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.llm", "tests.engine.frozen",
+)  # fmt: skip
 
 
 class _Process(ForkServerProcess):
-    """A process with the environment that there is when it starts, as a spawned one has it."""
+    """A process with the environment of the time when it starts, like a spawned process."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -39,28 +45,82 @@ class _Context(ForkServerContext):
 
 @contextmanager
 def _context(made: BaseContext) -> Iterator[None]:
-    """Let vLLM start its processes by `made`, whatever method it asks for."""
+    """Make vLLM start its processes with the context `made`, even if vLLM asks for another method."""
     from vllm.utils import system_utils
 
     with patch.object(system_utils, "multiprocessing", SimpleNamespace(get_context=lambda _method: made)):
         yield
 
 
-@contextmanager
-def forked_ranks() -> Iterator[None]:
-    """Let engines in this process fork their ranks from a process that has imported vLLM and nothing more."""
+def _forks() -> _Context:
     made = _Context()
     made.set_forkserver_preload(list(PRELOADED))
-    with _context(made):
+    return made
+
+
+@contextmanager
+def forked_ranks() -> Iterator[None]:
+    """Make engines in this process fork their ranks from a process that has imported vLLM and nothing else."""
+    with _context(_forks()):
         yield
 
 
-def main() -> None:
-    """Run vLLM's server."""
+class Forked:
+    """A call of `main(*arguments)` in a process that is forked in this way, with the interface of a `Popen`.
+
+    The process leads a process group of its own.
+    """
+
+    def __init__(self, main: Callable[..., object], *arguments: object) -> None:
+        self._process = _forks().Process(target=_lead, args=(main, *arguments))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid, self.terminate, self.kill = self._process.pid, self._process.terminate, self._process.kill
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while the process runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code, or raise TimeoutExpired."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired(str(self._process), timeout or 0.0)
+        return self._process.exitcode
+
+
+def _lead(main: Callable[..., object], *arguments: object) -> None:
+    os.setsid()
+    main(*arguments)
+
+
+def run_forked(log: Path, seconds_max: float, main: Callable[..., object], *arguments: object) -> int:
+    """Run `main(*arguments)` in a process that is forked in this way, and return its exit code. It writes to `log`."""
+    process = Forked(_logged, str(log), main, *arguments)
+    try:
+        return process.wait(seconds_max)
+    except subprocess.TimeoutExpired:
+        raise AssertionError(log.read_text("utf-8", "replace")[-3000:]) from None
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _logged(log: str, main: Callable[..., object], *arguments: object) -> None:
+    sink = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for standard in (1, 2):
+        os.dup2(sink, standard)
+    main(*arguments)
+
+
+def serve(log: str, environment: dict[str, str], arguments: list[str]) -> None:
+    """Run vLLM's server, which forks its engines and their ranks. It writes to the file `log`."""
+    sink = os.open(log, os.O_WRONLY | os.O_APPEND)
+    for standard in (1, 2):
+        os.dup2(sink, standard)
+    os.environ.update(environment)
+    from vllm.entrypoints.launchers.api_server.entry import main
+
+    sys.argv = ["api_server", *arguments]
     with _context(multiprocessing.get_context("fork")):
-        sys.argv[0] = "api_server"
-        runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
-
-
-if __name__ == "__main__":
-    main()
+        main()

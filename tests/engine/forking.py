@@ -1,4 +1,4 @@
-"""An engine with a tier, in a process that forks meanwhile as user code does: `-m tests.engine.forking TIER ...`."""
+"""An engine with a tier, in a process that forks as user code does: `-m tests.engine.forking TIER ...`."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from kvpipe.connectors.vllm.trial.engine import Engine
-from kvpipe.testing.models import make_model
+from kvpipe.connectors.vllm.tiny.engine import Engine
+from kvpipe.connectors.vllm.tiny.models import make_model
 from tests.engine.common import assert_clean, ended, patient, prompt, waiting
 
 PROMPTS = [prompt(300, 81), prompt(200, 82)]
@@ -32,7 +32,7 @@ def _shut_down(live: Engine) -> None:
 
 
 def _fork(live: Engine, work: Callable[[Engine], None]) -> int:
-    """Do `work` in a child; return its process."""
+    """Do `work` in a child, and return the child's process."""
     child = os.fork()
     if not child:
         code = 1
@@ -40,7 +40,8 @@ def _fork(live: Engine, work: Callable[[Engine], None]) -> int:
             work(live)
             code = 0
         finally:
-            os._exit(code)  # vLLM's process groups do not survive an interpreter's end in a fork, with no connector too
+            # vLLM's process groups do not survive an interpreter's end in a fork, even without a connector
+            os._exit(code)
     return child
 
 
@@ -52,7 +53,10 @@ def _multiprocess(live: Engine) -> int:
 
 
 def play(tier: dict[str, Any]) -> None:
-    """Fork with copies, reads and writes under way: children end, the engine goes on, the tier brings all it had."""
+    """Fork during copies, reads and writes.
+
+    The children end, the engine continues, and the tier returns all its chunks.
+    """
     config = {"chunk_tokens": 64, "tiers": [tier]}
     live = Engine(str(make_model("llama")), kvpipe=patient(config), enable_prefix_caching=False)
     expected = live.generate(PROMPTS, TOKENS)
@@ -73,15 +77,15 @@ def play(tier: dict[str, Any]) -> None:
         assert ended(child) == 0, name
     live.settle()
     side.catalog.reset()
-    before = side.report.hit_tokens[tier["kind"]]
+    before = side.tracer.hit_tokens[tier["kind"]]
     assert live.generate(PROMPTS, TOKENS) == expected
-    assert side.report.hit_tokens[tier["kind"]] - before == DUE
+    assert side.tracer.hit_tokens[tier["kind"]] - before == DUE
     assert_clean(live)
     live.close()
 
 
 def main(tiers: list[str]) -> None:
-    """Do so with each tier; print which it was, and what was raised."""
+    """Fork with each tier, and print the tier and the exception that was raised."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for tier in map(json.loads, tiers):
@@ -94,6 +98,7 @@ def main(tiers: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore", DeprecationWarning)  # of a fork with threads, which is what this is about
+    # Python warns of a fork in a process with threads, which is what this program tests
+    warnings.simplefilter("ignore", DeprecationWarning)
     with waiting():
         main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Models whose kernels are written in Triton, on a CPU: its interpreter runs them, in a process of its own.
+"""Runs models whose kernels are written in Triton on a CPU, with Triton's interpreter, in a process of its own.
 
 Run `python -m tests.engine.interpreted FAMILY`.
 """
@@ -24,14 +24,14 @@ interpreter.start()
 
 import torch  # noqa: E402
 
-from kvpipe.connectors.vllm.trial.engine import Engine  # noqa: E402
-from kvpipe.testing.configurations import make_configuration  # noqa: E402
+from kvpipe.connectors.vllm.tiny.engine import Engine  # noqa: E402
 from tests.engine.common import assert_clean, patient, prompt, waiting  # noqa: E402
 from tests.engine.costs import cost  # noqa: E402
+from tests.rigs.configurations import make_configuration  # noqa: E402
 
 
 class Family(NamedTuple):
-    """A model, what vLLM is given, and the tokens of a unit."""
+    """A model, vLLM's options, and the number of tokens in a unit."""
 
     recipe: str
     unit: int
@@ -49,7 +49,7 @@ ANSWER = 12
 
 
 def _draw(tensor: torch.Tensor, *_: Any, **__: Any) -> None:
-    """Fill a weight with values that depend on its shape alone, wide enough that answers differ."""
+    """Fill a weight with values that depend only on its shape, and that are wide enough to make answers differ."""
     if not tensor.is_floating_point():
         return
     generator = torch.Generator().manual_seed(sum(tensor.shape))
@@ -59,7 +59,7 @@ def _draw(tensor: torch.Tensor, *_: Any, **__: Any) -> None:
 
 @contextmanager
 def _platform() -> Iterator[None]:
-    """Weights are drawn, not read; vLLM's platform caches prefixes of MLA as on a CPU with AMX."""
+    """Draw weights instead of reading them. Let vLLM's platform cache prefixes of MLA as on a CPU with AMX."""
     from vllm.model_executor.model_loader import dummy_loader
     from vllm.models.deepseek_v4.cpu import cpu_mla
     from vllm.platforms.cpu import CpuPlatform
@@ -70,7 +70,7 @@ def _platform() -> Iterator[None]:
         with patch.object(torch.cpu, "_is_amx_tile_supported", lambda: True):
             decide(vllm_config)
 
-    # vLLM 0.32's builder for CPUs leaves out two kinds of layers that were added for other models
+    # vLLM 0.32's builder for CPUs lacks two kinds of layers that were added for other models
     plans = cpu_mla.DeepseekV4CPUSparseSWAMetadataBuilder
     with (
         patch.object(dummy_loader, "initialize_single_dummy_weight", _draw),
@@ -97,7 +97,10 @@ def _loaded(live: Engine) -> int:
 
 
 def ladder(family: Family, folder: Path) -> None:
-    """Cold, warm, preempted, a second turn, from a disk, beside a local hit: the same answers, and what was loaded."""
+    """Check that answers are the same cold, warm, preempted, in a second turn, from a disk and beside a local hit.
+
+    The number of loaded tokens is checked, too.
+    """
     unit = family.unit
     first = prompt(3 * unit - 6, 22)
     with _engine(family, None, enable_prefix_caching=False) as plain:
@@ -118,19 +121,19 @@ def ladder(family: Family, folder: Path) -> None:
         live.scheduler.reset_prefix_cache(reset_running_requests=True)
         assert list(live.drain()[request].outputs[0].token_ids) == answer
         assert any(live.preemptions.values())
-        assert _loaded(live) == 2 * 2 * unit  # warm, and when it came back
+        assert _loaded(live) == 2 * 2 * unit  # once warm, and once when the preempted request resumed
         assert live.generate([turn], ANSWER) == [second]
         assert _loaded(live) == 4 * unit + 3 * unit  # the answer has crossed a boundary
     with _engine(family, config, enable_prefix_caching=True) as live:
         assert live.core.vllm_config.cache_config.enable_prefix_caching
         live.generate([first[: unit + 8]], 1)
-        assert _loaded(live) == unit  # from the disk, and vLLM's own cache has it now
+        assert _loaded(live) == unit  # loaded from the disk; vLLM's own cache has it from now on
         assert live.generate([first], ANSWER) == [answer]
         assert _loaded(live) == 2 * unit
 
 
 def print_cost(family: Family) -> None:
-    """Print what an engine of the family stores, as JSON."""
+    """Print the bytes that an engine of the family stores, as JSON."""
     with _engine(family, {"chunk_tokens": family.unit, "log_level": "warning"}, enable_prefix_caching=False) as live:
         sys.stdout.write(f"{json.dumps(cost(live.connector.geometry))}\n")
 

@@ -1,4 +1,4 @@
-"""Triton's interpreter in the place of a GPU, for vLLM's kernels on a CPU."""
+"""Triton's interpreter in place of a GPU, for vLLM's kernels on a CPU."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from types import SimpleNamespace
 
 
 def start() -> None:
-    """Make every launch of a kernel a loop in Python: slow, and exactly what the kernel computes.
+    """Make every launch of a kernel a loop in Python, which is slow but computes exactly what the kernel computes.
 
-    Call this before vLLM is imported. VLLM's CPU build takes Triton only with a CPU backend, so one is added in name.
+    Call this before vLLM is imported. VLLM's CPU build accepts Triton only with a CPU backend, so a backend of that
+    name is added.
     """
     assert not {"triton", "vllm"} & sys.modules.keys()
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads this when it is imported
     from triton import runtime
     from triton.backends import backends
     from triton.backends.compiler import GPUTarget
 
     class Driver:
-        """The part of a driver that is called before any launch."""
+        """The part of a driver that is called before a launch."""
 
         @staticmethod
         def is_active() -> bool:

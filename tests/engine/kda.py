@@ -1,7 +1,7 @@
-"""Kimi delta attention on a CPU: vLLM's own layer, its states, their moves and plans; what it launches, in torch.
+"""Kimi delta attention on a CPU: vLLM's own layer, states, moves and plans, with its kernels replaced by torch.
 
-Kimi Linear itself starts on no CPU: its latent attention is a class of its own, of kernels for CUDA alone. So its
-layers stand here in the place of the gated delta nets of Qwen3-Next, between full attention and experts.
+Kimi Linear itself starts on no CPU, because its latent attention needs CUDA kernels. So its layers replace the gated
+delta nets of Qwen3-Next here, between full attention and experts.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tests.engine.kernels import replace_kernels
 
 
 def lend_kernels(patch: pytest.MonkeyPatch) -> None:
-    """Make a model of these layers out of Qwen3-Next, and put torch in the place of what they launch."""
-    replace_kernels({})  # vLLM's own scan fails at what is imported below
+    """Make a model with these layers from Qwen3-Next, and replace their kernels by torch."""
+    replace_kernels({})  # vLLM's own scan would fail at a module that is imported below
     from vllm.model_executor.layers.mamba.ops.cpu.causal_conv1d import causal_conv1d_fn_cpu, causal_conv1d_update_cpu
     from vllm.model_executor.model_loader import dummy_loader
     from vllm.model_executor.models import qwen3_next
@@ -28,13 +28,13 @@ def lend_kernels(patch: pytest.MonkeyPatch) -> None:
     from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 
     class Layer(kda.KimiK3DeltaAttention):  # type: ignore[misc]
-        """As Qwen3-Next calls its own."""
+        """A layer with the interface of Qwen3-Next's own layer."""
 
         def __init__(self, config: Any, vllm_config: Any, prefix: str, **_: Any) -> None:
             super().__init__(config, vllm_config, prefix)
 
         def forward(self, hidden_states: torch.Tensor, *_: Any) -> torch.Tensor:
-            """Positions count for nothing."""
+            """Compute the layer. Positions have no effect."""
             out: torch.Tensor = super().forward(hidden_states, hidden_states)
             return out
 
@@ -52,7 +52,7 @@ def lend_kernels(patch: pytest.MonkeyPatch) -> None:
 
 
 def _draw(tensor: torch.Tensor, *_: Any, **__: Any) -> None:
-    """Fill a weight with values that depend on its shape alone, wide enough that answers differ."""
+    """Fill a weight with values that depend only on its shape. Their range is wide enough to make answers differ."""
     generator = torch.Generator().manual_seed(sum(tensor.shape))
     drawn = torch.randn(tensor.shape, generator=generator) * 0.12
     tensor.data.copy_((drawn / 10 + 1 if tensor.dim() == 1 else drawn).to(tensor.dtype))
@@ -63,17 +63,19 @@ def _gather(states: torch.Tensor, blocks: torch.Tensor, initial: torch.Tensor) -
 
 
 def _step(
-    state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor, beta: torch.Tensor
+    state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kept: torch.Tensor, beta: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token of all heads: `state` is (heads, values, keys). As `fused_recurrent_kda_fwd_kernel`."""
-    state = state * torch.exp(gate)[:, None]
-    change = (v - (state * k[:, None]).sum(-1)) * beta[:, None]
-    state = state + change[..., None] * k[:, None]
-    return state, (state * q[:, None]).sum(-1)
+    """Compute one token of all heads, like `fused_recurrent_kda_fwd_kernel`. `state` is (heads, values, keys).
+
+    The other tensors are (heads, width, 1) or (heads, 1, width), so that few calls of torch suffice.
+    """
+    state = state * kept
+    state = torch.baddbmm(state, (v - torch.bmm(state, k.mT)) * beta, k)
+    return state, torch.bmm(state, q)
 
 
 def _gates(raw: torch.Tensor, bias: torch.Tensor, named: dict[str, Any]) -> torch.Tensor:
-    """Return the logarithms of how much of a state is left, (tokens, heads, keys)."""
+    """Return the logarithm of the kept share of a state: (tokens, heads, keys)."""
     raw, decay, bound = raw.float() + bias.view(raw.shape[1:]), torch.exp(named["A_log"])[:, None], named["lower_bound"]
     return -decay * softplus(raw) if bound is None else bound * torch.sigmoid(decay * raw)
 
@@ -82,13 +84,18 @@ def _prefill(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, raw_g: torch.Tensor, raw_beta: torch.Tensor, *,
     g_bias: torch.Tensor, initial_state: torch.Tensor, cu_seqlens: torch.Tensor, **named: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """As `chunk_kda_with_fused_gate`: tensors are (1, tokens, heads, width), a state for each request."""
-    gates, betas = _gates(raw_g[0], g_bias, named), torch.sigmoid(raw_beta[0].float())
+    """Compute like `chunk_kda_with_fused_gate`. Tensors are (1, tokens, heads, width), with one state per request."""
+    kept, betas = torch.exp(_gates(raw_g[0], g_bias, named)), torch.sigmoid(raw_beta[0].float())
     q, k = normalize(q[0].float(), dim=-1) * q.shape[-1] ** -0.5, normalize(k[0].float(), dim=-1)
     out, states = torch.zeros_like(v), initial_state.float().clone()
+    columns = q[..., None], k[:, :, None], v[0].float()[..., None], kept[:, :, None], betas[..., None, None]
+    tokens = list(zip(*(one.unbind() for one in columns), strict=True))
     for request, (first, stop) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
+        state = states[request]
         for t in range(first, stop):
-            states[request], out[0, t] = _step(states[request], q[t], k[t], v[0, t].float(), gates[t], betas[t])
+            state, read = _step(state, *tokens[t])
+            out[0, t] = read[..., 0]
+        states[request] = state
     return out, states
 
 
@@ -96,7 +103,7 @@ def _decode(
     mixed_qkv: torch.Tensor, raw_g: torch.Tensor, raw_beta: torch.Tensor, *, dt_bias: torch.Tensor,
     initial_state: torch.Tensor, state_indices: torch.Tensor, **named: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """As `fused_recurrent_kda_packed_decode`: one token of each request, whose state is written in place."""
+    """Compute like `fused_recurrent_kda_packed_decode`: one token of each request. The state is written in place."""
     blocks = state_indices.long()
     q, k, v = (one.view(1, len(blocks), *raw_g.shape[2:]) for one in mixed_qkv.chunk(3, -1))
     starts, states = torch.arange(len(blocks) + 1), initial_state[blocks]

@@ -1,4 +1,4 @@
-"""Replacement of vLLM's Triton kernels, in a process that may have imported anything before."""
+"""Replaces vLLM's Triton kernels, in a process that may have imported any module before."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ from warnings import catch_warnings
 
 
 def _is_scannable(module: ModuleType) -> bool:
-    """Return whether each attribute's `__dict__` is a mapping. In llvmlite, which numba imports, one is a function."""
+    """Return whether the `__dict__` of each attribute is a mapping.
+
+    In llvmlite, which numba imports, the `__dict__` of one attribute is a function.
+    """
     attributes = list(getattr(module, "__dict__", {}).values())
     return all(isinstance(one.__dict__, Mapping) for one in attributes if hasattr(one, "__dict__"))
 
 
 def replace_kernels(kernels: Mapping[str, Callable[..., Any]]) -> None:
-    """Register kernels by vLLM's names, after those of the platform, which an engine registers only where none is.
+    """Register kernels by vLLM's names.
 
-    VLLM then scans every imported module for the old kernels, and fails at attributes that are not as usual. Modules
-    with such attributes are left out of the scan. It also reads attributes that warn because they are deprecated.
+    They come after the platform's kernels, which an engine registers only if none exist.
+
+    VLLM then scans every imported module for the old kernels, and fails at unusual attributes. Modules with such
+    attributes are left out of the scan. The scan also reads attributes that warn that they are deprecated.
     """
     from vllm.platforms import current_platform
     from vllm.triton_utils import dispatcher

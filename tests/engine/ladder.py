@@ -1,7 +1,7 @@
-"""One ladder for every kind of engine: cold, warm, second turn, preempted, restarted with a disk.
+"""One test for every kind of engine: cold, warm, second turn, preempted, restarted with a disk.
 
-`python -m tests.engine.ladder VERSION KIND …` climbs the ladder once per kind, in a process in which Triton's
-interpreter runs vLLM's kernels. VERSION is the release of vLLM that this process must find.
+`python -m tests.engine.ladder VERSION KIND …` runs the test once per kind. In this process Triton's interpreter runs
+vLLM's kernels. VERSION is the release of vLLM that this process must find.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from kvpipe.connectors.vllm.trial.engine import Engine
-from kvpipe.testing.models import make_drafter
+from kvpipe.connectors.vllm.tiny.engine import Engine
+from kvpipe.connectors.vllm.tiny.models import make_drafter
 from kvpipe.worker.side import WorkerSide
 from tests.engine.common import assert_clean, engine, preempted, prompt, waiting
 
 ANSWER: Final = 16
 AFTER: Final = 4
-"""The preempted request has this many tokens of its answer."""
+"""The number of answer tokens at which the request is preempted."""
 RUNNER_V1: Final = "vllm.v1.worker.cpu_model_runner.CPUModelRunner"
 RUNNER_V2: Final = "vllm.v1.worker.cpu.model_runner.CPUModelRunner"
 
@@ -39,7 +39,7 @@ class Climber:
     """An engine that answers prompts one by one."""
 
     def __init__(self, live: Engine) -> None:
-        """Record what runner V2's drafter proposes, if there is one."""
+        """Record the proposals of runner V2's drafter, if there is a drafter."""
         self.live, self._drafts, self._loaded = live, list[list[list[int]]](), 0
         speculator = getattr(runner(live), "speculator", None)
         if speculator is not None:
@@ -59,7 +59,7 @@ class Climber:
         return Asked(answer, list(self._drafts))
 
     def loaded(self) -> int:
-        """Return how many tokens were loaded since the last call. Fails if anything went wrong or is left over."""
+        """Return the number of tokens loaded since the last call. Fail if anything went wrong or is left."""
         before, self._loaded = self._loaded, assert_clean(self.live).get("tokens_loaded", 0)
         return self._loaded - before
 
@@ -79,10 +79,10 @@ def runner(live: Engine) -> Any:
 
 
 def climb(folder: Path, check: Callable[[Engine], None], **options: Any) -> None:
-    """Compare answers, and drafts if any, with those of the same kind of engine without kvpipe.
+    """Compare answers and drafts with those of the same kind of engine without kvpipe.
 
-    `check` fails for an engine of another kind; it is called when each engine has answered. The last rung spoils
-    saved values and requires other answers or drafts: a comparison that cannot fail fails there.
+    `check` fails for an engine of another kind, and is called after each engine has answered. The last stage changes
+    saved values and requires other answers or drafts, which shows that the comparison can fail.
     """
 
     @contextmanager
@@ -113,14 +113,14 @@ def climb(folder: Path, check: Callable[[Engine], None], **options: Any) -> None
         assert up.ask(turn) == second
         assert up.loaded() == 3 * block - ahead
         assert preempted(up.live, first, ANSWER, AFTER) == cold.answer
-        assert up.loaded() == 2 * (2 * block - ahead)  # at its start, and when it resumed
+        assert up.loaded() == 2 * (2 * block - ahead)  # at the request's start, and when the request resumed
     with climber(config) as restarted:
         assert restarted.ask(turn) == second
         assert restarted.loaded() == 3 * block - ahead
         side = restarted.live.connector.scheduler
         assert side is not None
-        assert side.report.hit_tokens == {"memory": 0, "disk": 3 * block - ahead}
-        restarted.spoil(-1)  # with a drafter its layer, which decides no answer
+        assert side.tracer.hit_tokens == {"memory": 0, "disk": 3 * block - ahead}
+        restarted.spoil(-1)  # with a drafter this is the drafter's layer, which decides no answer
         spoiled = restarted.ask(turn)
         assert spoiled != second
         assert (spoiled.answer == second.answer) == bool(second.drafts)
@@ -129,9 +129,9 @@ def climb(folder: Path, check: Callable[[Engine], None], **options: Any) -> None
 
 
 def climb_kind(kind: str, folder: Path) -> None:
-    """Climb the ladder with an engine of a kind: runner-v1, runner-v2 or eagle (with runner V2).
+    """Run the test with an engine of a kind: runner-v1, runner-v2 or eagle (with runner V2).
 
-    Runner V2 is vLLM's default where Triton exists, so nothing asks for it.
+    Runner V2 is vLLM's default if Triton exists, so no option selects it.
     """
     from vllm import envs
 
@@ -139,7 +139,7 @@ def climb_kind(kind: str, folder: Path) -> None:
     if kind == "eagle":
         drafter = str(make_drafter(kind, folder / "drafter"))
         options["speculative_config"] = {"method": kind, "model": drafter, "num_speculative_tokens": 2}
-    envs.disable_envs_cache()  # the engine before has read it
+    envs.disable_envs_cache()  # the engine before this engine has read and cached the environment
     os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
     if kind == "runner-v1":
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
@@ -154,7 +154,7 @@ def climb_kind(kind: str, folder: Path) -> None:
 
 
 def main(version: str, *kinds: str) -> None:
-    """Find vLLM, and climb the ladder with each kind."""
+    """Import vLLM, and run the test with each kind."""
     from tests.engine import binaries, interpreter
 
     interpreter.start()

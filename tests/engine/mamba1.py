@@ -1,4 +1,4 @@
-"""Mamba 1 on a CPU: vLLM's CPU build has its layers, blocks and moves of states, and lacks its two kernels."""
+"""Mamba 1 on a CPU. vLLM's CPU build has its layers, blocks and moves of states, but lacks its two kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn.functional import silu, softplus
 
 
 def lend_kernels(patch: pytest.MonkeyPatch) -> None:
-    """Put the recurrence in torch in the place of vLLM's kernels, state for state."""
+    """Replace vLLM's kernels by the recurrence in torch, state for state."""
     from vllm import _custom_ops
     from vllm.model_executor.layers.mamba import mamba_mixer
 
@@ -20,8 +20,15 @@ def lend_kernels(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_custom_ops, "onednn_mm", lambda layer, x, bias: multiply(layer, x.contiguous(), bias))
 
 
-def _step(state: torch.Tensor, x: torch.Tensor, delta: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return state * torch.exp(delta[:, None] * a) + (delta * x)[:, None] * b
+def _terms(x: torch.Tensor, delta: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the share of a state that each token keeps, and the part that it adds: (tokens, channels, state)."""
+    return torch.exp(delta[..., None] * a), (delta * x)[..., None] * b[:, None]
+
+
+def _read(state: torch.Tensor, c: torch.Tensor, x: torch.Tensor, d: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+    """Return the outputs of tokens, (tokens, channels), from the state after each token."""
+    out: torch.Tensor = ((state * c[:, None]).sum(-1) + d * x) * silu(z)
+    return out
 
 
 def _scan(
@@ -29,14 +36,21 @@ def _scan(
     z: torch.Tensor, bias: torch.Tensor, _softplus: bool, starts: torch.Tensor, blocks: torch.Tensor,
     initial: torch.Tensor, states: torch.Tensor, null: int, *_: Any,
 ) -> None:  # fmt: skip
-    """Prefill: `u`, `delta` and `z` are (channels, tokens), `b` and `c` (1, state, tokens); `z` becomes the output."""
+    """Prefill. `u`, `delta` and `z` are (channels, tokens), `b` and `c` are (1, state, tokens).
+
+    `z` becomes the output.
+    """
     for request, block in enumerate(blocks.tolist()):
         if block == null:
             continue
         state = states[block] if bool(initial[request]) else torch.zeros_like(states[block])
-        for t in range(int(starts[request]), int(starts[request + 1])):
-            state = _step(state, u[:, t], softplus(delta[:, t] + bias), a, b[0, :, t])
-            z[:, t] = ((state * c[0, :, t]).sum(1) + d * u[:, t]) * silu(z[:, t])
+        mine = slice(int(starts[request]), int(starts[request + 1]))
+        x, after = u[:, mine].T, []
+        for kept, added in zip(*_terms(x, softplus(delta[:, mine].T + bias), a, b[0, :, mine].T), strict=True):
+            state = state * kept + added
+            after.append(state)
+        if after:
+            z[:, mine] = _read(torch.stack(after), c[0, :, mine].T, x, d, z[:, mine].T).T
         states[block] = state
 
 
@@ -45,9 +59,8 @@ def _update(
     d: torch.Tensor, bias: torch.Tensor, *, z: torch.Tensor, state_batch_indices: torch.Tensor, out: torch.Tensor,
     dst_state_batch_indices: torch.Tensor, **_: Any,
 ) -> None:  # fmt: skip
-    """Decode: one token of each request, (requests, channels)."""
-    both = zip(state_batch_indices.flatten().tolist(), dst_state_batch_indices.flatten().tolist(), strict=True)
-    for request, (block, target) in enumerate(both):
-        state = _step(states[block], x[request], softplus(delta[request] + bias), a, b[request])
-        states[target] = state
-        out[request] = ((state * c[request]).sum(1) + d * x[request]) * silu(z[request])
+    """Decode one token of each request, (requests, channels)."""
+    kept, added = _terms(x, softplus(delta + bias), a, b)
+    state = states[state_batch_indices.flatten().long()] * kept + added
+    states[dst_state_batch_indices.flatten().long()] = state
+    out.copy_(_read(state, c, x, d, z))

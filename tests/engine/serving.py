@@ -1,4 +1,4 @@
-"""vLLM's OpenAI-compatible server in processes of its own, and clients that stream from it, leave it, and kill it."""
+"""vLLM's OpenAI-compatible server in its own processes, and clients that stream from it, disconnect, and kill it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from kvpipe.connectors.vllm.trial.engine import DEFAULTS
-from kvpipe.testing.models import make_model
+from kvpipe.connectors.vllm.tiny.engine import DEFAULTS
+from kvpipe.connectors.vllm.tiny.models import make_model
 from kvpipe.testing.waiting import WAIT_S
+from tests.engine.forked import Forked, serve
 
 START_SECONDS_MAX = 5 * WAIT_S
 ANSWER_SECONDS_MAX = 2 * WAIT_S
@@ -26,14 +27,17 @@ TROUBLES = ("contained_error", "illegal_transition", "EngineDeadError")
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on now."""
+    """Return a port on which no process listens now."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
 
 
 class Server:
-    """`with Server(...)`: it answers from then on, and has ended afterwards, whatever it is doing."""
+    """A server.
+
+    In `with Server(...)` it answers inside the block. It has ended after the block, even if requests were running.
+    """
 
     def __init__(
         self,
@@ -45,19 +49,20 @@ class Server:
         transfer: dict[str, Any] | None = None,
         **environment: str,
     ) -> None:
-        """`options`: of the command. `log`: where its output goes; what it logs while it stops is not judged.
+        """`options` are options of the command `vllm serve`.
 
-        `kvpipe`: its extra config. `transfer`: all of vLLM's flag, where kvpipe is not the only connector.
-        `spawned`: the server spawns its processes, as vLLM's CPU build does; else it forks them, which is faster.
+        `log` is the file for the server's output. Lines that the server logs while it stops are not checked. `kvpipe`
+        is the extra config. `transfer` is vLLM's whole flag, if kvpipe is not the only connector. `spawned` says that
+        the server spawns its processes, as vLLM's CPU build does. Otherwise the server forks them, which is faster.
         """
         self.model, self.port, self.log = str(model or make_model("llama")), free_port(), log
         flag: dict[str, Any] = {"kv_connector": "KVPipeConnector", "kv_role": "kv_both"}
-        flag["kv_load_failure_policy"] = "recompute"  # and this is the README's flag
+        flag["kv_load_failure_policy"] = "recompute"  # the flag in the README
         if kvpipe is not None:
             flag["kv_connector_extra_config"] = kvpipe
-        module = "vllm.entrypoints.openai.api_server" if spawned else "tests.engine.forked"
-        self._command = [
-            sys.executable, "-m", module, "--model", self.model, "--host", "127.0.0.1", "--port", str(self.port),
+        self._spawned = spawned
+        self._arguments = [
+            "--model", self.model, "--host", "127.0.0.1", "--port", str(self.port),
             "--skip-tokenizer-init", "--dtype", "float32", "--enforce-eager", "--block-size",
             str(DEFAULTS["block_size"]), "--max-model-len", "1024", "--kv-transfer-config",
             json.dumps(transfer or flag), *options,
@@ -65,19 +70,23 @@ class Server:
         self._environment = {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "INFO",
         } | environment  # fmt: skip
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | Forked | None = None
         self._stopping = False
 
     def begin(self) -> None:
-        """Start it, and do not wait: several start beside each other."""
+        """Start the server without waiting, so that several servers start in parallel."""
         with self.log.open("wb") as sink:
+            if not self._spawned:
+                self._process = Forked(serve, str(self.log), self._environment, self._arguments)
+                return
+            command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *self._arguments]
             self._process = subprocess.Popen(
-                self._command, stdout=sink, stderr=subprocess.STDOUT, env=os.environ | self._environment,
+                command, stdout=sink, stderr=subprocess.STDOUT, env=os.environ | self._environment,
                 start_new_session=True,
             )  # fmt: skip
 
     def __enter__(self) -> Self:
-        """Wait until it answers; start it first if it was not begun."""
+        """Wait until the server answers. Start it first if it was not started."""
         if self._process is None:
             self.begin()
         assert self._process is not None
@@ -95,12 +104,12 @@ class Server:
     def __exit__(
         self, kind: type[BaseException] | None, _error: BaseException | None, _tb: TracebackType | None
     ) -> None:
-        """Stop it; what it printed while it served has no trouble in it."""
+        """Stop the server. Check that its output before the stop shows no error."""
         assert self._process is not None
         message = self.stated
         if self._process.poll() is None:
             self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # vLLM waits for clients, now and then without end
+            with contextlib.suppress(subprocess.TimeoutExpired):  # vLLM waits for clients, sometimes without end
                 self._process.wait(60)
         self.kill()
         if kind is None:
@@ -109,14 +118,15 @@ class Server:
 
     @property
     def stated(self) -> str:
-        """Its output so far."""
+        """The output so far."""
         return self.log.read_text("utf-8", "replace")
 
     def kill(self) -> None:
-        """SIGKILL to all of its processes. Idempotent."""
+        """Send SIGKILL to all of the server's processes. A second call does nothing."""
         assert self._process is not None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()  # also if the process does not lead a group yet
         self._process.wait()
 
     def _healthy(self) -> bool:
@@ -126,7 +136,7 @@ class Server:
             return False
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
-        """Return status and text of one answer."""
+        """Return the status and the text of one answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_SECONDS_MAX)
         try:
             connection.request(method, path, json.dumps(body) if body else None, {"Content-Type": "application/json"})
@@ -138,11 +148,10 @@ class Server:
     def stream(
         self, tokens: Sequence[int], max_tokens: int, *, leave_after: int | None = None, rank: int | None = None
     ) -> list[int] | None:
-        """Return the tokens of a streamed answer; None when the client has left after so many events.
+        """Return the tokens of a streamed answer, or None if the client has disconnected after `leave_after` events.
 
         Raises:
-            OSError: the server is gone.
-
+            OSError: the server has ended.
         """
         body = {
             "model": self.model, "prompt": list(tokens), "max_tokens": max_tokens, "temperature": 0, "stream": True,
@@ -185,7 +194,7 @@ class Server:
         )
 
     def idle(self, seconds_max: float = WAIT_S) -> None:
-        """Wait until nothing runs and kvpipe holds nothing, which must come by itself."""
+        """Wait until no request runs and kvpipe holds nothing, which must happen without further requests."""
         limit = time.monotonic() + seconds_max
         held = ("requests", "leases", "jobs_in_flight")
         while sum(self.metric(name) for name in held):

@@ -1,4 +1,4 @@
-"""Parts that vLLM's CPU build lacks to run a model in stages, or its experts on several ranks."""
+"""Replacements for parts that vLLM's CPU build lacks to run pipeline stages, or experts on several ranks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 
 class StagedWorker(CPUWorker):
-    """A worker that can be a later stage: it has a buffer for what the stage before it sends.
+    """A worker that can be a later pipeline stage: it has a buffer for the data of the stage before.
 
-    VLLM's runner V1 makes that buffer in its profiling run, which its CPU worker leaves out unless it compiles the
-    model: `sync_and_gather_intermediate_tensors` then fails on an assertion at the first step.
+    VLLM's runner V1 makes that buffer in its profiling run. vLLM's CPU worker skips the profiling run unless the worker
+    compiles the model. Without the buffer `sync_and_gather_intermediate_tensors` fails on an assertion at the first
+    step.
     """
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """Make it when the caches are made."""
+        """Make the buffer together with the caches."""
         from vllm.distributed.parallel_state import get_pp_group
 
         super().initialize_from_config(kv_cache_config)
@@ -31,13 +32,14 @@ class StagedWorker(CPUWorker):
 
 
 class ExpertWorker(CPUWorker):
-    """A worker that can have some of the experts: vLLM's CPU kernel takes every expert's number for that of its own.
+    """A worker that can have a part of the experts.
 
-    It reads beyond its weights, and the process dies of it. Here experts of other ranks weigh nothing.
+    VLLM's CPU kernel treats every expert's number as that of a local expert, so it reads beyond its weights and the
+    process crashes. This worker gives experts of other ranks the weight 0.
     """
 
     def load_model(self, **how: Any) -> None:
-        """Teach the kernel whose experts there are."""
+        """Tell the kernel which experts this rank has."""
         apply = CPUUnquantizedExperts.apply
 
         def mapped(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -52,13 +54,13 @@ class ExpertWorker(CPUWorker):
 
 
 class ReplicaWorker(ExpertWorker):
-    """A worker whose experts may lie in other engines: vLLM's CPU build does not know how to bring them tokens.
+    """A worker whose experts may be in other engines.
 
-    Its `AgRsAll2AllManager` asks the communicator for `all_gatherv` and `reduce_scatterv`, which that of the CPU lacks.
+    VLLM's `AgRsAll2AllManager` calls `all_gatherv` and `reduce_scatterv`, which the CPU's communicator lacks.
     """
 
     def load_model(self, **how: Any) -> None:
-        """Teach the communicator both."""
+        """Add both functions to the communicator."""
 
         def gathered(self: Any, input_: list[torch.Tensor], dim: int, sizes: list[int]) -> list[torch.Tensor]:
             assert dim == 0

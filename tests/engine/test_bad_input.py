@@ -7,14 +7,19 @@ from typing import Any
 
 import pytest
 
-from kvpipe.testing.models import make_model
-from tests.engine.common import BLOCK, engine, prompt
+from kvpipe.connectors.vllm.tiny.engine import Engine
+from kvpipe.connectors.vllm.tiny.models import make_model
+from kvpipe.testing.waiting import WAIT_S
+from tests.engine.common import engine, prompt
+from tests.engine.forked import run_forked
 
 pytestmark = pytest.mark.engine
 
+SECOND_USE = {"kind": "disk", "path": "/mnt/kv", "store": "second_use"}
+
 
 def _refusal(config: dict[str, Any], **options: Any) -> str:
-    """The message of the error that starting the engine raises, whichever error wraps it."""
+    """Return the message of the error that starting the engine raises, whichever error wraps it."""
     with pytest.raises(Exception, match=r"kvpipe|kv_role") as caught, engine(kvpipe=config, **options):
         pass
     error: BaseException | None = caught.value
@@ -25,7 +30,7 @@ def _refusal(config: dict[str, Any], **options: Any) -> str:
 
 @pytest.fixture(autouse=True)
 def _forget_the_half_started_engine() -> Any:
-    """An engine that was refused leaves vLLM's process-wide state behind."""
+    """Remove the process-wide state of vLLM that a refused engine leaves."""
     yield
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
     from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
@@ -39,16 +44,16 @@ def _forget_the_half_started_engine() -> Any:
     ("config", "options", "expected"),
     [
         ({"chunk_sizee": 256}, {}, ["'chunk_sizee'", "did you mean"]),
-        ({"chunk_tokens": 250}, {}, ["chunk_tokens=250", f"block size {BLOCK}", "set chunk_tokens=256"]),
-        ({"pool_bytes_max": "1MiB"}, {}, ["pool_bytes_max=1048576", "not even one chunk", "at least"]),
+        ({"pool_bytes_max": "512KiB"}, {}, ["pool_bytes_max=512KiB", "smaller than one chunk", "at least"]),
         ({"chunk_tokens": "many"}, {}, ["chunk_tokens='many'", "Default: 256"]),
         ({"bypass": True, "freeze": True}, {}, ["bypass=true contradicts freeze=true", "set only one"]),
         ({}, {"role": "kv_boss"}, ["kv_boss", "kv_both"]),
+        ({"tiers": [SECOND_USE]}, {"role": "kv_producer"}, ["tier 1 (disk)", "store='second_use'", "set store='all'"]),
     ],
     ids=lambda value: str(value)[:40],
 )
 def test_refusals(config: dict[str, Any], options: dict[str, Any], expected: list[str]) -> None:
-    """Each is refused, and the sentence names what to change."""
+    """Each configuration is refused, and the message names the key to change."""
     message = _refusal(config, **options)
     for words in expected:
         assert words in message, message
@@ -58,7 +63,7 @@ def test_refusals(config: dict[str, Any], options: dict[str, Any], expected: lis
 def test_an_engine_that_cannot_be_served_is_refused_before_it_starts(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    """No process is started for an engine whose settings are refused, in one sentence."""
+    """If an engine's settings are refused, no process is started. The message is one sentence."""
 
     def never(*_: object, **__: object) -> None:
         raise AssertionError("it was begun")
@@ -75,29 +80,36 @@ def test_an_engine_that_cannot_be_served_is_refused_before_it_starts(
     ("model", "what"), [("gemma2-hybrid", "2 KV cache groups"), ("mistral-sw", "a sliding window of 128 tokens")]
 )
 def test_sync_loads_that_vllm_cannot_recover_from_are_refused(model: str, what: str) -> None:
-    """It takes no report of several groups' blocks, and reads what lies before a failed block of a window as it is."""
+    """After a failed load within a step, vLLM cannot recover with these models.
+
+    vLLM accepts no report about several groups' blocks, and reads the blocks of a window before a failed block
+    unchecked.
+    """
     with pytest.raises(Exception, match=f"load='sync' for a model with {what} is not supported"):  # noqa: SIM117
         with engine(model, {"load": "sync"}):
             pass
 
 
 def test_two_layouts_under_one_name(tmp_path: Path) -> None:
-    """A second engine of another layout cannot use a running engine's name; one of the same layout can."""
-    import subprocess
-    import sys
+    """A second engine cannot use a running engine's name with another layout.
 
-    config = {"name": "shared", "state_dir": str(tmp_path)}
-    code = (
-        "from kvpipe.connectors.vllm.trial.engine import Engine\n"
-        "for dtype in ('float32', 'bfloat16'):\n"
-        f"    e = Engine({str(make_model('llama'))!r}, kvpipe={config!r}, dtype=dtype)\n"
-        "    print(dtype, len(e.generate([[5] * 40], 2)), flush=True)\n"
-        "    e.close()\n"
-    )
+    It can use the name with the same layout.
+    """
+    config, log = {"name": "shared", "state_dir": str(tmp_path)}, tmp_path / "log"
     with engine(kvpipe=config) as live:
         live.generate([prompt(40, 1)], 2)
-        other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert other.returncode != 0
-    assert [line for line in other.stdout.splitlines() if "float" in line] == ["float32 1"], other.stderr[-2000:]
-    assert "kvpipe: name='shared' is used by a running engine whose" in other.stderr
-    assert "choose another name" in other.stderr
+        code = run_forked(log, 5 * WAIT_S, _same_layout_then_another, str(make_model("llama")), config)
+    stated = log.read_text("utf-8")
+    assert code != 0
+    answers = [line for line in stated.splitlines() if line.startswith(("float32 ", "bfloat16 "))]
+    assert answers == ["float32 1"], stated[-2000:]
+    assert "kvpipe: name='shared' is used by a running engine whose" in stated
+    assert "choose another name" in stated
+
+
+def _same_layout_then_another(model: str, config: dict[str, Any]) -> None:
+    """Start an engine with the layout of the running engine, and then an engine with another layout."""
+    for dtype in ("float32", "bfloat16"):
+        live = Engine(model, kvpipe=config, dtype=dtype)
+        print(dtype, len(live.generate([[5] * 40], 2)), flush=True)
+        live.close()

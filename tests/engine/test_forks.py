@@ -1,4 +1,4 @@
-"""A fork of a process that holds an engine with tiers: the child neither hangs nor touches what is the parent's."""
+"""Forks of a process that holds an engine with tiers: the child neither hangs nor uses the parent's resources."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from kvpipe.testing.servers.redis import serving
-from kvpipe.testing.servers.s3 import shared
-from kvpipe.testing.servers.sockets import LOCAL
-from kvpipe.testing.tier_worlds.s3 import spec_of
 from kvpipe.testing.waiting import PATIENT, WAIT_S
 from tests.engine.common import assert_legal
+from tests.rigs.servers.redis import serving
+from tests.rigs.servers.s3 import shared
+from tests.rigs.servers.sockets import LOCAL
+from tests.rigs.tier_worlds.s3 import spec_of
 
 pytestmark = pytest.mark.engine
 KINDS = ("disk", "redis", "s3")
@@ -37,7 +37,10 @@ def _tier(kind: str, folder: Path) -> Iterator[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def forked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What went wrong with each kind, in one process, which takes seconds to start."""
+    """Return, by kind of tier, the message of its failure, or "" if it passed.
+
+    All kinds share one process, which takes seconds to start.
+    """
     with ExitStack() as stack:
         folder = tmp_path_factory.mktemp("forked")
         trace = folder / "trace.jsonl"
@@ -54,5 +57,8 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_user_code_forks(kind: str, forked: dict[str, str]) -> None:
-    """Children that collect garbage, shut the connector down, or are multiprocessing's end well; the engine goes on."""
+    """A child may collect garbage, shut the connector down, or be started by multiprocessing. It ends without an error.
+
+    The engine continues.
+    """
     assert forked[kind] == ""

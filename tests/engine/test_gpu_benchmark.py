@@ -1,4 +1,7 @@
-"""The GPU benchmark of whole engines, on vLLM's CPU build: every section works, or reports why it cannot here."""
+"""The GPU benchmark of whole engines runs on vLLM's CPU build.
+
+Each section works, or reports the reason why it cannot run on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ import pytest
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
-CASES = ("layerwise-sync", "step-async")  # each mode and each kind of load
+CASES = ("layerwise-sync", "step-async")  # each mode, and each kind of load
 SCENARIOS = (
     "start",
     "batch, cold and warm",
@@ -31,7 +34,7 @@ ALONE = ("start", "decode", "shutdown")
 
 @pytest.mark.timeout(1700)
 def test_the_engine_benchmark_runs(tmp_path: Path) -> None:
-    """Half of it, without the sizes that only a GPU can hold, in one process, as it is run on a GPU."""
+    """Half of the benchmark runs in one process, as on a GPU. Sizes that only a GPU can hold are left out."""
     path = tmp_path / "engine.json"
     command = [sys.executable, "-m", "benchmarks.gpu.engine", "--device", "cpu", "--shapes", "tiny"]
     command += ["--cases", ",".join(CASES), "--seconds-max", "1500", "--json", str(path)]

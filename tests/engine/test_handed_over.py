@@ -1,4 +1,7 @@
-"""Prefill in one engine, decode in another, through a tier. The decode engine is asked when the other has answered."""
+"""Prefill in one engine, decode in another engine, with a tier between them.
+
+The decode engine gets a prompt as soon as the prefill engine has answered.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from kvpipe.testing.tier_worlds import WORLDS
 from tests.engine.child_engine import child
 from tests.engine.common import assert_clean, baseline, engine, prompt
+from tests.rigs.tier_worlds import WORLDS
 
 pytestmark = pytest.mark.engine
 
@@ -21,7 +24,10 @@ OWN: dict[str, Any] = {"enable_prefix_caching": False}
 
 @pytest.mark.parametrize("kind", ["disk", "redis"])
 def test_decode_engine_hits_what_is_still_being_stored(tmp_path: Path, kind: str) -> None:
-    """Each prompt goes to the prefill engine, and at its answer to the decode engine: all hit, with equal answers."""
+    """Each prompt goes to the prefill engine, and at once to the decode engine.
+
+    The decode engine loads all prompts, and answers are equal.
+    """
     expected = baseline(PROMPTS, TOKENS, **OWN)
     with WORLDS[kind](tmp_path) as world:
         tier = json.loads(world.spec.model_dump_json(exclude_none=True))
@@ -36,5 +42,5 @@ def test_decode_engine_hits_what_is_still_being_stored(tmp_path: Path, kind: str
                 first, _ = prefill.generate([tokens], 1, at_once=True)
                 assert first == [answer[:1]]
                 assert decode.generate([tokens], TOKENS) == [answer]
-                assert side.report.hit_tokens[kind] == sum(len(one) // UNIT * UNIT for one in PROMPTS[: at + 1])
+                assert side.tracer.hit_tokens[kind] == sum(len(one) // UNIT * UNIT for one in PROMPTS[: at + 1])
             assert_clean(decode)

@@ -1,4 +1,4 @@
-"""Hints through vLLM's own doors: with requests of an engine in the process, and of its HTTP server."""
+"""Hints reach kvpipe through vLLM's own interfaces: requests of an engine in this process, and vLLM's HTTP server."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from typing import Any
 
 import pytest
 
-from kvpipe.cache.catalog import Chunk
-from kvpipe.cache.hints import Action, Hint
+from kvpipe.cache.chunks import Chunk
+from kvpipe.cache.policy.hints import Action, Hint
 from kvpipe.cache.tenants import ANYBODY
-from kvpipe.listening import Address
-from kvpipe.manage.client import ask
+from kvpipe.connectors.vllm.tiny.models import TOKEN_BYTES
+from kvpipe.inputs.listening import Address
+from kvpipe.manage.client import send_request
 from kvpipe.testing.waiting import WAIT_S
 from tests.engine.common import BLOCK, assert_clean, baseline, engine, prompt
 from tests.engine.serving import Server
 
 pytestmark = pytest.mark.engine
 TOKEN = "t0" * 16
-SLOT_BYTES = 64 * 6 * 4 * 32 * 2 * 4
-"""Of 64 tokens of the model."""
+SLOT_BYTES = 64 * TOKEN_BYTES
+"""The bytes of the KV of 64 tokens of the model."""
 OWN: list[tuple[Any, str]] = [
     ({"retain": {"ttl_seconds": 60}}, "hints_applied.retain"),
     ({"retain": {"ttl_seconds": "60"}}, "hints_ignored.payload"),
@@ -29,11 +30,11 @@ OWN: list[tuple[Any, str]] = [
     ({"fetch": {}}, "hints_ignored.action"),
     ("retain", "hints_ignored.malformed"),
 ]
-"""What is in the parameter, and what is counted then."""
+"""Pairs of the hint in the parameter, and the counter that the hint increments."""
 
 
 def test_an_engine_in_the_process() -> None:
-    """The policy is notified of every chunk of a request that has ended; answers are those without a connector."""
+    """The policy is notified of every chunk of a finished request. Answers are those without a connector."""
     from vllm import SamplingParams
     from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
@@ -61,7 +62,7 @@ def test_an_engine_in_the_process() -> None:
         assert chunks == {*catalog.index(0).values()}
         assert len(chunks) == (300 + 12) // 64 + 1
         assert {hint.action for _, hint in received} == {Action.RESUME}
-        soon_s, at_s = sorted({hint.at_s for _, hint in received})  # from its arrival on, and from its end on
+        soon_s, at_s = sorted({hint.at_s for _, hint in received})  # from the request's arrival, and from its end
         assert before + 20 <= soon_s < at_s
         for own, counted in OWN:
             send(None, own)
@@ -70,7 +71,10 @@ def test_an_engine_in_the_process() -> None:
 
 
 def test_a_session_that_was_announced_is_in_memory_before_it_comes(tmp_path: Path) -> None:
-    """A small pool has evicted it, a disk has it; the request that goes on waits for nothing, and answers the same."""
+    """A small pool has evicted the session's chunks, and a disk has them.
+
+    The session's next request does not wait for the disk.
+    """
     from vllm import SamplingParams
 
     chunk, slots, tokens, more = 64, 32, prompt(300, 73), prompt(20, 74)
@@ -87,7 +91,7 @@ def test_a_session_that_was_announced_is_in_memory_before_it_comes(tmp_path: Pat
         side.prefetching.idle_s_max = WAIT_S
         catalog: Any = side.catalog
         assert catalog.slots == slots
-        catalog.ahead.part(ANYBODY)._used = slots  # what was announced before has come
+        catalog.ahead.of_account(ANYBODY)._used = slots  # earlier announced requests have come
         now_s = 1000.0
         catalog._clock = lambda: now_s
         params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, detokenize=False)
@@ -118,7 +122,7 @@ def test_a_session_that_was_announced_is_in_memory_before_it_comes(tmp_path: Pat
 
 
 def test_the_server(tmp_path: Path) -> None:
-    """What a client puts into `kv_transfer_params` arrives, and none of it changes what is answered."""
+    """A client's hints in `kv_transfer_params` arrive at the engine, and none of them changes the answer."""
     token = tmp_path / "token"
     token.touch(0o600)
     token.write_text(TOKEN, encoding="utf-8")
@@ -136,6 +140,6 @@ def test_the_server(tmp_path: Path) -> None:
             texts.add(json.dumps(json.loads(text)["choices"][0]["token_ids"]))
         server.idle()
         (path,) = tmp_path.glob("*.sock")
-        counted: Any = ask(Address(str(path), "", 0), TOKEN, "GET", "/v1/counters", None)
+        counted: Any = send_request(Address(str(path), "", 0), TOKEN, "GET", "/v1/counters", None)
     assert len(texts) == 1
     assert all(counted[name] for _, name in OWN)

@@ -1,9 +1,11 @@
-"""Prompts with images: KV after an image is found for the same image alone, prepared in the same way."""
+"""Prompts with images: KV after an image is found only for the same image, prepared in the same way."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,8 @@ import pytest
 import torch
 from PIL import Image
 
-from kvpipe.connectors.vllm.trial.engine import Engine
-from kvpipe.testing.models import VOCAB, make_tokenizer
+from kvpipe.connectors.vllm.tiny.engine import Engine
+from kvpipe.connectors.vllm.tiny.models import VOCAB, make_tokenizer
 from tests.engine.common import BLOCK, assert_clean, patient, prompt, starts_on_every_processor
 
 pytestmark = pytest.mark.engine
@@ -22,7 +24,7 @@ SPECIAL = ("<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<
 IMAGE = VOCAB - 1
 SIDE, PATCH, SCALE = 112, 7, 2
 TOKENS = (SIDE // PATCH // SCALE) ** 2 + 3
-"""Of one image in a prompt, with what is around it: 67."""
+"""The number of tokens of one image in a prompt, with the markers around the image: 67."""
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": False,
     "enable_prefix_caching": False,
@@ -33,6 +35,27 @@ LEAD, BETWEEN, END = prompt(3 * UNIT, 61), prompt(50, 62), prompt(60, 63)
 ONE = [*LEAD, IMAGE, *END]
 TWO = [*LEAD, IMAGE, *BETWEEN, IMAGE, *END]
 """The second image begins and ends within blocks."""
+
+
+_TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "initializer_range": 0.12,
+    "max_position_embeddings": 1024,
+}
+_SIGHT: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": SIDE,
+    "patch_size": PATCH,
+    "initializer_range": 0.12,
+}
 
 
 @pytest.fixture(scope="module")
@@ -53,37 +76,77 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         AutoTokenizer.from_pretrained(folder),
         image_seq_len=(SIDE // PATCH // SCALE) ** 2,
     ).save_pretrained(folder)
-    text = {
-        "model_type": "llama",
-        "vocab_size": VOCAB,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 32,
-        "initializer_range": 0.12,
-        "max_position_embeddings": 1024,
-    }
-    sight = {
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": SIDE,
-        "patch_size": PATCH,
-        "initializer_range": 0.12,
-    }
     torch.manual_seed(0)
     config = Idefics3Config(
-        vision_config=sight, text_config=text, image_token_id=IMAGE, scale_factor=SCALE, pad_token_id=0
+        vision_config=_SIGHT,
+        text_config={"model_type": "llama", "num_hidden_layers": 3} | _TEXT,
+        image_token_id=IMAGE,
+        scale_factor=SCALE,
+        pad_token_id=0,
     )
     Idefics3ForConditionalGeneration(config).float().save_pretrained(folder)
     return folder
 
 
+GEMMA_SPECIAL = ("\n", "\n\n", "\n\n\n", "\n\n\n\n", "<boi>", "<eoi>", "<image>")
+BEGIN = VOCAB - 3
+"""The token in a prompt that Gemma's processor replaces by an image: two line ends around 64 tokens and their marks."""
+GEMMA_TOKENS = (SIDE // PATCH // SCALE) ** 2 + 4
+
+
+@pytest.fixture
+def gemma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make a small Gemma 3 with random weights.
+
+    Its layers see a window or all tokens, its images attend in both directions.
+
+    vLLM imports transformers' processor for torchvision, only to annotate types. This installation lacks torchvision.
+    """
+    from safetensors.torch import load_file, save_file
+    from transformers import (
+        Gemma3Config,
+        Gemma3ForConditionalGeneration,
+        Gemma3ImageProcessorPil,
+        Gemma3Processor,
+        PreTrainedTokenizerFast,
+    )
+
+    name = "transformers.models.gemma3.image_processing_gemma3"
+    module = types.ModuleType(name)
+    module.Gemma3ImageProcessor = Gemma3ImageProcessorPil  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, name, module)
+    folder = make_tokenizer(tmp_path / "model", GEMMA_SPECIAL)
+    words = {"boi_token": "<boi>", "eoi_token": "<eoi>", "image_token": "<image>"}
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, extra_special_tokens=words)
+    tokenizer.save_pretrained(folder)
+    images = Gemma3ImageProcessorPil(size={"height": SIDE, "width": SIDE}, do_pan_and_scan=False)
+    seen = (SIDE // PATCH // SCALE) ** 2
+    Gemma3Processor(images, tokenizer, image_seq_length=seen).save_pretrained(folder)
+    layers = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 128}
+    torch.manual_seed(0)
+    config = Gemma3Config(
+        vision_config=_SIGHT,
+        text_config=_TEXT | layers | {"query_pre_attn_scalar": 32, "tie_word_embeddings": False},
+        tie_word_embeddings=False,
+        initializer_range=0.12,
+        mm_tokens_per_image=seen,
+        boi_token_index=BEGIN,
+        eoi_token_index=VOCAB - 2,
+        image_token_index=VOCAB - 1,
+        pad_token_id=0,
+    )
+    made = Gemma3ForConditionalGeneration(config).float()
+    made.get_input_embeddings().weight.data.mul_(0.3)  # so that answers depend on more tokens than the last one
+    torch.nn.init.normal_(made.model.multi_modal_projector.mm_input_projection_weight, std=0.12)
+    made.save_pretrained(folder)
+    file = str(folder / "model.safetensors")  # vLLM expects the tensor names of published checkpoints
+    tensors = {key.replace("vision_tower.", "vision_tower.vision_model."): one for key, one in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
 def _image(seed: int) -> Image.Image:
-    """Large patches of colour."""
+    """Return an image of large patches of colour."""
     colours = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), np.uint8)
     return Image.fromarray(colours.repeat(SIDE // 4, 0).repeat(SIDE // 4, 1))
 
@@ -103,18 +166,19 @@ def _whole(tokens: int) -> int:
 ASKED: list[tuple[list[int], tuple[int, ...], int]] = [
     (ONE, (1,), 0),
     (ONE, (1,), _whole(len(ONE) - 1 + TOKENS - 1)),
-    (ONE, (2,), len(LEAD)),  # the same tokens: only the text before the image
-    (TWO, (1, 2), _whole(len(LEAD) + TOKENS)),  # as far as the text is that of ONE
+    (ONE, (2,), len(LEAD)),  # the tokens are equal, but only the text before the image is found
+    (TWO, (1, 2), _whole(len(LEAD) + TOKENS)),  # the hit ends where the text differs from ONE
     (TWO, (1, 2), _whole(len(TWO) - 2 + 2 * TOKENS - 1)),
     (TWO, (1, 3), _whole(len(LEAD) + TOKENS + len(BETWEEN))),
     (TWO, (2, 1), _whole(len(LEAD) + TOKENS)),
-    ([*TWO[: -len(END)], *prompt(60, 64)], (1, 2), _whole(len(LEAD) + 2 * TOKENS + len(BETWEEN))),  # within the image
+    # the hit ends within the image
+    ([*TWO[: -len(END)], *prompt(60, 64)], (1, 2), _whole(len(LEAD) + 2 * TOKENS + len(BETWEEN))),
 ]
-"""Prompt, images, and how many tokens are found."""
+"""For each case: the prompt, the images, and the number of tokens that are found."""
 
 
 def test_images(model: Path) -> None:
-    """Equal tokens: KV is found up to the first image that is another, and in full for the same."""
+    """With equal tokens, KV is found up to the first different image, and completely if all images are equal."""
     plain = Engine(str(model), **OPTIONS)
     try:
         expected = [_answer(plain, tokens, *seeds) for tokens, seeds, _ in ASKED]
@@ -129,7 +193,7 @@ def test_images(model: Path) -> None:
             assert _answer(live, tokens, *seeds) == answer
             assert _loaded(live) - before == found
             before += found
-        # an image that vLLM has in its own cache is known by its name alone
+        # an image in vLLM's own cache is identified by its name alone
         assert _answer(live, ONE, 1, names={"image": ["first"]}) == expected[0]
         assert _loaded(live) - before == len(LEAD)
         again = live.generate([ONE], 12, media={"image": [None]}, names={"image": ["first"]})[0]
@@ -140,7 +204,10 @@ def test_images(model: Path) -> None:
 
 
 def test_clients_send_no_embeddings_unless_they_may(model: Path) -> None:
-    """VLLM lets them where it finds a connector that loads KV: what does not fit would end an engine that computes."""
+    """Embeddings from clients are accepted by vLLM if a connector loads KV.
+
+    Embeddings of a wrong shape would crash an engine that computes.
+    """
     live = Engine(str(model), kvpipe={"chunk_tokens": UNIT}, **OPTIONS)
     try:
         with pytest.raises(ValueError, match="enable-mm-embeds"):
@@ -150,7 +217,10 @@ def test_clients_send_no_embeddings_unless_they_may(model: Path) -> None:
 
 
 def test_weights_that_change_under_an_image(model: Path) -> None:
-    """VLLM keeps an image's embeddings of old weights until it is notified: what is computed from them is not kept."""
+    """After a change of weights, vLLM's cache still has an image's embeddings of the old weights.
+
+    KV that is computed from them is not kept.
+    """
 
     def change(loaded: torch.nn.Module) -> None:
         (seen,) = (one for name, one in loaded.named_parameters() if name.endswith("position_embedding.weight"))
@@ -180,7 +250,7 @@ def test_weights_that_change_under_an_image(model: Path) -> None:
 
 
 def test_another_processor(model: Path, tmp_path: Path) -> None:
-    """What is made of an image changes between restarts, by a setting or a file: nothing is found on the disk."""
+    """If a setting or a file changes the image processor between restarts, nothing is found on the disk."""
     from vllm.transformers_utils.processor import cached_get_processor
 
     folder = Path(shutil.copytree(model, tmp_path / "model"))
@@ -190,7 +260,7 @@ def test_another_processor(model: Path, tmp_path: Path) -> None:
     }
 
     def run(config: dict[str, Any] | None, **options: Any) -> tuple[list[int], int]:
-        cached_get_processor.cache_clear()  # as with a process of its own
+        cached_get_processor.cache_clear()  # a new process has an empty cache
         live = Engine(str(folder), kvpipe=patient(config), **OPTIONS | options)
         try:
             return _answer(live, ONE, 1), _loaded(live) if config else 0
@@ -208,3 +278,38 @@ def test_another_processor(model: Path, tmp_path: Path) -> None:
     path.write_text(json.dumps(message))
     assert run(kvpipe) == (expected, 0)
     assert run(kvpipe)[1] > 0
+
+
+def test_a_hit_ends_before_an_image_that_attends_in_both_directions(gemma: Path) -> None:
+    """A chunk of 64 tokens ends inside the image [100, 168). The second prompt shares the text and the image.
+
+    Attention on a CPU is causal, so a hit inside the image would give the same answer. Therefore hits are counted.
+    """
+    lead = [at % 500 for at in prompt(100, 65)]
+    first, second = ([*lead, BEGIN, *(at % 500 for at in prompt(60, seed))] for seed in (66, 67))
+    options = OPTIONS | {"disable_chunked_mm_input": True}  # vLLM sets this option on a GPU
+    chunk = 2 * UNIT
+    whole = _whole(len(first) - 1 + GEMMA_TOKENS - 1)
+    asked = [
+        (first, 1, 0),
+        (first, 1, whole),
+        (second, 1, len(lead) // UNIT * UNIT),
+        (second, 1, whole),
+        (second, 2, len(lead) // chunk * chunk),
+    ]
+    plain = Engine(str(gemma), **options)
+    try:
+        expected = [_answer(plain, tokens, seed) for tokens, seed, _ in asked]
+    finally:
+        plain.close()
+    assert len({tuple(answer) for answer in expected}) == 3, "the model must see"
+    live = Engine(str(gemma), kvpipe={"chunk_tokens": chunk}, **options)
+    try:
+        starts_on_every_processor(gemma, {"chunk_tokens": chunk}, options)
+        before = 0
+        for (tokens, seed, found), answer in zip(asked, expected, strict=True):
+            assert _answer(live, tokens, seed) == answer
+            assert _loaded(live) - before == found
+            before += found
+    finally:
+        live.close()

@@ -1,4 +1,4 @@
-"""Prompts that do not come as one list of tokens: more input later, and embeddings."""
+"""Prompts that do not arrive as one list of tokens: sessions with later input, and embeddings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvpipe.connectors.vllm.trial.engine import Engine
+from kvpipe.connectors.vllm.tiny.engine import Engine
 from tests.engine.common import BLOCK, assert_clean, baseline, engine, prompt, whole_blocks
 
 pytestmark = pytest.mark.engine
@@ -18,7 +18,7 @@ EMBEDDED, EMBEDDED_TOKENS = 2, 10 * BLOCK
 
 
 def _answer(live: Engine, session: str) -> list[int]:
-    """Give a session its inputs, one after the other; return all its tokens in the end."""
+    """Give a session its inputs, one after the other. Return all its tokens."""
     from vllm import SamplingParams
     from vllm.v1.request import Request, RequestStatus
 
@@ -36,11 +36,15 @@ def _answer(live: Engine, session: str) -> list[int]:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_session_with_more_input_later(*, asynchronous: bool) -> None:
-    """It answers as without kvpipe; who comes with its tokens later finds all of them."""
+    """The session's answer equals that of an engine without kvpipe.
+
+    A later request with the same tokens finds all of them.
+    """
     options: dict[str, Any] = {"enable_prefix_caching": False, "async_scheduling": asynchronous}
     with engine(kvpipe=None, **options) as plain:
         message = _answer(plain, "session")
-    assert len(message) == sum(map(len, INPUTS)) + 3 * ANSWER - 2  # of each answer but the last its end is left out
+    # each answer but the last one loses its last token
+    assert len(message) == sum(map(len, INPUTS)) + 3 * ANSWER - 2
     expected = baseline([message], ANSWER, **options)
     with engine(kvpipe={}, **options) as live:
         assert _answer(live, "session") == message
@@ -54,7 +58,7 @@ def test_a_session_with_more_input_later(*, asynchronous: bool) -> None:
 
 
 def test_prompts_of_embeddings() -> None:
-    """Equal ones are hits; others of equal length, whose token ids are the same, are not."""
+    """Equal embeddings hit. Other embeddings of equal length, whose token ids are the same, do not hit."""
     options: dict[str, Any] = {"enable_prompt_embeds": True, "enable_prefix_caching": False}
     with engine(kvpipe=None, **options) as plain:
         expected = [_answered(plain, one) for one in range(EMBEDDED)]
@@ -68,7 +72,7 @@ def test_prompts_of_embeddings() -> None:
 
 
 def _answered(live: Engine, seed: int) -> list[int]:
-    """Return the answer to random embeddings."""
+    """Return the answer to embeddings that are drawn with `seed`."""
     from vllm import SamplingParams
 
     rows = live.core.vllm_config.model_config.get_hidden_size()

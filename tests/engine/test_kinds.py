@@ -1,4 +1,4 @@
-"""Kinds of caches that no other suite has: layers that share KV, Mamba 1, and what needs kernels in Triton."""
+"""Kinds of caches that no other test file has: layers that share KV, Mamba 1, and models with kernels in Triton."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ SECONDS_MAX = 1500
 
 @pytest.mark.timeout(SECONDS_MAX + 30)
 def test_deepseek_v4() -> None:
-    """Its ladder, in a process that has Triton's interpreter.
+    """DeepSeek V4 passes its test in a process with Triton's interpreter.
 
-    VLLM's CPU build has this model's kernels for AVX-512 only: elsewhere its engine without kvpipe, the first, fails.
+    VLLM's CPU build has this model's kernels for AVX-512 only. On other processors the first engine, without kvpipe,
+    fails.
     """
     command = [sys.executable, "-m", "tests.engine.interpreted", "deepseek-v4"]
     ran = subprocess.run(
@@ -38,21 +39,24 @@ def test_deepseek_v4() -> None:
 
 
 def test_mamba1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The suite of states: cold, warm, in a second turn, beside a local hit, from a disk; and preempted."""
+    """The suite of states passes: cold, warm, in a second turn, beside a local hit, from a disk, and preempted."""
     lend_kernels(monkeypatch)
     test_states.test_hits_and_conversations("jamba", 128, {}, tmp_path)
     test_states.test_preempted_requests("jamba", 128, {})
 
 
 def test_kimi_delta_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The suite of states, with the layers of Kimi Linear and Kimi K3."""
+    """The suite of states passes with the layers of Kimi Linear and Kimi K3."""
     kda.lend_kernels(monkeypatch)
     test_states.test_hits_and_conversations("qwen3-next-kda", 128, {}, tmp_path)
     test_states.test_preempted_requests("qwen3-next-kda", 128, {})
 
 
 def test_layers_that_share_kv() -> None:
-    """Layers without KV of their own read what was loaded for others: the answers of vLLM's own prefix cache."""
+    """Layers without their own KV read the KV that was loaded for other layers.
+
+    Answers are those of vLLM's own prefix cache.
+    """
     first = [prompt(300, 21), prompt(530, 22)]
     turns = [p + prompt(60, 24) for p in first]
     with engine("gemma3n", enable_prefix_caching=True) as plain:

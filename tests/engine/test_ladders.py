@@ -1,4 +1,4 @@
-"""Kinds of engine that users run and no other suite has: runner V2, vLLM's other releases, a compiled model."""
+"""Kinds of engines that users run and no other test file has: runner V2, other vLLM releases, and a compiled model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule
 from vllm.config import CompilationConfig, CompilationMode
 
-from kvpipe.connectors.vllm.trial.engine import Engine
+from kvpipe.connectors.vllm.tiny.engine import Engine
 from tests.engine.ladder import ANSWER, climb
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -25,7 +25,7 @@ FETCH_SECONDS_MAX = 1800
 
 
 def _run(*module: str, seconds_max: int = SECONDS_MAX, environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Run one of the tests' own programs; return the lines that it prints."""
+    """Run one of the tests' programs, and return the lines that it prints."""
     ran = subprocess.run(
         [sys.executable, "-m", *module],
         cwd=ROOT,
@@ -40,14 +40,14 @@ def _run(*module: str, seconds_max: int = SECONDS_MAX, environment: Mapping[str,
 
 
 def _climb(version: str, *kinds: str, **environment: str) -> None:
-    """Climb the ladder with engines of one release of vLLM, in another process."""
+    """Run the ladder test with engines of one release of vLLM, in another process."""
     printed = _run("tests.engine.ladder", version, *kinds, environment=os.environ | environment)
     assert [f"{version} {kind}: climbed" for kind in kinds] == [one for one in printed if one.endswith(": climbed")]
 
 
 @pytest.mark.timeout(SECONDS_MAX + 30)
 def test_runner_v2_answers_from_loaded_kv_as_without_kvpipe() -> None:
-    """The ladder, without drafts and with EAGLE."""
+    """The ladder test passes without drafts and with EAGLE."""
     import vllm
 
     _climb(vllm.__version__.split("+")[0], "runner-v2", "eagle")
@@ -55,7 +55,7 @@ def test_runner_v2_answers_from_loaded_kv_as_without_kvpipe() -> None:
 
 @pytest.mark.timeout(FETCH_SECONDS_MAX + SECONDS_MAX + 30)
 def test_other_releases_answer_from_loaded_kv_as_without_kvpipe() -> None:
-    """The ladder on the Python of each supported release that is not installed, and the compiled modules that are.
+    """The ladder test passes with each supported release that is not installed, on the installed compiled modules.
 
     With EAGLE the runner is V2, which ends the connector's step later than without drafts.
     """
@@ -69,11 +69,14 @@ def test_other_releases_answer_from_loaded_kv_as_without_kvpipe() -> None:
 def test_compiled_model_answers_from_loaded_kv_as_without_kvpipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ladder with a model that Dynamo traces: every layer's attention, and every step, is in its graph."""
+    """The ladder test passes with a model that Dynamo traces.
+
+    The traced graph contains the attention of every layer.
+    """
     calls: list[GraphModule] = []
 
     def eager(graph: GraphModule, _inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        """Run a graph as Dynamo's backend of this name does, and record each call."""
+        """Run a graph like Dynamo's backend of this name, and record each call."""
 
         def call(*arguments: Any) -> Any:
             calls.append(graph)
@@ -90,7 +93,8 @@ def test_compiled_model_answers_from_loaded_kv_as_without_kvpipe(
         assert len(attention) == len(compilation.static_forward_context)
         calls.clear()
 
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))  # vLLM sets it for the whole process
+    # vLLM sets this variable for the whole process
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setattr(CompilationConfig, "init_backend", lambda *_, **__: eager)
     compilation = {"mode": CompilationMode.DYNAMO_TRACE_ONCE, "backend": "eager"}
     climb(tmp_path, check, enforce_eager=False, compilation_config=compilation)

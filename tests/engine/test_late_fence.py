@@ -1,4 +1,7 @@
-"""Runner V1, whose next step sets the fence: on a CPU as on a GPU, but that there the host waits."""
+"""Runner V1, whose next step sets the fence.
+
+On a CPU this is the same as on a GPU, except that the host waits for copies.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,14 @@ PROMPTS = [prompt(100 + 30 * i, 700 + i) for i in range(8)]
 
 @pytest.mark.parametrize("mode", ["layerwise", "step"])
 def test_answers_are_right_when_the_next_step_fences(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks are freed, preempted and given to others at once; saves land beside sampling and scheduling."""
+    """Blocks are freed, preempted and reused at once. Saves land in parallel with sampling and scheduling."""
     monkeypatch.setattr(hooks, "fences_late", lambda *_: True)
     options: dict[str, Any] = {"cache_tokens": 960, "max_model_len": 640, "enable_prefix_caching": True}
     expected = baseline(PROMPTS, 60, **options)
     with engine(kvpipe={"chunk_tokens": 64, "copy_threads": 1, "mode": mode}, **options) as live:
         worker = live.worker_connector.worker
         assert isinstance(worker, WorkerSide)
-        assert worker.pipeline._fences_late
+        assert worker.pipeline._hooks.fences_late
         for _ in range(2):
             assert crowded(live, PROMPTS, 60) == expected
             live.settle()

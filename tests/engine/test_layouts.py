@@ -1,4 +1,4 @@
-"""One cache for engines of other layouts: what one rank has stored two find, and the other way round."""
+"""Engines with different layouts share one cache: two ranks find chunks that one rank has stored, and vice versa."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvpipe.connectors.vllm.trial.engine import Engine
-from kvpipe.testing.tier_worlds import WORLDS
+from kvpipe.connectors.vllm.tiny.engine import Engine
 from tests.engine.common import assert_clean, baseline, engine, prompt, whole_blocks
+from tests.rigs.tier_worlds import WORLDS
 
 pytestmark = pytest.mark.engine
 
@@ -27,7 +27,7 @@ def _one_core_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 def _hits(live: Engine, kind: str) -> int:
     side = live.connector.scheduler
     assert side is not None
-    return side.report.hit_tokens.get(kind, 0)
+    return side.tracer.hit_tokens.get(kind, 0)
 
 
 def _stored(live: Engine) -> int:
@@ -36,7 +36,7 @@ def _stored(live: Engine) -> int:
 
 @pytest.mark.parametrize(("kind", "recipe"), [("disk", "llama"), ("redis", "gemma2-hybrid")])
 def test_one_rank_then_two_then_one(tmp_path: Path, kind: str, recipe: str) -> None:
-    """A restart with another number of ranks keeps what was stored, and answers the same, there and back again."""
+    """A restart with another number of ranks keeps the stored chunks. More or fewer ranks give the same answers."""
     expected = baseline([FIRST, SECOND], TOKENS, recipe, **OWN)
     with WORLDS[kind](tmp_path) as world:
         tier = json.loads(world.spec.model_dump_json(exclude_none=True))
@@ -56,7 +56,10 @@ def test_one_rank_then_two_then_one(tmp_path: Path, kind: str, recipe: str) -> N
 
 
 def test_latents_are_stored_once(tmp_path: Path) -> None:
-    """What two ranks hold alike is one value, as of one rank alone, of as many bytes; one engine finds another's."""
+    """Latents that are equal on two ranks are stored once, in the size of one rank's part.
+
+    Engines with one rank and with two ranks find each other's chunks.
+    """
     found, options = [], OWN | {"dtype": "bfloat16"}
     for ranks, folder, again in ((1, "a", False), (2, "b", False), (2, "a", True), (1, "b", True)):
         config = {"chunk_tokens": 64, "tiers": [{"kind": "disk", "path": str(tmp_path / folder)}]}

@@ -1,4 +1,4 @@
-"""LoRA adapters on real engines: KV counts only for the bytes that the engine really held when it was computed."""
+"""LoRA adapters on real engines: KV is found only by requests of an adapter with the bytes that computed the KV."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvpipe.adapter_files import SETTLED_S
-from kvpipe.connectors.vllm.trial.engine import Engine
-from kvpipe.testing.models import make_adapter
+from kvpipe.connectors.vllm.tiny.engine import Engine
+from kvpipe.connectors.vllm.tiny.models import make_adapter
+from kvpipe.threads.adapter_files import SETTLED_S
 from kvpipe.worker.side import WorkerSide
 from tests.engine.common import BLOCK, assert_clean, engine, prompt, whole_blocks
 
@@ -40,7 +40,7 @@ def _adapter(name: str, number: int, folder: Path, **more: Any) -> LoRARequest:
 
 @pytest.fixture(scope="module")
 def right(tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    """What vLLM answers without a connector: by adapter (0: none) and prompt length."""
+    """Return vLLM's answers without a connector, by adapter (0: none) and prompt length."""
     folder = tmp_path_factory.mktemp("adapters")
     adapters = [None, *(_adapter(f"x{i}", i, make_adapter(folder / f"{i}", i)) for i in (ONE, TWO))]
     with engine(**OPTIONS) as plain:
@@ -50,7 +50,7 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Answers:
 
 
 def _answers(live: Engine, tokens: Sequence[int], *adapters: LoRARequest | None) -> list[list[int]]:
-    """One batch: the same prompt with each adapter."""
+    """Return the answers of one batch, in which each adapter has the same prompt."""
     ids = [live.add(tokens, TOKENS, lora=adapter) for adapter in adapters]
     outputs = live.drain()
     return [list(outputs[i].outputs[0].token_ids) for i in ids]
@@ -68,7 +68,7 @@ def _readings(live: Engine) -> int:
 
 
 def test_lora_adapters_never_share(tmp_path: Path, right: Answers) -> None:
-    """The KV of one adapter is a miss for another and for the base model, and a hit for itself."""
+    """The KV of an adapter is a miss for other adapters and for the base model, and a hit for the same adapter."""
     adapters = [None, *(_adapter(f"a{i}", i, make_adapter(tmp_path / f"{i}", i)) for i in (ONE, TWO))]
     with engine(kvpipe={}, **OPTIONS) as live:
         loaded = 0
@@ -81,10 +81,11 @@ def test_lora_adapters_never_share(tmp_path: Path, right: Answers) -> None:
 
 
 def test_names_ids_and_bytes_change_between_restarts(tmp_path: Path, right: Answers) -> None:
-    """What was computed with an adapter is found again by its bytes alone, and never with others.
+    """KV of an adapter is found by the adapter's bytes alone, and never with other bytes.
 
-    Two adapters and the base model run in one batch. Both are overwritten while vLLM still serves what it has loaded.
-    In the next engine the adapters have each other's bytes, names and numbers; in the last all is as it was.
+    Two adapters and the base model run in one batch. Both adapters are overwritten while vLLM serves the loaded bytes.
+    In the next engine the adapters have exchanged bytes, names and numbers. In the last engine they have the bytes,
+    names and numbers of the first engine.
     """
     a, b, kv = tmp_path / "a", tmp_path / "b", _disk(tmp_path)
     make_adapter(a, ONE), make_adapter(b, TWO)
@@ -92,14 +93,14 @@ def test_names_ids_and_bytes_change_between_restarts(tmp_path: Path, right: Answ
         first = (None, _adapter("a", 1, a), _adapter("b", 2, b))
         assert _answers(live, P, *first) == [right[i, len(P)] for i in (BASE, ONE, TWO)]
         make_adapter(a, TWO), make_adapter(b, ONE)
-        (a / "adapter_config.json").touch()  # the other keeps its times
+        (a / "adapter_config.json").touch()  # the other adapter's file keeps its times
         assert _answers(live, Q, *first) == [right[i, len(Q)] for i in (BASE, ONE, TWO)]
         assert _loaded(live) == 0
     with engine(kvpipe=kv, **OPTIONS) as live:
         swapped = (None, _adapter("a", 2, a), _adapter("b", 1, b))
         for tokens, held in ((P, HELD), (Q, HELD + HELD_Q)):
             assert _answers(live, tokens, *swapped) == [right[i, len(tokens)] for i in (BASE, TWO, ONE)]
-            assert _loaded(live) == held  # the base model's
+            assert _loaded(live) == held  # the KV of the base model
     make_adapter(a, ONE), make_adapter(b, TWO)
     with engine(kvpipe=kv, **OPTIONS) as live:
         for tokens, held in ((P, 3 * HELD), (Q, 3 * (HELD + HELD_Q))):
@@ -108,7 +109,10 @@ def test_names_ids_and_bytes_change_between_restarts(tmp_path: Path, right: Answ
 
 
 def test_an_adapter_changes_in_a_running_engine(tmp_path: Path, right: Answers) -> None:
-    """Loaded in place, or evicted and loaded again: KV is found with the bytes that it was computed with, only."""
+    """An adapter is loaded in place, or evicted and loaded again.
+
+    KV is found only while the adapter has the bytes that computed the KV.
+    """
     a, b = make_adapter(tmp_path / "a", ONE), make_adapter(tmp_path / "b", TWO)
     one, other = _adapter("a", 1, a), _adapter("b", 2, b)
     with engine(kvpipe={}, **OPTIONS | {"max_loras": 1, "max_cpu_loras": 1}) as live:
@@ -122,22 +126,22 @@ def test_an_adapter_changes_in_a_running_engine(tmp_path: Path, right: Answers) 
         wording(ONE, 0)
         wording(ONE, HELD)
         make_adapter(a, TWO)
-        wording(ONE, HELD)  # vLLM has it in memory
+        wording(ONE, HELD)  # vLLM has the adapter in memory
         live.llm.llm_engine.add_lora(_adapter("a", 1, a, load_inplace=True))
         wording(TWO, 0)
         wording(TWO, HELD)
         live.llm.llm_engine.remove_lora(1)
         make_adapter(a, ONE)
         wording(ONE, HELD)
-        live.llm.llm_engine.add_lora(one)  # it is there: vLLM does nothing
+        live.llm.llm_engine.add_lora(one)  # the adapter is loaded, so vLLM does nothing
         make_adapter(a, TWO)
         wording(ONE, HELD)
         make_adapter(a, ONE)
         in_place = _adapter("a", 1, a, load_inplace=True)
-        wording(ONE, HELD, in_place)  # as an API server sends it from then on
+        wording(ONE, HELD, in_place)  # an API server sends the request in this form from then on
         make_adapter(a, TWO)
         wording(TWO, HELD, in_place)
-        wording(TWO, 0, other)  # vLLM has room for one
+        wording(TWO, 0, other)  # vLLM has room for one adapter
         make_adapter(a, ONE)
         wording(ONE, HELD)
         counters = assert_clean(live)
@@ -145,7 +149,7 @@ def test_an_adapter_changes_in_a_running_engine(tmp_path: Path, right: Answers) 
 
 
 def test_the_same_files_taken_for_another_layout(tmp_path: Path, right: Answers) -> None:
-    """An adapter that vLLM is told to take for one of fused experts shares nothing with itself before, in any tier."""
+    """If vLLM treats an adapter as one of fused experts from now on, the adapter's old KV is found nowhere."""
     a, kv = make_adapter(tmp_path / "a", ONE), _disk(tmp_path)
     for fused, held in ((False, 0), (True, 0), (False, HELD), (True, HELD)):
         with engine(kvpipe=kv, **OPTIONS) as live:
@@ -154,7 +158,7 @@ def test_the_same_files_taken_for_another_layout(tmp_path: Path, right: Answers)
 
 
 def test_many_requests_of_one_new_adapter(tmp_path: Path, right: Answers) -> None:
-    """Sixty requests of an adapter that nobody has used yet read its bytes once beside vLLM, and once with it."""
+    """Sixty requests of a new adapter read its bytes once before vLLM loads it, and once while vLLM loads it."""
     new = _adapter("a", 1, make_adapter(tmp_path / "a", ONE))
     time.sleep(SETTLED_S)
     with engine(kvpipe=_disk(tmp_path), **OPTIONS) as live:
@@ -164,7 +168,7 @@ def test_many_requests_of_one_new_adapter(tmp_path: Path, right: Answers) -> Non
 
 
 def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensor parallel: adapters never share, on no rank, also when one is loaded in place of another."""
+    """With two ranks, different adapters never share KV, even if one adapter is loaded in place of the other."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     options = OPTIONS | {"tensor_parallel_size": 2}
     folder = make_adapter(tmp_path / "a", ONE)

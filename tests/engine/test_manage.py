@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvpipe.connectors.vllm.started import serve_operators
+from kvpipe.connectors.vllm.tiny.engine import Engine
+from kvpipe.connectors.vllm.tiny.models import TOKEN_BYTES
 from kvpipe.errors import ConfigError
-from kvpipe.listening import Address
-from kvpipe.manage.client import ask
-from tests.engine.common import BLOCK, assert_clean, engine, prompt, whole_blocks
+from kvpipe.inputs.listening import Address
+from kvpipe.manage.client import send_request
+from tests.engine.common import assert_clean, engine, prompt, whole_blocks
 
 pytestmark = pytest.mark.engine
 TOKEN = "t0" * 16
@@ -26,16 +31,31 @@ def _keys(folder: Path) -> dict[str, str]:
 
 
 def _call(path: Path, method: str, what: str, body: object = None) -> Any:
-    return ask(Address(str(path), "", 0), TOKEN, method, f"/v1/{what}", body)
+    return send_request(Address(str(path), "", 0), TOKEN, method, f"/v1/{what}", body)
+
+
+def _read(live: Engine, path: Path, method: str, what: str, body: object = None) -> Any:
+    """Send a request while the engine makes steps. Without work the engine is idle, as in vLLM's own loop."""
+    orders = live.connector.scheduler.orders  # type: ignore[union-attr]
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(_call, path, method, what, body)
+        while not answer.done():
+            if live.scheduler.has_requests() and orders.reads:
+                _ = live.step() if live.busy else live.core.step()
+            time.sleep(0.001)
+        return answer.result()
 
 
 def test_an_engine_answers_its_operators(tmp_path: Path) -> None:
-    """A lookup returns what the next request loads, of its salt alone; a switch counts; a second engine is refused."""
+    """A lookup returns the tokens that the next request with this salt loads, and a switch takes effect.
+
+    A second engine with the same address is refused.
+    """
     with engine(kvpipe=_keys(tmp_path), enable_prefix_caching=False) as live:
         (path,) = tmp_path.glob("*.sock")
-        call = functools.partial(_call, path)
+        call = functools.partial(_read, live, path)
         long, salted = prompt(611, 1), prompt(300, 2)
-        assert call("GET", "state")["step"] == 0  # it has never stepped
+        assert call("GET", "state")["requests"] == 0
         assert call("POST", "lookup", {"tokens": long})["held_tokens"] == 0
         live.generate([long])
         live.generate([salted], salt="tenant")
@@ -66,29 +86,27 @@ def test_an_engine_answers_its_operators(tmp_path: Path) -> None:
         assert (counted["freeze_on"], counted["bypass_on"], counted["leases"]) == (1, 1, 0)
         with pytest.raises(ValueError, match=r"refused \(422\): tokens: 2000 are more than this engine's 1024"):
             call("POST", "lookup", {"tokens": [1] * 2000})
-        side = live.connector.scheduler
-        assert side is not None
         with pytest.raises(ConfigError, match="a running engine listens there"):
-            live.connector._serve_operators(live.core.vllm_config, side, BLOCK, path.stem)
+            serve_operators(live.connector.scheduler_role, live.core.vllm_config, path.stem, numbered=False)
         assert_clean(live)
     assert not path.exists()
 
 
 def test_an_engine_that_idles_pins_and_evicts(tmp_path: Path) -> None:
-    """Nobody steps: the orders are carried out all the same. What is pinned stays until it is given back."""
-    with engine(kvpipe=_keys(tmp_path) | {"pool_bytes_max": "24MiB"}, enable_prefix_caching=False) as live:
+    """Orders are carried out although no request runs. A pinned prompt stays in memory until its pin is deleted."""
+    with engine(kvpipe=_keys(tmp_path) | {"pool_bytes_max": 4096 * TOKEN_BYTES}, enable_prefix_caching=False) as live:
         (path,) = tmp_path.glob("*.sock")
-        call = functools.partial(_call, path)
+        call = functools.partial(_read, live, path)
         long, salted = prompt(611, 1), prompt(300, 2)
         answer = live.generate([long], 8)
         live.generate([salted], salt="tenant")
         live.settle()
-        assert not live.scheduler.has_requests()  # as vLLM asks before it waits
+        assert not live.scheduler.has_requests()  # vLLM makes this call before it waits
         pin = call("POST", "pins", {"tokens": long, "seconds": 600})
         assert pin["tokens"] == whole_blocks(live, 611)
         assert call("POST", "evict", {"tokens": salted, "cache_salt": "tenant"})["chunks"] > 0
         assert call("POST", "lookup", {"tokens": salted, "cache_salt": "tenant"})["held_tokens"] == 0
-        for seed in range(100, 108):  # more than there is room for beside what is pinned
+        for seed in range(100, 108):  # more chunks than there is room for beside the pinned chunks
             live.generate([prompt(900, 10 * seed + one) for one in range(4)], 1)
         live.settle()
         assert call("GET", "counters")["evicted"] > 0
@@ -103,7 +121,10 @@ def test_an_engine_that_idles_pins_and_evicts(tmp_path: Path) -> None:
 
 
 def test_an_engine_warms_a_prompt_from_disk(tmp_path: Path) -> None:
-    """What was evicted from memory and lies on disk is fetched in others' steps; then its request hits memory."""
+    """A prompt that memory has evicted is fetched from disk during steps of other requests.
+
+    Then its own request hits in memory.
+    """
     tier = {"kind": "disk", "path": str(tmp_path / "kv"), "bytes_max": "1GiB", "store": "all"}
     keys = _keys(tmp_path) | {"tiers": [tier], "chunk_tokens": 64}
     with engine(kvpipe=keys, enable_prefix_caching=False) as live:
@@ -114,7 +135,7 @@ def test_an_engine_warms_a_prompt_from_disk(tmp_path: Path) -> None:
         live.settle()
         assert not live.scheduler.has_requests()
         assert call("POST", "evict", {"tokens": long})["chunks"] > 0
-        assert call("POST", "lookup", {"tokens": long})["held_tokens"] == 0
+        assert _read(live, path, "POST", "lookup", {"tokens": long})["held_tokens"] == 0
         noted: list[Any] = []
         thread = threading.Thread(
             target=lambda: noted.append(call("POST", "warm", {"tokens": long, "seconds": 600})), daemon=True
@@ -128,12 +149,12 @@ def test_an_engine_warms_a_prompt_from_disk(tmp_path: Path) -> None:
                 noted.append(call("GET", f"orders/{noted[-1]['order']}"))
         warmed = noted[-1]
         assert (warmed["tokens"], warmed["fetched_tokens"], warmed["pin"]) == (due, due, 1)
-        assert call("POST", "lookup", {"tokens": long})["held_tokens"] == due
+        assert _read(live, path, "POST", "lookup", {"tokens": long})["held_tokens"] == due
         side = live.connector.scheduler
         assert side is not None
         assert live.generate([long], 8) == answer
         live.settle()
-        assert side.report.hit_tokens == {"memory": due}
+        assert side.tracer.hit_tokens == {"memory": due}
         stats = live.connector.stats()
         assert stats["prefetch_used"] == stats["chunks_prefetched"] > 0
         assert not live.scheduler.has_requests()

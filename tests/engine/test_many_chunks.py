@@ -1,4 +1,4 @@
-"""Chunks as small as a block, by the thousand: what the scheduler's side does for a request does not grow with them."""
+"""Thousands of chunks of one block each: the scheduler side's work per request does not depend on their number."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ from typing import Any
 import pytest
 
 from kvpipe.cache.catalog import Catalog
+from kvpipe.connectors.vllm.tiny.models import TOKEN_BYTES
 from tests.engine.common import BLOCK, assert_clean, baseline, engine, prompt
 
 pytestmark = pytest.mark.engine
 
 SLOTS = 2000
 ROUNDS, REQUESTS, TOKENS, ANSWER = 8, 60, 140, 4
-CHUNKS = REQUESTS * (TOKENS // BLOCK)  # of a round; the answers end within a block
+CHUNKS = REQUESTS * (TOKENS // BLOCK)  # chunks of one round; the answers end within a block
 WORK = ("find", "known", "lease", "release", "refresh", "reserve", "write", "landed", "lost")
 
 
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Operations of the catalog, counted; without the probes of lookups, which are asked again while a disk is slow."""
+    """Count operations of the catalog.
+
+    Probes of lookups do not count, because they are repeated while a disk is slow.
+    """
     done: Counter[str] = Counter()
 
     def counted(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,12 +42,15 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def test_small_chunks_by_the_thousand(tmp_path: Path, work: Counter[str]) -> None:
-    """Each round of new requests takes as much work as the first; a round that comes again is right, and all hits."""
+    """Each round of new requests takes as much work as the first round.
+
+    A repeated round has right answers and hits only.
+    """
     rounds = [[prompt(TOKENS, 1000 * i + j) for j in range(REQUESTS)] for i in range(ROUNDS)]
     options: dict[str, Any] = {"enable_prefix_caching": False, "cache_tokens": 400 * BLOCK}
     expected = baseline(rounds[0] + rounds[-1], ANSWER, **options)
     kvpipe = {
-        "chunk_tokens": BLOCK, "pool_bytes_max": SLOTS * BLOCK * 6 * 4 * 32 * 2 * 4, "prefault": "start",
+        "chunk_tokens": BLOCK, "pool_bytes_max": SLOTS * BLOCK * TOKEN_BYTES, "prefault": "start",
         "tiers": str(tmp_path),
     }  # fmt: skip
     with engine(kvpipe=kvpipe, **options) as live:

@@ -1,4 +1,4 @@
-"""Prompts with sound: what was computed of one recording is nothing to another with the same placeholders."""
+"""Prompts with sound: KV of a recording is never found for another recording, although the placeholders are equal."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvpipe.connectors.vllm.trial.engine import Engine
-from kvpipe.testing.models import VOCAB, make_tokenizer
+from kvpipe.connectors.vllm.tiny.engine import Engine
+from kvpipe.connectors.vllm.tiny.models import VOCAB, make_tokenizer
 from tests.engine.common import BLOCK, assert_clean, prompt, starts_on_every_processor, whole_blocks
 
 pytestmark = pytest.mark.engine
@@ -20,12 +20,12 @@ SPECIAL = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
 AUDIO, BEGIN, END = range(VOCAB - len(SPECIAL), VOCAB)
 RATE, SECONDS = 16_000, 4
 HEAD = 3 * BLOCK
-"""Tokens of text before the recording: three blocks, the last of which ends with the token that begins it."""
+"""The number of text tokens before the recording: three blocks. The last of these tokens begins the recording."""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Qwen2-Audio with random weights, its tokenizer and its processor."""
+    """Make a small Qwen2-Audio with random weights, its tokenizer and its processor."""
     from transformers import (
         AutoTokenizer,
         Qwen2AudioConfig,
@@ -58,7 +58,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     config = Qwen2AudioConfig(audio_config=sound, text_config=text, audio_token_index=AUDIO)
     Qwen2AudioForConditionalGeneration(config).float().save_pretrained(folder)
-    weights = load_file(folder / "model.safetensors")  # transformers reads its names with one "model" less, too
+    weights = load_file(folder / "model.safetensors")  # transformers also reads tensor names with one "model" fewer
     save_file(
         {name.replace(".model.model.", ".model."): w for name, w in weights.items()}, folder / "model.safetensors"
     )
@@ -70,7 +70,10 @@ def _recording(seed: int) -> dict[str, Any]:
 
 
 def test_another_recording_hits_only_the_text_before_it(model: Path) -> None:
-    """Equal tokens, equal placeholders, another sound: only what comes before it is loaded, and the answer is right."""
+    """Tokens and placeholders are equal, but the sound differs.
+
+    Only the text before the sound is loaded, and the answer is right.
+    """
     asked = [*prompt(HEAD - 1, 91), BEGIN, AUDIO, END, *prompt(60, 92)]
     sounds = [_recording(1), _recording(1), _recording(2)]
     options: dict[str, Any] = {"skip_tokenizer_init": False, "enable_prefix_caching": False}

@@ -1,4 +1,4 @@
-"""Kvpipe beside vLLM's real NixlConnector: two servers, each prefills for the other, and both connectors bring KV."""
+"""Kvpipe runs beside vLLM's real NixlConnector. Two servers prefill for each other, and both connectors load KV."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ def _server(folder: Path, *children: dict[str, Any]) -> Server:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
-    """Two servers: the first asks kvpipe first, the second asks NIXL first."""
+    """Yield two servers.
+
+    In the first server kvpipe is the first connector that vLLM asks, in the second server NIXL.
+    """
     folder = tmp_path_factory.mktemp("nixl")
     with ExitStack() as stack:
         servers = _server(folder, KVPIPE, NIXL), _server(folder, NIXL, KVPIPE)
@@ -56,7 +59,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Ser
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    """The answers of an engine without a connector."""
+    """Return the answers of an engine without a connector."""
     return baseline(PROMPTS, TOKENS, **OWN)
 
 
@@ -73,7 +76,7 @@ def _ask(server: Server, tokens: list[int], count: int, transfer: dict[str, Any]
 
 
 def _over_nixl(prefill: Server, decode: Server, tokens: list[int]) -> list[int]:
-    """Return the answer of `decode` to a prompt that `prefill` has computed, as a proxy asks for it."""
+    """Return the answer of `decode` to a prompt that `prefill` has computed, requested as a proxy does."""
     _, handle = _ask(prefill, tokens, 1, TO_PREFILL)
     assert handle["do_remote_prefill"]
     answer: list[int] = _ask(decode, tokens, TOKENS, handle)[0]
@@ -86,7 +89,7 @@ def _transfers(server: Server) -> int:
 
 
 def _hits_again(server: Server, tokens: list[int], expected: list[int]) -> None:
-    """Ask for a prompt that kvpipe has in memory."""
+    """Request a prompt that kvpipe has in memory, and check that it hits."""
     before, whole = server.metric("hit_tokens"), len(tokens) // UNIT * UNIT
     assert _ask(server, tokens, TOKENS)[0] == expected
     assert eventually(lambda: server.metric("hit_tokens") - before >= whole, every_s=0.1)
@@ -94,7 +97,10 @@ def _hits_again(server: Server, tokens: list[int], expected: list[int]) -> None:
 
 @pytest.mark.parametrize("prefills", [0, 1])
 def test_both_connectors_bring_kv(pair: tuple[Server, Server], expected: list[list[int]], prefills: int) -> None:
-    """NIXL brings a prompt from the other server, and kvpipe brings it when it comes again, in either order."""
+    """NIXL reads a prompt from the other server.
+
+    When the prompt is repeated, kvpipe loads it. Both orders of connectors work.
+    """
     prefill, decode = pair[prefills], pair[1 - prefills]
     read, hit = _transfers(decode), decode.metric("hit_tokens")
     assert _over_nixl(prefill, decode, PROMPTS[prefills]) == expected[prefills]
@@ -106,7 +112,10 @@ def test_both_connectors_bring_kv(pair: tuple[Server, Server], expected: list[li
 
 
 def test_a_part_in_the_pool_does_not_undo_the_prefill(pair: tuple[Server, Server], expected: list[list[int]]) -> None:
-    """Kvpipe is asked first and has 128 of 333 tokens: NIXL brings the prompt, and kvpipe gives the reason."""
+    """VLLM asks kvpipe first, which holds 128 of 333 tokens.
+
+    kvpipe promises nothing, so NIXL reads the whole prompt from the other server.
+    """
     decode, prefill = pair
     _ask(decode, PROMPTS[2][:130], 1)
     decode.idle()
@@ -118,7 +127,7 @@ def test_a_part_in_the_pool_does_not_undo_the_prefill(pair: tuple[Server, Server
 
 
 def test_a_whole_prompt_in_the_pool_spares_the_transfer(pair: tuple[Server, Server], expected: list[list[int]]) -> None:
-    """Kvpipe is asked first and has all of the prompt: nothing is read from the prefill server."""
+    """Kvpipe is asked first and has the whole prompt, so nothing is read from the prefill server."""
     decode, prefill = pair
     assert _ask(decode, PROMPTS[3], TOKENS)[0] == expected[3]
     decode.idle()
@@ -129,7 +138,7 @@ def test_a_whole_prompt_in_the_pool_spares_the_transfer(pair: tuple[Server, Serv
 
 
 def test_ranks_have_reported_though_another_connector_shakes_hands(pair: tuple[Server, Server]) -> None:
-    """No report was missed, and nothing was refused."""
+    """All ranks' reports arrive and no tier is refused, although another connector answers the handshake."""
     for server in pair:
         assert "tiers_not_on_all_ranks" not in server.stated
         assert "weights_not_on_all_ranks" not in server.stated

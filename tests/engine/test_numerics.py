@@ -1,4 +1,4 @@
-"""Numerics that are set outside vLLM, on real engines: other results are not shared, equal ones are."""
+"""Numerical settings of libraries, on real engines: KV is shared only between engines with equal results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ LOW = {"ONEDNN_DEFAULT_FPMATH_MODE": "BF16"}
 
 
 def test_engines_share_kv_when_their_libraries_compute_alike(tmp_path: Path) -> None:
-    """A library may multiply float32 in bfloat16, unknown to vLLM: such an engine's KV would change answers."""
+    """A library's setting may make it multiply float32 in bfloat16, which vLLM does not notice.
+
+    KV from such an engine is not shared.
+    """
     folder = str(tmp_path / "kv")
     options: dict[str, Any] = {
         "kvpipe": {"chunk_tokens": 64, "tiers": [{"kind": "disk", "path": folder}]},
@@ -38,7 +41,10 @@ def test_engines_share_kv_when_their_libraries_compute_alike(tmp_path: Path) -> 
 
 
 def test_an_engine_says_that_its_hashes_begin_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PYTHONHASHSEED seeds vLLM's hashes: an engine with another value finds nothing, which is a gauge of its own."""
+    """PYTHONHASHSEED seeds vLLM's hashes.
+
+    An engine with another value finds nothing, and a gauge reports that.
+    """
     options: dict[str, Any] = {
         "kvpipe": {"chunk_tokens": 64, "tiers": [{"kind": "disk", "path": str(tmp_path / "kv")}]},
         "enable_prefix_caching": False,

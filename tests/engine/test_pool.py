@@ -1,4 +1,4 @@
-"""The pool on a real engine: ready before it is used, no larger than memory is, and out of the reach of children."""
+"""The pool on a real engine: slots are ready before their use, fit into memory, and are not changed by children."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpipe.connectors.vllm.trial.engine import Engine
-from kvpipe.headroom import Headroom
+from kvpipe.connectors.vllm.tiny.engine import Engine
+from kvpipe.machine.headroom import Headroom
 from kvpipe.testing.waiting import eventually
 from kvpipe.trace.events import PoolReady, PoolShort
 from kvpipe.trace.reader import Trace
@@ -34,10 +34,13 @@ def wait_for_memory(live: Engine) -> None:
 
 
 def test_the_whole_pool_becomes_ready(trace_file: Path) -> None:
-    """The scheduler's side knows of the first piece from the start and of all when it is there; the trace shows it."""
+    """The scheduler side knows at the start that the pool's first piece is ready, and later that the whole pool is.
+
+    The trace has an event for this.
+    """
     wanted = baseline(PROMPTS, 8)
     with engine(kvpipe=POOL) as live:
-        live.settle()  # ranks report with a step, which an idle engine makes
+        live.settle()  # ranks report with a step, so an idle engine makes a step
         at_start = live.connector.stats()["slots_ready"]
         assert at_start > 0
         slots = live.connector.stats()["slots"]
@@ -50,7 +53,10 @@ def test_the_whole_pool_becomes_ready(trace_file: Path) -> None:
 
 
 def test_a_pool_that_the_machine_has_no_memory_for(monkeypatch: pytest.MonkeyPatch, trace_file: Path) -> None:
-    """The engine serves from what fits, evicts beyond it, reports it once, and takes more when memory is back."""
+    """The engine uses only slots that fit into memory, evicts chunks if it needs more, and reports the shortage once.
+
+    It uses more slots when memory becomes free.
+    """
     monkeypatch.setattr(ready, "SHORT_S", 0.01)
     plenty, short = Headroom(1 << 40, 1 << 40, "plenty"), Headroom(1 << 20, 1 << 40, "a limit")
     rooms = [plenty]  # enough for the first piece
@@ -76,7 +82,7 @@ def test_a_pool_that_the_machine_has_no_memory_for(monkeypatch: pytest.MonkeyPat
 def test_nothing_is_evicted_from_a_pool_with_room_when_saves_are_faster_than_it_becomes_ready(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A new engine finds all that it has saved, although its pool is not in memory yet."""
+    """A new engine finds all chunks that it has saved, although its pool is not in memory yet."""
     begin, goes_on = Readier.begin, threading.Event()
 
     def begin_only(readier: Readier, how: ready.How) -> None:
@@ -98,7 +104,10 @@ def test_nothing_is_evicted_from_a_pool_with_room_when_saves_are_faster_than_it_
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_fork_of_a_live_engine() -> None:
-    """A child that is forked while copies are under way and ends, with or without clean-up, changes nothing here."""
+    """A process is forked during copies.
+
+    It ends, with or without clean-up, and changes nothing in the engine's process.
+    """
     wanted = baseline(PROMPTS, 24)
     with engine(kvpipe=POOL, enable_prefix_caching=False) as live:
         live.generate(PROMPTS[:2], 4)
@@ -119,7 +128,10 @@ def test_a_fork_of_a_live_engine() -> None:
 
 
 def _end_of_child(live: Engine, *, clean: bool) -> None:
-    """What a child does that is none of the engine's business, up to a collection of all garbage and the end."""
+    """End a forked child of the process.
+
+    If `clean`, the child first collects all garbage and reads the connector's stats.
+    """
     code = 1
     try:
         if clean:

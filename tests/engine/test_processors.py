@@ -1,9 +1,9 @@
-"""Simulated processors: what vLLM decides on each of them, and that a test's sizes hold on all of them.
+"""vLLM's decisions on each simulated processor. The sizes in tests are valid on all of these processors.
 
 `common.engine` starts every engine of every test on each processor, up to its block size: see
-`starts_on_every_processor`. Here is the proof that this finds what it is for, and what the processors differ in.
-Engines whose decisions differ run completely on more than one processor: `test_mla`, `test_preempted_and_aborted`,
-`test_states_in_the_models_own_type`.
+`starts_on_every_processor`. These tests show that this check works, and how the processors differ. Three tests
+generate on more than one processor, because the decisions for their engines differ: `test_mla`,
+`test_preempted_and_aborted` and `test_states_in_the_models_own_type`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from kvpipe.connectors.vllm.tiny.models import make_model
 from kvpipe.connectors.vllm.trial.processors import PROCESSORS, Plan, Processor, lent, processor
-from kvpipe.testing.models import make_model
 from tests.engine.common import planned, starts_on_every_processor
 
 pytestmark = pytest.mark.engine
@@ -35,7 +35,7 @@ def _plans(recipe: str, kvpipe: dict[str, Any] | None = None, **options: Any) ->
     ("kind", "avx512", "amx"), [("amx", True, True), ("avx512", True, False), ("plain", False, False)]
 )
 def test_processor_is_reported_by_torch_and_restored_at_the_end(kind: Processor, avx512: bool, amx: bool) -> None:
-    """Every question that vLLM and kvpipe ask has the simulated answer."""
+    """Every feature that vLLM and kvpipe query has the simulated value."""
     before = dict(torch.cpu.get_capabilities()), torch.backends.cpu.get_cpu_capability()
     with processor(kind):
         assert torch.cpu._is_amx_tile_supported() == amx
@@ -47,13 +47,16 @@ def test_processor_is_reported_by_torch_and_restored_at_the_end(kind: Processor,
 
 @pytest.mark.parametrize("kind", PROCESSORS)
 def test_kernels_are_never_amx_when_lent(kind: Processor) -> None:
-    """The platform decides as on the simulated processor; whatever chooses a kernel sees no AMX."""
+    """The platform decides as on the simulated processor. Code that chooses a kernel sees no AMX."""
     with lent(kind):
         assert not torch.cpu._is_amx_tile_supported()
 
 
 def test_latent_attention_has_another_backend_and_other_blocks_with_amx() -> None:
-    """With AMX: a backend that takes multiples of 32 tokens, and vLLM's own prefix cache. Without: 16 tokens only."""
+    """With AMX the backend accepts multiples of 32 tokens, and vLLM caches prefixes.
+
+    Without AMX the backend accepts 16 tokens only.
+    """
     plans = _plans(MLA, {}, **MLA_OPTIONS, enable_prefix_caching=True)
     assert plans["amx"][:4] == (("AMX_MLA",), 32, 32, True)
     assert plans["avx512"] == plans["plain"]
@@ -61,25 +64,24 @@ def test_latent_attention_has_another_backend_and_other_blocks_with_amx() -> Non
 
 
 def test_states_make_longer_blocks_with_avx512() -> None:
-    """There states are in float32 and not in the model's type, so a block of attention is as long as they are."""
+    """With AVX-512, states are in float32 instead of the model's type, so a block of attention is longer."""
     plans = _plans("qwen3-next", {"chunk_tokens": 192}, **STATES)
     assert plans["amx"] == plans["avx512"]
     assert plans["avx512"].block_tokens > plans["plain"].block_tokens
 
 
 def test_full_attention_is_the_same_everywhere() -> None:
-    """So a test of such an engine that runs on one processor has run on all of them."""
+    """A test of an engine with full attention on one processor is valid for all processors."""
     assert len(set(_plans("llama", {}).values())) == 1
 
 
 def test_named_block_size_fails_where_a_backend_does_not_take_it() -> None:
-    """A test that asks for blocks of 16 tokens fails on every machine, not on those with AMX only."""
+    """A test with blocks of 16 tokens fails on every machine, not only on machines with AMX."""
     with pytest.raises(ValueError, match="No common block size for 16"):
         starts_on_every_processor(make_model(MLA), {}, MLA_OPTIONS | {"block_size": 16})
 
 
-def test_chunk_size_fails_where_it_is_no_multiple_of_a_unit() -> None:
-    """A chunk that fits this machine's unit must fit that of every processor."""
+def test_chunk_size_is_rounded_up_when_it_is_no_multiple_of_the_blocks() -> None:
+    """A chunk size that fits one processor's blocks starts an engine on every processor."""
     units = {kind: one.unit_tokens or 0 for kind, one in _plans("qwen3-next", {"chunk_tokens": 192}, **STATES).items()}
-    with pytest.raises(Exception, match="chunk_tokens"):
-        starts_on_every_processor(make_model("qwen3-next"), {"chunk_tokens": min(units.values())}, STATES)
+    starts_on_every_processor(make_model("qwen3-next"), {"chunk_tokens": min(units.values())}, STATES)

@@ -1,4 +1,4 @@
-"""Quotas in a real engine: what one salt is sure of stays hits, whatever others send."""
+"""Quotas in a real engine: the guaranteed share of a salt keeps its hits, even if other salts send many prompts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ QUOTAS = [{"name": "alice", "salt": "alice's", "share": 0.5}, {"name": "bob", "s
 POOL_TOKENS = 1024
 
 
-def test_what_is_alices_stays_hers() -> None:
-    """Prompts of others push out each other's chunks, not hers; answers are those without a connector."""
+def test_share_of_a_quota_keeps_its_hits() -> None:
+    """Prompts of others evict each other's chunks, but not Alice's chunks. Answers equal those without a connector."""
     mine, rest = prompt(330, 1), [prompt(330, 2 + i) for i in range(8)]
     expected = baseline([mine, *rest], 4, enable_prefix_caching=False)
     with engine(kvpipe={"chunk_tokens": 64}, enable_prefix_caching=False) as probe:

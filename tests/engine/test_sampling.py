@@ -1,4 +1,4 @@
-"""Whatever decides on the next token besides the model: grammars, stop strings, beams, seeds; warm as cold."""
+"""Requests with grammars, stop strings, beams, seeds and penalties get the same answers from loaded KV as without."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kvpipe.connectors.vllm.trial.engine import Engine
-from kvpipe.testing.models import VOCAB, make_model
+from kvpipe.connectors.vllm.tiny.engine import Engine
+from kvpipe.connectors.vllm.tiny.models import VOCAB, make_model
 from tests.engine.common import assert_clean, prompt
 
 if TYPE_CHECKING:
@@ -22,7 +22,10 @@ PROMPTS = [prompt(150, 7), prompt(300, 8)]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small model, with a tokenizer: a letter or a digit per token, so that grammars and stop strings have text."""
+    """Return the small model with a tokenizer.
+
+    Each token is a letter or digit, so that grammars and stop strings have text.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -74,7 +77,7 @@ def _answers(live: Engine) -> dict[str, Any]:
 
 
 def test_answers_are_the_same_from_loaded_kv(model: Path) -> None:
-    """Of every kind, the first time and from what is loaded."""
+    """Answers of every kind are those of an engine without kvpipe, both cold and from loaded KV."""
     options: dict[str, Any] = {"skip_tokenizer_init": False, "enable_prefix_caching": False}
     bare = Engine(str(model), **options)
     try:

@@ -1,4 +1,4 @@
-"""What users do to a server: stream, leave in mid-answer, reset the cache, kill it, run several engines on one disk."""
+"""Users stream, disconnect during an answer, reset the cache, kill the server, and run several engines on one disk."""
 
 from __future__ import annotations
 
@@ -33,15 +33,18 @@ def _disk(folder: Path, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    """What an engine without kvpipe answers."""
+    """Return the answers of an engine without kvpipe."""
     return baseline(PROMPTS, TOKENS, enable_prefix_caching=False)
 
 
 class Clients:
-    """So many clients at once, each of which asks time and again; a third of them leave in mid-answer."""
+    """Concurrent clients.
+
+    Each client sends requests again and again, and a third of the clients disconnect during an answer.
+    """
 
     def __init__(self, server: Server, expected: list[list[int]], clients: int, each: int) -> None:
-        """Begin."""
+        """Start the clients."""
         self._server, self._expected, self._each = server, expected, each
         self.right = self.left = self.broken = 0
         self.wrong: list[int] = []
@@ -71,7 +74,7 @@ class Clients:
                     self.wrong.append(which)
 
     def join(self) -> None:
-        """Wait for all: none has got a wrong answer."""
+        """Wait for all clients, and check that no client got a wrong answer."""
         for one in self._running:
             one.result()
         self._pool.shutdown()
@@ -79,7 +82,7 @@ class Clients:
 
 
 def test_streaming_clients_that_leave_while_the_cache_is_reset(tmp_path: Path, expected: list[list[int]]) -> None:
-    """Every finished answer is right, with preemptions and resets under way; afterwards nothing is held."""
+    """Every finished answer is right during preemptions and resets. Afterwards no chunk is held."""
     with Server(tmp_path / "log", _disk(tmp_path), *FEW_BLOCKS) as server:
         clients = Clients(server, expected, clients=24, each=3)
         for _ in range(2):
@@ -97,8 +100,11 @@ def test_streaming_clients_that_leave_while_the_cache_is_reset(tmp_path: Path, e
 def test_killed_in_mid_load_and_restarted(
     tmp_path: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twice: whoever comes up again on the disk answers rightly, and finds what the one before it has saved."""
-    monkeypatch.delenv("KVPIPE_TRACE_FILE")  # a killed process may leave half a line
+    """The server is killed and restarted twice.
+
+    Each new server answers rightly and finds the chunks of the server before.
+    """
+    monkeypatch.delenv("KVPIPE_TRACE_FILE")  # a killed process may leave an incomplete last line
     found = []
     for last in (False, False, True):
         with Server(tmp_path / "log", _disk(tmp_path), *FEW_BLOCKS) as server:
@@ -123,7 +129,7 @@ def test_killed_in_mid_load_and_restarted(
 
 
 def _share(folder: Path, expected: list[list[int]], asked: tuple[int, ...], *options: str) -> None:
-    """Two replicas: what one has been asked is found by the other, on the disk."""
+    """Check that two replicas share a disk: each finds chunks of prompts that the other has computed."""
     kvpipe = _disk(folder, name="shared", state_dir=str(folder / "state"))
     options = ("--data-parallel-size", "2", "--no-enable-prefix-caching", *options)
     with Server(folder / "log", kvpipe, *options, VLLM_CPU_OMP_THREADS_BIND="nobind") as server:
@@ -134,7 +140,7 @@ def _share(folder: Path, expected: list[list[int]], asked: tuple[int, ...], *opt
         for number, which in enumerate(asked):
             assert server.stream(PROMPTS[which], TOKENS, rank=1 - number % 2) == expected[which]
         server.idle()
-        for replica in "01":  # the other API server may tell of it after the answer
+        for replica in "01":  # the other API server may report the metric only after the answer
 
             def hits(replica: str = replica) -> float:
                 return server.metric("hit_tokens", tier="disk", engine=replica)
@@ -143,12 +149,12 @@ def _share(folder: Path, expected: list[list[int]], asked: tuple[int, ...], *opt
 
 
 def test_two_replicas_share_all_there_is(tmp_path: Path, expected: list[list[int]]) -> None:
-    """Data parallel, two API servers: one disk, name, state folder and trace."""
+    """Two data parallel replicas and two API servers share a disk, a name, a state folder and a trace."""
     _share(tmp_path, expected, (0, 1, 6), "--api-server-count", "2")
 
 
 def test_two_replicas_of_two_ranks_share_all_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Data parallel and tensor parallel: four ranks; a chunk counts where both ranks of a replica have stored it."""
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # of the engine without kvpipe
+    """Two replicas have two ranks each. A chunk is found if both ranks of a replica have stored it."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # for the engine without kvpipe
     expected = baseline(PROMPTS[:2], TOKENS, tensor_parallel_size=2, enable_prefix_caching=False)
     _share(tmp_path, expected, (0, 1), "--tensor-parallel-size", "2")

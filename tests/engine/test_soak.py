@@ -1,4 +1,4 @@
-"""What the process holds does not grow with requests: the short form of `make soak`, and what that reports."""
+"""The memory of the process does not grow with the number of requests. A short form of `make soak`, and its report."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from types import FunctionType, SimpleNamespace
 import pytest
 
 from kvpipe.connectors.vllm.trial import soak
-from kvpipe.connectors.vllm.trial.soak import MemorySample, player, plot, slope, table, verdict
+from kvpipe.connectors.vllm.trial.soak import MemorySample, memory_verdict, player, plot, sampled_rows, slope
 from kvpipe.scheduler.records import Tracked
 
 REQUESTS = 160
 THREADS = 8
-"""Of the disk's tier: they come and go, and hold files open meanwhile."""
+"""The number of threads of the disk tier. Threads start and end during the test, and hold files open."""
 OBJECTS_PER_REQUEST_MAX = 0.25
-"""A full disk holds now more chunks and now fewer, as long as they are, and a chunk has a mark or some more."""
+"""The limit on objects per request. A full disk holds a varying number of chunks, and a chunk has several marks."""
 BLOCKS_PER_REQUEST_MAX = 40.0
-"""Of Python's memory: keys of evicted chunks, of which so many thousand are remembered, are a dozen."""
+"""The limit on Python's memory blocks per request. About 12 are remembered keys of evicted chunks."""
 
 
 def kinds() -> Counter[str]:
-    """Return how many objects there are of each of kvpipe's classes."""
+    """Return the number of objects of each of kvpipe's classes."""
     gc.collect()
     names = ((type(one).__module__, type(one).__qualname__) for one in gc.get_objects())
     return Counter(name for module, name in names if str(module).startswith("kvpipe"))  # some classes name no module
 
 
 def test_nothing_grows_with_requests() -> None:
-    """With a full pool and disk as many objects are held after so many more requests, and nothing is open."""
+    """With a full pool and disk, more requests leave the number of held objects unchanged, and no file stays open."""
     with player({"pool_bytes_max": "1MiB"}, disk_bytes_max="1MiB") as one:
         one.play(REQUESTS)
         before, objects = one.sample(), kinds()
@@ -47,7 +47,7 @@ def test_nothing_grows_with_requests() -> None:
 
 
 def test_what_leaks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An object that is kept for every request is found by the count of objects."""
+    """If an object is kept for every request, the count of objects shows it."""
     kept: list[Tracked] = []
     with player({"pool_bytes_max": "1MiB", "tiers": []}) as one:
         side = one.engine.connector.scheduler
@@ -66,7 +66,7 @@ def test_what_leaks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_objects_are_counted_when_a_class_names_no_module() -> None:
-    """Some libraries' classes have something else than a name there."""
+    """Some libraries' classes have no string as their module's name."""
     with player({"pool_bytes_max": "1MiB", "tiers": []}) as one:
         made = type("Nameless", (), {"__module__": FunctionType.__code__})()
         assert kinds()
@@ -75,7 +75,7 @@ def test_objects_are_counted_when_a_class_names_no_module() -> None:
 
 
 def samples(per_request: float, requests: int = 1000) -> list[MemorySample]:
-    """Return the samples of a process that grows for a while, and then by so many bytes per request."""
+    """Return samples of a process that grows at first, and later by `per_request` bytes per request."""
     steps = range(requests // 10, requests + 1, requests // 10)
     return [MemorySample(n, resident_bytes=int(min(n, 300) * 50_000 + n * per_request), threads=7) for n in steps]
 
@@ -83,34 +83,34 @@ def samples(per_request: float, requests: int = 1000) -> list[MemorySample]:
 @pytest.mark.parametrize(("mine", "theirs", "flat"), [(0, 0, True), (400, 0, True), (700, 0, False),
                                                       (40_400, 40_000, True), (0, -9000, True)])  # fmt: skip
 def test_the_verdict(mine: float, theirs: float, flat: bool) -> None:
-    """Growth before the warm-up does not count, nor does vLLM's own; the sentence names both slopes."""
+    """Growth before the warm-up does not count, and neither does vLLM's own growth. The sentence names both slopes."""
     assert slope(samples(mine)) == pytest.approx(mine, abs=1)
-    is_flat, message = verdict(samples(theirs), samples(mine))
+    is_flat, message = memory_verdict(samples(theirs), samples(mine))
     assert is_flat == flat
     assert ("NOT flat" in message) != flat
     assert f"{mine:+.0f} bytes per request with kvpipe, {theirs:+.0f} without" in message
 
 
 def test_objects_that_pile_up_are_not_flat() -> None:
-    """Some two hundred bytes per request are within the limit of memory; one object for every second request is not."""
+    """Two hundred bytes per request are within the limit of memory, but one object for every second request is not."""
     piled = [replace(one, objects=one.requests // 2) for one in samples(200)]
-    flat, message = verdict(samples(0), piled)
+    flat, message = memory_verdict(samples(0), piled)
     assert not flat
     assert "(+0.50 per request)" in message
 
 
 def test_the_plot_and_the_table() -> None:
-    """Both show the first and the last sample."""
+    """The plot and the table show the first and the last sample."""
     drawn = plot({"plain": samples(0), "piped": samples(50_000)}).splitlines()
     assert len(drawn) == soak.PLOT_ROWS + 3
     assert drawn[1].rstrip().endswith("d")
     assert "n" in drawn[-3]
-    rows = table("", samples(0)).columns[0]._cells
+    rows = sampled_rows("", samples(0)).columns[0]._cells
     assert (rows[0], rows[-1]) == ("100", "1000")
 
 
 def test_allocations_are_counted() -> None:
-    """What C's allocator has given out grows by what is asked of it, where it can be asked at all."""
+    """The bytes that C's allocator has allocated grow with an allocation, if the allocator reports them."""
     before = soak.malloc_bytes()
     kept = SimpleNamespace(data=bytearray(32 << 20))
     assert soak.malloc_bytes() == 0 or soak.malloc_bytes() >= before + len(kept.data)

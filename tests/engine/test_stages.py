@@ -1,7 +1,7 @@
-"""Pipeline parallelism: two stages in processes of their own, each with its half of the layers.
+"""Pipeline parallelism: two stages, each in its own process with half of the layers.
 
-They run with a worker class of the tests' own (`staged.StagedWorker`): vLLM's CPU worker lacks a buffer. What is right
-is what an engine of one stage answers.
+The stages run with the tests' own worker class (`staged.StagedWorker`), because vLLM's CPU worker lacks a buffer. The
+expected answers are those of an engine with one stage.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvpipe.connectors.vllm.trial.engine import Engine
+from kvpipe.connectors.vllm.tiny.engine import Engine
 from kvpipe.testing.waiting import WAIT_S
 from tests.engine.common import assert_clean, baseline, crowded, engine, prompt, whole_blocks
 
@@ -26,7 +26,7 @@ TWO_STAGES: dict[str, Any] = OPTIONS | {"pipeline_parallel_size": 2, "worker_cls
 
 
 def _store_all(live: Engine) -> None:
-    """Step until all that is due is stored."""
+    """Make steps until all offered chunks are stored."""
     limit = time.monotonic() + WAIT_S
     while (side := live.connector.scheduler) is not None and side.staging is not None and side.staging.pending:
         assert time.monotonic() < limit
@@ -35,13 +35,13 @@ def _store_all(live: Engine) -> None:
 
 
 def test_two_stages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Cold, warm, a conversation, preempted, from disk after a restart: the same answers, from loaded KV."""
+    """Answers from loaded KV are the same: cold, warm, in a conversation, preempted, and from disk after a restart."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     expected = baseline(PROMPTS, 12, MODEL, **OPTIONS)
     turn = PROMPTS[0] + expected[0] + prompt(50, 33)
     answer, many = baseline([turn], 12, MODEL, **OPTIONS), baseline(MANY, 60, MODEL, **OPTIONS)
     disk = {"kind": "disk", "path": str(tmp_path / "kv"), "bytes_max": "1GiB"}
-    config = {"chunk_tokens": 64, "tiers": [disk]}
+    config = {"chunk_tokens": 64, "tiers": [disk], "save_decode_steps": 1}
     with engine(MODEL, config, **TWO_STAGES) as live:
         for _ in range(2):
             assert live.generate(PROMPTS, 12) == expected

@@ -1,4 +1,4 @@
-"""Models with recurrent states: a hit ends where the state of its last token is held, and nowhere else."""
+"""Models with recurrent states: a hit ends only at a boundary whose state is held."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from tests.engine.common import assert_clean, crowded, engine, preempted, prompt
 pytestmark = pytest.mark.engine
 
 PROMPTS = [prompt(300, 21), prompt(530, 22)]
-LOST_AT = 24
-"""Tokens of its answer that a request has when it is preempted."""
+ANSWER, LOST_AT = 24, 22
+"""The length of an answer, which ends the block that the prompt has begun. Its tokens before a preemption."""
+AGAIN = 8
+"""The number of answer tokens that are compared when the answer's own KV is not compared."""
 FAMILIES = [
     pytest.param("granite-hybrid", 128, {}, id="mamba2"),
     pytest.param("falcon-h1", 128, {}, id="mamba2-beside-attention"),
@@ -28,9 +30,10 @@ FAMILIES = [
 
 @pytest.fixture(autouse=True)
 def _states_at_the_end_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """VLLM's CPU build has no kernel that exports a state within a step, though its Mamba 2 layers promise one.
+    """Make layers keep states at the ends of steps only.
 
-    With prefix caching every prefill of them fails on a CPU, with kvpipe as without.
+    Mamba 2 layers promise vLLM to export a state within a step, but vLLM's CPU build has no kernel for that. So with
+    prefix caching every prefill of such a model fails on a CPU, with and without kvpipe.
     """
     monkeypatch.delattr(MambaMixer2, "get_kv_cache_spec")
 
@@ -46,58 +49,60 @@ def test_hits_and_conversations(recipe: str, chunk_tokens: int, options: dict[st
     """Answers are those of vLLM's prefix cache: cold, warm, in a second turn, preempted, beside a hit, from a disk."""
     options = {"enable_prefix_caching": True, "prefix_cache_retention_interval": None} | options
     with engine(recipe, None, **options) as plain:
-        expected = [[plain.generate([p], 40)[0] for p in PROMPTS] for _ in range(2)]
+        expected = [[plain.generate([p], ANSWER)[0] for p in PROMPTS] for _ in range(2)]
         turns = [p + answer + prompt(40, 31) for p, answer in zip(PROMPTS, expected[0], strict=True)]
-        second = [plain.generate([p], 12)[0] for p in turns]
-        again = [plain.generate([p], 12)[0] for p in turns]
+        second = [plain.generate([p], AGAIN)[0] for p in turns]
+        again = [plain.generate([p], AGAIN)[0] for p in turns]
+        warm = [answer[:AGAIN] for answer in expected[1]]
         begun = expected[1][0][:LOST_AT]
-        resumed = [begun + plain.generate([PROMPTS[0] + begun], 40 - LOST_AT)[0] for _ in range(2)]
+        resumed = [begun + plain.generate([PROMPTS[0] + begun], ANSWER - LOST_AT)[0] for _ in range(2)]
     disk = {"kind": "disk", "path": str(tmp_path / "kv"), "bytes_max": "1GiB", "store": "all"}
     config: dict[str, Any] = {"chunk_tokens": chunk_tokens, "tiers": [disk]}
     with engine(recipe, config, **options) as live:
         unit, before = _unit(live), 0
-        assert [live.generate([p], 40)[0] for p in PROMPTS] == expected[0]
+        assert [live.generate([p], ANSWER)[0] for p in PROMPTS] == expected[0]
         held = [(len(p) - 1) // unit * unit for p in PROMPTS]
         for _ in range(2):
-            live.settle()  # a reset lets go of what waits to be stored
+            live.settle()  # a reset drops chunks that wait to be stored
             live.llm.reset_prefix_cache()
-            assert [live.generate([p], 40)[0] for p in PROMPTS] == expected[1]
+            assert [live.generate([p], AGAIN)[0] for p in PROMPTS] == warm
             before += sum(held)
             assert assert_clean(live)["tokens_loaded"] == before
         live.llm.reset_prefix_cache()
-        # from where the first answer crossed a boundary
-        assert [live.generate([p], 12)[0] for p in turns] in (second, again)
-        ends = [(len(p) + 39) // unit * unit for p in PROMPTS]
+        # computed from the boundary that the first answer crossed
+        assert [live.generate([p], AGAIN)[0] for p in turns] in (second, again)
+        ends = [(len(p) + ANSWER - 1) // unit * unit for p in PROMPTS]
         before += sum(ends)
         assert assert_clean(live)["tokens_loaded"] == before
         live.llm.reset_prefix_cache()
-        assert preempted(live, PROMPTS[0], 40, LOST_AT) in resumed
+        assert preempted(live, PROMPTS[0], ANSWER, LOST_AT) in resumed
         assert assert_clean(live)["tokens_loaded"] == before + held[0] + (len(PROMPTS[0]) + LOST_AT - 1) // unit * unit
     with engine(recipe, config, **options) as live:
-        assert [live.generate([p], 40)[0] for p in PROMPTS] == expected[1]
-        assert assert_clean(live)["tokens_loaded"] == sum(held)  # from the disk
+        assert [live.generate([p], AGAIN)[0] for p in PROMPTS] == warm
+        assert assert_clean(live)["tokens_loaded"] == sum(held)  # loaded from the disk
         live.llm.reset_prefix_cache()
-        live.generate([PROMPTS[1][: 2 * unit + 10]], 1)  # no prompt has ended there: computed, and held by vLLM
+        # these tokens are computed, and vLLM holds them: no prompt has ended there
+        live.generate([PROMPTS[1][: 2 * unit + 10]], 1)
         assert assert_clean(live)["tokens_loaded"] == sum(held)
-        assert live.generate([PROMPTS[1]], 40) == expected[1][1:]
+        assert live.generate([PROMPTS[1]], AGAIN) == warm[1:]
         assert assert_clean(live)["tokens_loaded"] == sum(held) + held[1] - 2 * unit
 
 
 def test_states_in_the_models_own_type(tmp_path: Path) -> None:
-    """Without AVX-512 states are as the model's values are, and blocks are shorter: the same ladder."""
+    """Without AVX-512, states have the model's type and blocks are shorter. The results are the same."""
     with complete("plain"):
         test_hits_and_conversations("qwen3-next", 192, {"dtype": "bfloat16"}, tmp_path)
 
 
 def test_beside_a_hit_within_a_block() -> None:
-    """VLLM goes on within a block of its own, in a copy; kvpipe finds what of that request ends with a block."""
+    """After a hit within a block, vLLM continues in a copy of the block. A later prompt hits at the end of a block."""
     options: dict[str, Any] = {"enable_prefix_caching": True, "prefix_match_unit": 16}
     prompts = [PROMPTS[1][:320], PROMPTS[1], PROMPTS[1]]
     with engine("lfm2", None, **options) as plain:
         expected = [plain.generate([p], 12) for p in prompts]
     with engine("lfm2", {"chunk_tokens": 128}, **options) as live:
         unit = _unit(live)
-        assert 319 // 16 * 16 % unit  # where it begins
+        assert 319 // 16 * 16 % unit  # the position where the request begins
         assert [live.generate([p], 12) for p in prompts[:2]] == expected[:2]
         assert assert_clean(live).get("tokens_loaded", 0) == 0
         live.llm.reset_prefix_cache()
@@ -107,17 +112,18 @@ def test_beside_a_hit_within_a_block() -> None:
 
 @pytest.mark.parametrize(("recipe", "chunk_tokens", "options"), FAMILIES[:2])
 def test_preempted_requests(recipe: str, chunk_tokens: int, options: dict[str, Any]) -> None:
-    """Requests that lose their blocks come back with what is held of them, and answer as ever.
+    """Requests that lose their blocks resume with the chunks that are held, and their answers are right.
 
-    Those of other families answer otherwise in other batches, with kvpipe as without: they are preempted alone.
+    In some families, a request's answer depends on the other requests of the batch, with and without kvpipe. Such
+    requests are preempted alone.
     """
     prompts = [prompt(100 + 30 * i, 600 + i) for i in range(8)]
     more: dict[str, Any] = {"cache_tokens": 2560, "max_model_len": 640, "enable_prefix_caching": True}
     with engine(recipe, None, **options | more) as plain:
-        expected = plain.generate(prompts, 120)
+        expected = plain.generate(prompts, 80)
     with engine(recipe, {"chunk_tokens": chunk_tokens}, **options | more) as live:
         for _ in range(2):
-            assert crowded(live, prompts, 120) == expected
+            assert crowded(live, prompts, 80) == expected
             live.llm.reset_prefix_cache()
         stats = assert_clean(live)
         assert stats["preempted"] > 0
@@ -125,7 +131,7 @@ def test_preempted_requests(recipe: str, chunk_tokens: int, options: dict[str, A
 
 
 def test_a_state_whose_copy_fails() -> None:
-    """It is lost, and counted: the next request with that prompt computes it and is offered it again."""
+    """The state is lost and counted. The next request with that prompt computes the state and offers it again."""
     options: dict[str, Any] = {"enable_prefix_caching": True}
     with engine("lfm2", None, **options) as plain:
         expected = plain.generate(PROMPTS[:1], 8)
@@ -143,14 +149,14 @@ def test_a_state_whose_copy_fails() -> None:
 
 
 def test_refused() -> None:
-    """Where vLLM keeps no state of a boundary, an engine does not start."""
+    """An engine does not start if vLLM does not keep the state of any boundary."""
     why, options = "set enable_prefix_caching=True", {"enable_prefix_caching": False}
     with pytest.raises(UnsupportedError, match=why), engine("granite-hybrid", {"chunk_tokens": 64}, **options):
         pass
 
 
 def test_a_unit_is_a_hash_where_states_are_exported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mamba 2 promises to; the engine starts, and has no kernel for it on a CPU."""
+    """Mamba 2 promises to export states, so the engine starts, although a CPU has no kernel for the export."""
     monkeypatch.undo()
     options: dict[str, Any] = {"enable_prefix_caching": True, "prefix_match_unit": 32}
     with engine("granite-hybrid", {"chunk_tokens": 128}, **options) as live:

@@ -1,4 +1,4 @@
-"""What can go wrong with tiers in mid-run, on a real engine: the same answers, no stall, and hits again afterwards."""
+"""A real engine whose tiers fail in mid-run gives the same answers, does not stall, and has hits again afterwards."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from typing import Any
 import pytest
 import redis
 
-from kvpipe.connectors.vllm.trial.engine import Engine
-from kvpipe.testing.servers.mooncake import master, node
-from kvpipe.testing.servers.proxy import Proxy
-from kvpipe.testing.servers.redis import serving
-from kvpipe.testing.servers.s3 import S3Server, shared
-from kvpipe.testing.servers.secured import KINDS, secured
-from kvpipe.testing.servers.sockets import LOCAL
-from kvpipe.testing.tier_worlds.mooncake import spec_of as mooncake_spec
-from kvpipe.testing.tier_worlds.s3 import spec_of as s3_spec
+from kvpipe.connectors.vllm.tiny.engine import Engine
 from kvpipe.testing.waiting import PATIENT_MS, eventually
 from kvpipe.trace.events import TierLeft
 from kvpipe.trace.reader import Trace
 from tests.engine.common import BLOCK, assert_clean, baseline, engine, prompt, whole_blocks
+from tests.rigs.servers.mooncake import master, node
+from tests.rigs.servers.proxy import Proxy
+from tests.rigs.servers.redis import serving
+from tests.rigs.servers.s3 import S3Server, shared
+from tests.rigs.servers.secured import KINDS, secured
+from tests.rigs.servers.sockets import LOCAL
+from tests.rigs.tier_worlds.mooncake import spec_of as mooncake_spec
+from tests.rigs.tier_worlds.s3 import spec_of as s3_spec
 
 pytestmark = pytest.mark.engine
 
@@ -36,8 +36,11 @@ DUE = whole_blocks(BLOCK, *map(len, PROMPTS))
 TOKENS = 8
 OWN: dict[str, Any] = {"enable_prefix_caching": False}
 IDLE_STEPS_MAX = 4000
-"""A fault may hold two requests up for `lookup_ms_max`, never for long. A step without a request that runs takes a
-millisecond or more: on a slow machine there are fewer."""
+"""The limit of steps without a running request.
+
+A fault may delay two requests for `lookup_ms_max` each. A step that waits takes at least a millisecond. Steps take
+longer on a slow machine, so that there are fewer of them.
+"""
 
 
 def _config(*tiers: dict[str, Any], timeout_ms_max: int = 500, lookup_ms_max: int = 1000) -> dict[str, Any]:
@@ -46,10 +49,10 @@ def _config(*tiers: dict[str, Any], timeout_ms_max: int = 500, lookup_ms_max: in
 
 
 class Played:
-    """An engine with tiers, from whose memory everything can be taken, so that only the tiers hold it."""
+    """An engine with tiers. Its memory can be emptied, so that only the tiers hold chunks."""
 
     def __init__(self, live: Engine, expected: Sequence[Sequence[int]]) -> None:
-        """Nothing was asked yet."""
+        """Start without answers."""
         self.live, self.expected = live, expected
         self._seen = self._idle_steps = 0
         self._step = live.step
@@ -61,7 +64,7 @@ class Played:
         return ended
 
     def play(self) -> int:
-        """Forget what memory holds, ask again; return how many tokens tiers have brought."""
+        """Drop all chunks in memory and repeat the prompts. Return the number of tokens that were loaded from tiers."""
         side = self.live.connector.scheduler
         assert side is not None
         side.catalog.reset()
@@ -69,12 +72,12 @@ class Played:
         assert self.live.generate(PROMPTS, TOKENS) == self.expected
         assert self._idle_steps < IDLE_STEPS_MAX
         assert_clean(self.live)
-        found = sum(tokens for tier, tokens in side.report.hit_tokens.items() if tier != "memory")
+        found = sum(tokens for tier, tokens in side.tracer.hit_tokens.items() if tier != "memory")
         brought, self._seen = found - self._seen, found
         return brought
 
     def until(self, tokens: int) -> None:
-        """Ask until tiers bring so much."""
+        """Repeat the prompts until `tokens` tokens are loaded from tiers."""
         brought: list[int] = []
 
         def enough() -> bool:
@@ -86,12 +89,12 @@ class Played:
 
 @pytest.fixture(scope="module")
 def expected() -> list[list[int]]:
-    """What every engine here must answer."""
+    """Return the answers that every engine in this file must give."""
     return baseline(PROMPTS, TOKENS, **OWN)
 
 
 def _flip(files: list[Path]) -> None:
-    """Flip one bit of each body."""
+    """Flip one bit of each file's body."""
     for i, file in enumerate(files):
         data = bytearray(file.read_bytes())
         data[random.Random(i).randrange(4096, len(data))] ^= 8
@@ -105,36 +108,36 @@ def _truncate(files: list[Path]) -> None:
 
 
 def _swap(files: list[Path]) -> None:
-    """Give every file another key's bytes."""
+    """Exchange the bytes of files between keys."""
     held = [file.read_bytes() for file in files]
     for file, data in zip(files, held[1:] + held[:1], strict=True):
         file.write_bytes(data)
 
 
 def _header_only(files: list[Path]) -> None:
-    """Leave a header, as of a file that was half written, with the length of a whole one."""
+    """Leave only a header with the length of a whole value, as in a half-written file."""
     for file in files:
         size = file.stat().st_size
         file.write_bytes(file.read_bytes()[:4096].ljust(size, b"\0"))
 
 
 def _unlink(files: list[Path]) -> None:
-    """Let them vanish behind the index."""
+    """Delete the files without updating the index."""
     for file in files:
         file.unlink()
 
 
 def _aside(files: list[Path]) -> None:
-    """Put a file where the folder was."""
+    """Replace the folder by a file."""
     folder = next(parent for parent in files[0].parents if parent.name == "kv")
     folder.rename(folder.with_name("aside"))
     folder.write_text("no folder")
 
 
 def test_disk_in_mid_run(tmp_path: Path, expected: list[list[int]]) -> None:
-    """Whatever becomes of its files: flipped, cut, swapped, half written, gone; the folder itself gone, and back."""
+    """Files are flipped, cut, exchanged, half written and deleted. Then the folder itself disappears and returns."""
     tier = {"kind": "disk", "path": str(tmp_path / "kv"), "bytes_max": "1GiB"}
-    config = _config(tier, timeout_ms_max=PATIENT_MS, lookup_ms_max=PATIENT_MS)  # it does not hang
+    config = _config(tier, timeout_ms_max=PATIENT_MS, lookup_ms_max=PATIENT_MS)  # the disk does not hang
     faults: list[Callable[[list[Path]], None]] = [_flip, _truncate, _swap, _header_only, _unlink]
     with engine(kvpipe=config, **OWN) as live:
         played = Played(live, expected)
@@ -154,7 +157,10 @@ def test_disk_in_mid_run(tmp_path: Path, expected: list[list[int]]) -> None:
 
 
 def test_redis_in_mid_run(expected: list[list[int]]) -> None:
-    """The server is slow, cuts and stalls, is stopped, full, wants a password, is killed; and each time comes back."""
+    """The server is slow, cuts connections, stalls, stops, is full, asks for a password, and is killed.
+
+    After each fault the engine has hits again.
+    """
     with serving("redis") as server, Proxy(server.port) as proxy:
         tier = {"kind": "redis", "host": LOCAL, "port": proxy.port}
         with engine(kvpipe=_config(tier), **OWN) as live:
@@ -203,7 +209,10 @@ def test_redis_in_mid_run(expected: list[list[int]]) -> None:
 def test_a_disk_that_takes_nothing(
     tmp_path: Path, expected: list[list[int]], number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk that becomes full, read only or forbidden in mid-run is still read, and written to again afterwards."""
+    """A disk becomes full, read-only or forbidden while the engine runs.
+
+    It is still read, and is written again afterwards.
+    """
     config = _config({"kind": "disk", "path": str(tmp_path / "kv")})
     with engine(kvpipe=config, **OWN) as live:
         played = Played(live, expected)
@@ -222,7 +231,10 @@ def test_a_disk_that_takes_nothing(
 def test_memory_is_refused_in_mid_run(
     kind: str, error: Exception, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tiers that get no memory for their values, or for a new client's, cost hits; with memory they are back."""
+    """If a tier gets no memory for values or for a new client, hits are lost.
+
+    When there is memory again, the tier is used again.
+    """
     with ExitStack() as stack:
         if kind == "disk":
             reported: dict[str, Any] = {"kind": "disk", "path": str(tmp_path), "bytes_max": "1GiB"}
@@ -252,7 +264,7 @@ def _raising(error: Exception) -> Callable[..., None]:
 
 @pytest.mark.parametrize("kind", ["s3", "mooncake"])
 def test_a_server_is_killed_in_mid_run(kind: str, expected: list[list[int]]) -> None:
-    """The server is killed: the answers are the same, and without a stall; it is started again: its hits are back."""
+    """While the server is dead, answers are the same and nothing stalls. After a restart there are hits again."""
     if kind == "s3":
         server = S3Server().start()
         made = s3_spec(server, timeout_ms_max=500)
@@ -268,7 +280,10 @@ def test_a_server_is_killed_in_mid_run(kind: str, expected: list[list[int]]) -> 
 def test_a_certificate_changes_in_mid_run(
     kind: str, expected: list[list[int]], tmp_path: Path, trace_file: Path
 ) -> None:
-    """A server's new certificate is used; one of another authority costs hits, and is reported; then all is well."""
+    """A new certificate of the server is accepted.
+
+    A certificate of another authority is reported and costs hits until it is replaced.
+    """
     with secured(kind, tmp_path / "tls") as server, engine(kvpipe=_config(server.keys), **OWN) as live:
         played = Played(live, expected)
         played.play()
@@ -306,7 +321,7 @@ def _in_mid_run(
     ],
 )
 def test_a_tier_that_was_never_there(tier: dict[str, Any], expected: list[list[int]], tmp_path: Path) -> None:
-    """An engine starts and serves without a tier that cannot be reached, and uses the one behind it."""
+    """An engine starts without a tier that cannot be reached, and uses the next tier."""
     config = _config(tier, {"kind": "disk", "path": str(tmp_path / "kv")})
     with engine(kvpipe=config, **OWN) as live:
         played = Played(live, expected)

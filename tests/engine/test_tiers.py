@@ -1,4 +1,4 @@
-"""Tiers beyond memory, on real engines: what one engine has saved another finds, and whatever fails costs only hits."""
+"""Tiers on real engines: an engine finds chunks that another engine has saved, and failures cost only hits."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from kvpipe.connectors.vllm.trial.engine import Engine
-from kvpipe.testing.models import make_model
-from kvpipe.testing.tier_worlds import WORLDS
-from kvpipe.testing.tier_worlds.disk import grow_old
+from kvpipe.connectors.vllm.tiny.engine import Engine
+from kvpipe.connectors.vllm.tiny.models import TOKEN_BYTES, make_model
 from tests.engine.child_engine import child
 from tests.engine.common import BLOCK, assert_clean, baseline, engine, patient, prompt, whole_blocks
+from tests.rigs.tier_worlds import WORLDS
+from tests.rigs.tier_worlds.disk import grow_old
 
 pytestmark = pytest.mark.engine
 
@@ -29,7 +29,7 @@ SMALL: dict[str, Any] = {"chunk_tokens": 64}
 
 
 def _disk(folder: Path, **more: Any) -> dict[str, Any]:
-    """The configuration of small chunks on disk."""
+    """Return the configuration of a disk tier with small chunks."""
     store = more.pop("tiers_store", "all")
     return SMALL | {"tiers": [{"kind": "disk", "path": str(folder / "kv"), "bytes_max": "1GiB", "store": store}]} | more
 
@@ -37,11 +37,11 @@ def _disk(folder: Path, **more: Any) -> dict[str, Any]:
 def _hits(live: Engine) -> dict[str, int]:
     side = live.connector.scheduler
     assert side is not None
-    return dict(side.report.hit_tokens)
+    return dict(side.tracer.hit_tokens)
 
 
 def _fill(folder: Path, **options: Any) -> None:
-    """Let an engine save all of `PROMPTS`, and stop it."""
+    """Make an engine save all of `PROMPTS`, and stop the engine."""
     with engine(kvpipe=_disk(folder), **OWN | options) as live:
         live.generate(PROMPTS, TOKENS)
         assert assert_clean(live)["chunks_stored"] > 0
@@ -49,7 +49,7 @@ def _fill(folder: Path, **options: Any) -> None:
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what an engine has saved."""
+    """Return a folder with the chunks of an engine."""
     folder = tmp_path_factory.mktemp("filled")
     _fill(folder)
     return folder
@@ -57,7 +57,7 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("recipe", ["llama", "gemma2-hybrid"])
 def test_restart_with_disk(tmp_path: Path, recipe: str) -> None:
-    """A restarted engine finds on disk what the one before it has saved, and answers the same."""
+    """A restarted engine finds the chunks of the engine before on disk, and its answers are the same."""
     expected = baseline(PROMPTS, TOKENS, recipe, **OWN)
     for restarted in (False, True):
         with engine(recipe, _disk(tmp_path), **OWN) as live:
@@ -69,7 +69,7 @@ def test_restart_with_disk(tmp_path: Path, recipe: str) -> None:
 
 
 def test_the_longest_prompt_is_part_of_the_name(tmp_path: Path) -> None:
-    """Rotary factors may follow from `max_model_len`: engines that differ in it find nothing of each other."""
+    """Rotary factors may depend on `max_model_len`, so engines with different values share no chunks."""
     asked = [prompt(300, 65)]
     for tokens_max, hits in ((512, 0), (1024, 0), (512, whole_blocks(BLOCK, 300))):
         options = OWN | {"max_model_len": tokens_max}
@@ -82,7 +82,10 @@ def test_the_longest_prompt_is_part_of_the_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["disk", "redis", "s3", "mooncake"])
 def test_two_engines_at_once(tmp_path: Path, kind: str) -> None:
-    """Two engines share a store while both run: each finds what the other has saved, and both answer the same."""
+    """Two running engines share a store.
+
+    Each engine finds the chunks of the other engine, and both give the same answers.
+    """
     first, second = [prompt(300, 61)], [prompt(420, 62)]
     expected = baseline([*first, *second], TOKENS, **OWN)
     with WORLDS[kind](tmp_path) as world:
@@ -99,7 +102,7 @@ def test_two_engines_at_once(tmp_path: Path, kind: str) -> None:
 
 
 def test_producer_and_consumer(tmp_path: Path) -> None:
-    """Prefill here, decode there: a consumer goes on from what a producer has saved, and saves nothing itself."""
+    """A consumer loads the chunks that a producer has saved, and saves nothing itself."""
     expected = baseline(PROMPTS, TOKENS, **OWN)
     with engine(kvpipe=_disk(tmp_path), role="kv_producer", **OWN) as live:
         assert live.generate(PROMPTS, 1) == [answer[:1] for answer in expected]
@@ -114,7 +117,7 @@ def test_producer_and_consumer(tmp_path: Path) -> None:
 
 
 def test_two_ranks_with_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks bring their own parts back, and compute a chunk whose part is gone."""
+    """Each of two ranks reads its own parts. A chunk without one of its parts is computed."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     options = OWN | {"tensor_parallel_size": 2}
     with engine(kvpipe=_disk(tmp_path), **options) as live:
@@ -138,10 +141,10 @@ def test_two_ranks_with_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_pool_of_eight_chunks_over_disk(tmp_path: Path) -> None:
-    """More is found than memory holds: most of it comes from disk, again and again, and the answers are the same."""
+    """The prompts are larger than memory, so most chunks are read from disk again and again. Answers are the same."""
     prompts = [prompt(200 + 7 * i, 70 + i) for i in range(8)]
     expected = baseline(prompts, 4, **OWN)
-    eight = 8 * 6 * 2 * 64 * 4 * 32 * 4
+    eight = 8 * 64 * TOKEN_BYTES
     with engine(kvpipe=_disk(tmp_path, pool_bytes_max=eight), **OWN) as live:
         assert live.connector.stats()["slots"] == 8
         for _ in range(3):
@@ -155,7 +158,7 @@ def test_a_pool_of_eight_chunks_over_disk(tmp_path: Path) -> None:
 
 
 def test_salts_do_not_meet_in_a_tier(tmp_path: Path) -> None:
-    """A prompt under another salt is not found by another engine; under the same salt it is."""
+    """Another engine finds a prompt only under the same salt."""
     expected = baseline(PROMPTS[:1], TOKENS, **OWN)
     with engine(kvpipe=_disk(tmp_path), **OWN) as live:
         assert live.generate(PROMPTS[:1], TOKENS, salt="mine") == expected
@@ -179,8 +182,11 @@ def _block_names(tokens: list[int]) -> set[str]:
     return {key.hex() for key in Request("guess", tokens, SamplingParams(), None, block_hasher=hasher).block_hashes}
 
 
-def test_who_reads_a_disk_and_guesses_the_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plain disk confirms the guess block by block; one with an encryption key shows nothing, and serves hits."""
+def test_guess_of_a_prompt_is_confirmed_on_a_plain_disk_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a plain disk, the guess is confirmed block by block.
+
+    An encrypted disk confirms nothing, and still serves hits.
+    """
     monkeypatch.setenv("DISK_KEY", base64.b64encode(os.urandom(32)).decode())
     plain, hidden = (
         {"kind": "disk", "path": str(tmp_path / name), "bytes_max": "1GiB"} for name in ("plain", "hidden")
@@ -214,14 +220,17 @@ def test_who_reads_a_disk_and_guesses_the_prompt(tmp_path: Path, monkeypatch: py
         pytest.param({"weights": "others"}, {}, False, id="weights"),
     ],
 )
-def test_who_shares(
+def test_engines_share_chunks_when_weights_and_layouts_are_equal(
     tmp_path: Path,
     filled: Path,
     options: dict[str, Any],
     config: dict[str, Any],
     found: bool,
 ) -> None:
-    """The same model in another folder finds what was saved; other weights, dtypes or layouts never do."""
+    """An engine with the same model in another folder finds the chunks.
+
+    An engine with other weights, dtypes or layouts does not.
+    """
     model, options = tmp_path / "model", dict(options)
     shutil.copytree(make_model("llama"), model)
     if options.pop("weights", None):
@@ -238,7 +247,7 @@ def test_who_shares(
 
 
 def test_which_other_tiers_there_are_does_not_matter(tmp_path: Path, filled: Path) -> None:
-    """With a tier more, in front or behind, what the others hold is found; and what comes nearer without them."""
+    """A tier's chunks are found behind another tier, then in this other tier alone, and before a third tier."""
     (far,) = _disk(filled, tiers_store="never")["tiers"]
     near, other = (far | {"path": str(tmp_path / name), "store": "all"} for name in ("near", "other"))
     for tiers, found in (([near, far], "disk-2"), ([near], "disk"), ([far, other], "disk")):
@@ -249,7 +258,7 @@ def test_which_other_tiers_there_are_does_not_matter(tmp_path: Path, filled: Pat
 
 
 def test_a_reset_forgets_tiers_too(tmp_path: Path) -> None:
-    """After a reset, for new weights, for instance, nothing that was saved before it is found in a tier either."""
+    """After a reset, for example for new weights, no older chunk is found in a tier."""
     with engine(kvpipe=_disk(tmp_path), **OWN) as live:
         expected = live.generate(PROMPTS[:1], TOKENS)
         live.settle()

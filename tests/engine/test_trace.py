@@ -1,4 +1,4 @@
-"""What a real engine's trace, log and metrics have of its requests."""
+"""The trace, log and metrics of a real engine record its requests."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import structlog
 
+from kvpipe.connectors.vllm.tiny.models import TOKEN_BYTES
 from kvpipe.scheduler.gauges import totals
 from kvpipe.testing.logged import capture_logs
 from kvpipe.trace import events as e
@@ -23,7 +24,10 @@ CROWDED: dict[str, Any] = {"cache_tokens": 1280, "enable_prefix_caching": False}
 
 
 def test_a_crowd_is_traced_from_end_to_end(trace_file: Path) -> None:
-    """Preempted requests too: every request's life is in the trace, its layers, and two lines in the log."""
+    """The trace has the life and the layers of every request, with its preemptions.
+
+    The log has two lines per request.
+    """
     with capture_logs() as lines, engine(kvpipe={"chunk_tokens": 128, "log_requests": True}, **CROWDED) as live:
         live.generate([prompt(60 + 20 * i, i) for i in range(10)], 160)
         live.generate([prompt(60, 0)], 8)
@@ -43,7 +47,8 @@ def test_a_crowd_is_traced_from_end_to_end(trace_file: Path) -> None:
         mine = [one for one in events if one.request == name]
         kinds = [type(one) for one in sorted(mine, key=lambda one: one.t_ns)]
         assert kinds[0] is e.RequestAdded
-        assert kinds[-1] is e.RequestDone
+        late = {*kinds[kinds.index(e.RequestDone) + 1 :]}  # a save of the last step may end after the request
+        assert all(issubclass(one, transitions.Transition) for one in late)
         assert kinds.count(e.RequestAdmitted) == 1
         saved = {one.job for one in mine if isinstance(one, e.SavePlanned)}
         for job in saved:
@@ -52,7 +57,8 @@ def test_a_crowd_is_traced_from_end_to_end(trace_file: Path) -> None:
                 [one.now.removeprefix("CONFIRMED_") for one in landed],
                 [f"LAYER_{k}" for k in range(layers - 1)],
             )
-            assert at in ([*first, "LANDED"], first)  # whose last lands after the confirmation is final with it
+            # the job is final with its last layer, which lands after the request is done
+            assert at in ([*first, "LANDED"], first)
     assert {one.engine for one in events} == {events[0].engine}
     (last,) = [one for one in events if type(one) is e.RequestAdmitted and one.hit_tokens]
     assert last.hit_tokens == {"memory": held}
@@ -64,7 +70,7 @@ def test_a_crowd_is_traced_from_end_to_end(trace_file: Path) -> None:
 
 
 def test_log_of_the_host_is_unchanged_when_an_engine_runs(trace_file: Path) -> None:
-    """The host's structlog and handlers stay as they were. kvpipe logs no line per request unless it is asked to."""
+    """The host's structlog and handlers are not changed. By default kvpipe logs no line per request."""
     before, host = structlog.get_config(), io.StringIO()
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
@@ -84,8 +90,10 @@ def test_log_of_the_host_is_unchanged_when_an_engine_runs(trace_file: Path) -> N
 
 
 def test_why_a_prompt_was_not_found(trace_file: Path) -> None:
-    """Not saved, nor under its salt, evicted, reset, too short, bypassed."""
-    with engine(kvpipe={"chunk_tokens": 64, "pool_bytes_max": "1MiB"}, enable_prefix_caching=False) as live:
+    """Each reason of a miss is reported: not saved, another salt, evicted, reset, too short, bypassed."""
+    with engine(
+        kvpipe={"chunk_tokens": 64, "pool_bytes_max": 2 * 64 * TOKEN_BYTES}, enable_prefix_caching=False
+    ) as live:
         slots = live.connector.geometry.slots
 
         def ask(tokens: list[int], salt: str | None = None) -> None:
@@ -110,13 +118,13 @@ def test_why_a_prompt_was_not_found(trace_file: Path) -> None:
 
 
 def test_what_a_router_receives(trace_file: Path) -> None:
-    """Ends of chunks and prompts are announced while they can be found, each as one block with vLLM's own hash."""
+    """The ends of chunks and prompts are announced while they can be found, each as one block with vLLM's own hash."""
     from vllm.config import KVEventsConfig
     from vllm.distributed.kv_events import BlockRemoved, BlockStored
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
     reported = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
-    kvpipe = {"chunk_tokens": 64, "pool_bytes_max": "1MiB"}
+    kvpipe = {"chunk_tokens": 64, "pool_bytes_max": 2 * 64 * TOKEN_BYTES}
     with engine(kvpipe=kvpipe, enable_prefix_caching=True, kv_events_config=reported) as live:
         received: list[object] = []
         block = block_tokens(live)

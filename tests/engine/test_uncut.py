@@ -1,4 +1,4 @@
-"""Prompts that cannot be cut, and requests that read no cache: refused in one sentence, or served without a hit."""
+"""Prompts that cannot be divided, and requests that read no cache, are refused or served without a hit."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvpipe.connectors.vllm.trial.engine import Engine
+from kvpipe.connectors.vllm.tiny.engine import Engine
+from kvpipe.connectors.vllm.tiny.models import make_tokenizer
 from kvpipe.errors import UnsupportedError
-from kvpipe.testing.models import make_tokenizer
 from tests.engine.common import assert_clean, engine, prompt, whole_blocks
 
 pytestmark = pytest.mark.engine
@@ -20,14 +20,14 @@ LONG = prompt(300, 71)
 
 
 def refused(match: str, recipe: str = "llama", **options: Any) -> None:
-    """The engine does not start with kvpipe; the sentence names what is not supported."""
+    """Check that the engine does not start with kvpipe. The message must name the unsupported feature."""
     with pytest.raises(UnsupportedError, match=match), engine(recipe, {}, **options):
         pass
 
 
 @pytest.mark.parametrize("caching", [None, False])
 def test_a_prefix_lm_is_refused(*, caching: bool | None) -> None:
-    """`non_causal`: the KV of a prompt's tokens depends on all of its tokens, whoever has switched the cache off."""
+    """With `non_causal` the KV of a token depends on the whole prompt, even if vLLM's own cache is switched off."""
     refused(r"kvpipe: non-causal attention \(prefix-LM; layer '.+'\) is not supported; serve it without", "prefix-lm",
             enable_prefix_caching=caching)  # fmt: skip
 
@@ -53,7 +53,7 @@ def _pooling(how: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("how", "caching"), [("MEAN", None), ("MEAN", True), ("CLS", False)])
 def test_pooling_of_the_whole_prompt_is_refused(how: str, *, caching: bool | None) -> None:
-    """MEAN and CLS need all tokens in one step: also when a user switches vLLM's prefix cache on all the same."""
+    """MEAN and CLS need all tokens in one step, even if a user switches vLLM's prefix cache on."""
     refused(
         f"pooling with seq_pooling_type='{how}' .* is not supported", enable_prefix_caching=caching, **_pooling(how)
     )
@@ -61,7 +61,7 @@ def test_pooling_of_the_whole_prompt_is_refused(how: str, *, caching: bool | Non
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_pooling_of_the_last_token(*, caching: bool) -> None:
-    """An embedding of the last token is the same from a hit, of another prompt's head too."""
+    """An embedding of the last token is the same with a hit. The hit may be on another prompt's beginning."""
     options = _pooling("LAST") | {"enable_prefix_caching": caching}
     asked = [LONG, LONG, LONG[:200] + prompt(70, 72)]
     with engine(**options) as plain:
@@ -75,7 +75,10 @@ def test_pooling_of_the_last_token(*, caching: bool) -> None:
 
 
 def test_requests_that_read_no_cache_ask_for_nothing(tmp_path: Path) -> None:
-    """Log-probabilities of a prompt need all of it: no lookup, nothing fetched from a tier, no hit counted."""
+    """Log-probabilities of a prompt need the whole prompt.
+
+    So there is no lookup and no fetch, and no hit is counted.
+    """
     from vllm import SamplingParams
 
     def asked() -> SamplingParams:
@@ -101,8 +104,8 @@ def test_requests_that_read_no_cache_ask_for_nothing(tmp_path: Path) -> None:
         for held in ("on disk", "in memory"):
             assert noted(live) == expected, held
             stats = assert_clean(live)
-            assert not any(side.report.hit_tokens.values()), held
-            assert set(side.report.misses) == {"not_read"}
+            assert not any(side.tracer.hit_tokens.values()), held
+            assert set(side.tracer.misses) == {"not_read"}
             assert not {"tokens_loaded", "lookup_hit", "tier_lookup", "chunks_fetching"} & set(stats), stats
         live.llm.reset_prefix_cache()
         assert live.generate([LONG], 8) == [expected[0]]

@@ -1,4 +1,4 @@
-"""Models with layers whose attention calls no hook, as those of DeepSeek V3.2 and V4: saved and loaded all the same."""
+"""Models with layers whose attention calls no hook, such as DeepSeek V3.2 and V4, are saved and loaded."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from vllm.model_executor.layers.attention import attention as ops
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.llama import LlamaForCausalLM
 
-from kvpipe.connectors.vllm.trial.engine import Engine
-from kvpipe.testing.models import make_model
+from kvpipe.connectors.vllm.tiny.engine import Engine
+from kvpipe.connectors.vllm.tiny.models import make_model
 from tests.engine.common import BLOCK, assert_clean, prompt, whole_blocks
 
 pytestmark = pytest.mark.engine
@@ -27,7 +27,7 @@ ARCHITECTURE = "PartlyHookedForCausalLM"
 
 
 def attend(layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """What `Attention.forward` does, without the operator that calls the hooks."""
+    """Attend as `Attention.forward` does, but without the operator that calls the hooks."""
     inner = layer.impl
     query = query.view(-1, inner.num_heads, inner.head_size)
     key, value = (one.view(-1, inner.num_kv_heads, inner.head_size) for one in (key, value))
@@ -39,7 +39,7 @@ def attend(layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tens
 
 
 class OwnForward(Attention):
-    """As DeepSeek V3.2's attention: a subclass of a class that calls its hooks, which does not."""
+    """An attention like DeepSeek V3.2's: its class calls no hook, although its base class does."""
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """Attend, and call no hook."""
@@ -47,30 +47,30 @@ class OwnForward(Attention):
 
 
 class OwnClass(torch.nn.Module, AttentionLayerBase):
-    """As DeepSeek V4's attention and the indexers' caches: none of vLLM's two classes."""
+    """An attention like DeepSeek V4's and the indexers' caches: it is in neither of vLLM's two attention classes."""
 
     def __init__(self, inner: Attention) -> None:
-        """Take the place of `inner`."""
+        """Replace the layer `inner`."""
         super().__init__()
         self.layer_name = inner.layer_name
-        self._inner = (inner,)  # in a tuple: not a module of this one
+        self._inner = (inner,)  # a tuple, so that torch does not register `inner` as a submodule
         self.kv_cache = inner.kv_cache
 
     def __getattr__(self, name: str) -> Any:
-        """What the backend asks of a layer."""
+        """Return an attribute of the inner layer. The backend reads several of them."""
         return getattr(self.__dict__["_inner"][0], name)
 
     @property
     def isa(self) -> str:
-        """The CPU's, which its backend gives to vLLM's own classes only."""
+        """The CPU's instruction set, which the backend passes only to vLLM's own classes."""
         return next(one.isa for one in get_forward_context().no_compile_layers.values() if isinstance(one, Attention))
 
     def get_attn_backend(self) -> Any:
-        """The one of whose place this is."""
+        """Return the backend of the inner layer."""
         return self._inner[0].get_attn_backend()
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
-        """The one of whose place this is."""
+        """Return the specification of the inner layer."""
         return self._inner[0].get_kv_cache_spec(vllm_config)
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -79,12 +79,12 @@ class OwnClass(torch.nn.Module, AttentionLayerBase):
 
 
 class PartlyHooked(LlamaForCausalLM):
-    """A Llama in which hooks are called for every third layer only, or for none."""
+    """A Llama in which every third layer calls hooks, or no layer at all."""
 
     everywhere = False
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        """Put the other layers into their places."""
+        """Replace the layers that must not call hooks."""
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         made = vllm_config.compilation_config.static_forward_context
         for number, layer in enumerate(self.model.layers):
@@ -103,7 +103,7 @@ class Unhooked(PartlyHooked):
 
 @pytest.fixture(params=[PartlyHooked, Unhooked])
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """The small Llama, as a model of the class."""
+    """Return the small Llama with `request.param` as its class."""
     for path in make_model("llama").iterdir():
         (tmp_path / path.name).symlink_to(path)
     config = json.loads((tmp_path / "config.json").read_text()) | {"architectures": [ARCHITECTURE]}
@@ -115,7 +115,10 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 
 def test_layers_without_hooks_are_saved_and_loaded(model: Path) -> None:
-    """Layerwise: what hooks cover is copied by them, the rest with the step. Every save is good, every hit right."""
+    """Layers with hooks are copied by their hooks, and the other layers after the forward.
+
+    Every save succeeds, and every hit is right.
+    """
     options: dict[str, Any] = {"enable_prefix_caching": False}
     plain = Engine(str(model), **options)
     expected = [plain.generate([tokens], 24)[0] for tokens in PROMPTS]

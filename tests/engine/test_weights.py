@@ -1,4 +1,4 @@
-"""Weights that change, on real engines: on disk between two starts, or in a running engine, by whatever road."""
+"""Changes of weights on real engines: on disk between two starts, or in a running engine, in every known way."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from kvpipe.connectors.vllm.trial.engine import Engine
-from kvpipe.testing.models import make_model
+from kvpipe.connectors.vllm.tiny.engine import Engine
+from kvpipe.connectors.vllm.tiny.models import make_model
 from kvpipe.testing.waiting import WAIT_S
 from tests.engine.common import BLOCK, assert_clean, patient, prompt, whole_blocks
 
@@ -29,7 +29,7 @@ OWN: dict[str, Any] = {"enable_prefix_caching": False}
 
 
 def _copies(folder: Path) -> tuple[Path, Path]:
-    """Two models of one configuration whose weights' files have one size and one time."""
+    """Return two models with one configuration, whose weight files have equal sizes and times."""
     first, second = folder / "first", folder / "second"
     for path, factor in ((first, 1.0), (second, 1.3)):
         shutil.copytree(make_model("llama"), path)
@@ -41,14 +41,14 @@ def _copies(folder: Path) -> tuple[Path, Path]:
 
 
 def _replace(model: Path, other: Path) -> None:
-    """Put other weights where `model` has its own: same path, size and time."""
+    """Replace the weights of `model` by others with the same path, size and time."""
     shutil.copyfile(other / "model.safetensors", model / "model.safetensors")
     os.utime(model / "model.safetensors", (1_000_000_000, 1_000_000_000))
 
 
 @contextmanager
 def _engine(model: Path, folder: Path | None, **options: Any) -> Iterator[Engine]:
-    """An engine with a disk beyond its memory; None: without kvpipe."""
+    """Yield an engine with a disk tier in `folder`, or without kvpipe if `folder` is None."""
     config = None
     if folder is not None:
         config = {
@@ -63,7 +63,7 @@ def _engine(model: Path, folder: Path | None, **options: Any) -> Iterator[Engine
 
 
 def _ask(live: Engine) -> tuple[list[list[int]], int]:
-    """Its answer, and how much of the prompt was found."""
+    """Return the engine's answer, and the number of prompt tokens that were found."""
     before = _hits(live)
     answer = live.generate(PROMPT, TOKENS)
     assert_clean(live)
@@ -73,12 +73,12 @@ def _ask(live: Engine) -> tuple[list[list[int]], int]:
 def _hits(live: Engine) -> int:
     side = live.connector.scheduler
     assert side is not None
-    return sum(side.report.hit_tokens.values())
+    return sum(side.tracer.hit_tokens.values())
 
 
 @pytest.fixture(scope="module")
 def right(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[list[int]], list[list[int]]]:
-    """Two models, and what each of them answers without kvpipe."""
+    """Return two models, and the answers of each without kvpipe."""
     models, answers = _copies(tmp_path_factory.mktemp("models")), []
     for model in models:
         with _engine(model, None) as plain:
@@ -91,7 +91,10 @@ Right = tuple[Path, Path, list[list[int]], list[list[int]]]
 
 
 def test_files_replaced_between_two_starts(tmp_path: Path, right: Right) -> None:
-    """Weights replaced in place, with the same path, size and time: nothing old is found; put back, all is."""
+    """After weights are replaced in place, no old chunk is found.
+
+    After the old weights are restored, all old chunks are found.
+    """
     model = tmp_path / "model"
     shutil.copytree(right[0], model)
     first, second, old, new = right
@@ -102,7 +105,7 @@ def test_files_replaced_between_two_starts(tmp_path: Path, right: Right) -> None
 
 
 def test_files_replaced_after_the_load(tmp_path: Path, right: Right) -> None:
-    """What counts is what vLLM has loaded: an engine whose files are others by now keeps its KV under its own name."""
+    """KV is stored under the loaded weights, even if the model's files were replaced after vLLM had loaded them."""
     model = tmp_path / "model"
     shutil.copytree(right[0], model)
     with _engine(model, tmp_path) as live:
@@ -126,7 +129,7 @@ def _reload_in_worker(live: Engine, model: Path) -> None:
 
 
 def _apply_model(live: Engine, model: Path) -> None:
-    """Write into the tensors of the embedding behind everybody's back; a CPU has packed the others away."""
+    """Write directly into the tensors of the embedding. A CPU build has packed the other weights."""
     tensor = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
 
     def write(loaded: Any) -> None:
@@ -136,14 +139,17 @@ def _apply_model(live: Engine, model: Path) -> None:
 
 
 def _load_weights(live: Engine, model: Path) -> None:
-    """Load as training frameworks do in one process: past vLLM's calls, straight into the model."""
+    """Load weights as training frameworks in the same process do: directly into the model, without vLLM's calls."""
     tensors = load_file(model / "model.safetensors")
     loaded = live.core.model_executor.driver_worker.worker.model_runner.model
     loaded.load_weights([("model.embed_tokens.weight", tensors["model.embed_tokens.weight"])])
 
 
 def _write_and_reset(live: Engine, model: Path) -> None:
-    """Write where nobody sees it, and reset vLLM's prefix cache, but not the connector's."""
+    """Write new weights without any call that kvpipe notices.
+
+    Then reset vLLM's prefix cache, but not the connector's cache.
+    """
     tensor = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
     loaded = live.core.model_executor.driver_worker.worker.model_runner.model
     loaded.model.embed_tokens.weight.data.copy_(tensor)
@@ -156,7 +162,10 @@ ROADS: list[Callable[[Engine, Path], None]] = [
 
 
 def test_weights_changed_in_a_running_engine(tmp_path: Path, right: Right) -> None:
-    """By every road: what the old weights computed is not found, vLLM's own cache included; back again it is."""
+    """After every way of changing weights, old KV is found neither by kvpipe nor in vLLM's own cache.
+
+    After the old weights are restored, their KV is found.
+    """
     prompts = [[prompt(300, 20 + i)] for i in range(len(ROADS))]
     old, new = [], []
     with _engine(right[0], None) as plain:
@@ -186,7 +195,7 @@ def test_weights_changed_in_a_running_engine(tmp_path: Path, right: Right) -> No
 
 
 def test_calls_that_change_nothing(tmp_path: Path, right: Right) -> None:
-    """After a call that might have changed the weights and has not, everything is found as before."""
+    """After a call that may have changed the weights but has not, everything is found as before the call."""
     with _engine(right[0], tmp_path) as live:
         assert _ask(live) == (right[2], 0)
         live.llm.collective_rpc(lambda worker: worker.rank)
@@ -198,9 +207,12 @@ def test_calls_that_change_nothing(tmp_path: Path, right: Right) -> None:
 
 
 def test_weights_changed_under_running_requests(tmp_path: Path, right: Right) -> None:
-    """Requests that go on with old KV keep nothing of it, and hand nothing of it on, also through vLLM's own cache."""
+    """Running requests have KV of the old weights.
+
+    It is neither saved nor shared, not even through vLLM's own cache.
+    """
     with _engine(right[0], tmp_path, enable_prefix_caching=True) as live:
-        live.add(PROMPT[0], 400, request_id="old")
+        live.add(PROMPT[0], 100, request_id="old")
         for _ in range(40):
             live.step()
         _reload_weights(live, right[1])
@@ -219,7 +231,7 @@ def test_weights_changed_under_running_requests(tmp_path: Path, right: Right) ->
 
 
 def test_a_reset_stays_a_reset(tmp_path: Path, right: Right) -> None:
-    """A reset before or after weights change keeps its word: nothing is shared with whom has those weights."""
+    """After a reset, an engine with the same weights finds none of the chunks from before the reset."""
     with _engine(right[0], tmp_path) as live:
         assert _ask(live) == (right[2], 0)
         assert live.llm.reset_prefix_cache(reset_connector=True)
@@ -232,7 +244,7 @@ def test_a_reset_stays_a_reset(tmp_path: Path, right: Right) -> None:
 
 
 def test_two_ranks(tmp_path: Path, right: Right, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With two ranks, in processes of their own, weights are known and changes are noticed all the same."""
+    """With two ranks in their own processes, each rank digests its weights, and a change is noticed."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     with _engine(right[0], tmp_path, tensor_parallel_size=2) as live:
         assert _ask(live)[1] == 0
@@ -249,7 +261,7 @@ def test_two_ranks(tmp_path: Path, right: Right, monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_engine_process_of_its_own(tmp_path: Path, right: Right) -> None:
-    """With vLLM's engine in a process of its own, calls of the client are noticed there."""
+    """If vLLM's engine runs in its own process, calls of the client that change weights are noticed in that process."""
     code = (
         "import json, sys\n"
         "from vllm import LLM, SamplingParams\n"

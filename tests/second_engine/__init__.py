@@ -1,1 +1,4 @@
-"""A small inference engine that is not vLLM and reuses KV through kvpipe: the proof that the core is neutral."""
+"""A small inference engine that is not vLLM and reuses KV through kvpipe.
+
+It proves that the core depends on no engine.
+"""

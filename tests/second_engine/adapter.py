@@ -1,4 +1,4 @@
-"""kvpipe behind the engine's `Reuse`: all that an engine's adapter has to do."""
+"""kvpipe behind the engine's `Reuse` interface: everything that an engine's adapter has to do."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from kvpipe.config import load_settings
-from kvpipe.geometry import Geometry, Group, Layer
-from kvpipe.messages import Report
-from kvpipe.scheduler.base import LATER
+from kvpipe.config.settings import load_settings
+from kvpipe.protocol.engine import LATER
+from kvpipe.protocol.geometry import Geometry, Group, Layer
+from kvpipe.protocol.messages import Report
+from kvpipe.scheduler.hooks import EngineFacts, EngineHooks
 from kvpipe.scheduler.side import SchedulerSide
 from kvpipe.tiers.guard import FIND, READ, WRITE, guarded
 from kvpipe.tiers.registry import make_tier, named
 from kvpipe.transfer.base import TransferEngine
 from kvpipe.worker.caches import PagedCaches
+from kvpipe.worker.context import RankContext
 from kvpipe.worker.side import WorkerSide
 from tests.second_engine.engine import Ended, Engine, Hit, Request, Reuse, Step
 
@@ -24,23 +26,26 @@ MakeCopier = Callable[[], TransferEngine | None]
 
 
 class KVPipe(Reuse):
-    """One scheduler side, and one worker side per rank: here in one process, where calls are passed on as they come."""
+    """One scheduler side, and one worker side per rank.
+
+    All sides are in one process, so calls are passed on directly.
+    """
 
     def __init__(self, engine: Engine, *, make_copier: MakeCopier = lambda: None, **keys: Any) -> None:
-        """`keys`: of the configuration. `make_copier`: what moves the bytes of a rank, if not the device's own."""
+        """Create both sides. `keys` are keys of the configuration.
+
+        `make_copier` returns the object that copies a rank's bytes, or None for the device's own.
+        """
         self.settings = load_settings(keys)
         self.geometry = make_geometry(engine, self.settings.chunk_tokens, int(self.settings.pool_bytes_max))
         ranks = len(engine.caches)
-        facts = [repr(engine.model.shape), repr(self.geometry.groups), self.geometry.chunk_tokens, ranks]
+        self._shape = [repr(engine.model.shape), repr(self.geometry.groups), self.geometry.chunk_tokens, ranks]
         self.scheduler = SchedulerSide(
             self.settings,
             self.geometry,
-            hash_tokens=engine.blocks.block_tokens,
-            ranks=ranks,
-            saves=True,
-            loads=True,
+            EngineFacts(hash_tokens=engine.blocks.block_tokens, ranks=ranks, saves=True, loads=True),
+            EngineHooks(space_of=self._space),
             tiers=guarded(self._tiers(writes=False), (FIND,)),
-            space_of=lambda weights: hashlib.sha256(json.dumps([*facts, weights]).encode()).hexdigest()[:32],
         )
         self._blocks = engine.blocks
         self.scheduler.bind(self._blocks)
@@ -48,20 +53,21 @@ class KVPipe(Reuse):
         self._loaded, self._failed = Counter[str](), set[str]()
         self.workers = [
             WorkerSide(
-                self.settings,
-                self.geometry,
+                RankContext(self.settings, rank, ranks),
                 PagedCaches(self.geometry, caches, engine.blocks.count),
                 engine=make_copier(),
-                rank=rank,
-                ranks=ranks,
                 tiers=guarded(self._tiers(writes=True), (READ, WRITE)),
                 weigh=lambda: weights,
             )
             for rank, caches in enumerate(engine.caches)
         ]
-        slots = {worker.rank: worker.ready for worker in self.workers}
+        slots = {worker.context.rank: worker.ready for worker in self.workers}
         self.scheduler.ranks_ready(slots, [worker.weigh_now() for worker in self.workers])
         engine.reuse = self
+
+    def _space(self, weights: str) -> str:
+        """Return the namespace of tiers in which all bytes are of the same model, shape and weights."""
+        return hashlib.sha256(json.dumps([*self._shape, weights]).encode()).hexdigest()[:32]
 
     def _tiers(self, *, writes: bool) -> list[Any]:
         return [(name, spec, make_tier(name, spec, writes=writes)) for name, spec in named(self.settings.tiers)]
@@ -110,7 +116,7 @@ class KVPipe(Reuse):
             worker.save_layer(layer)
 
     def end(self) -> Ended:
-        """See `Reuse`. What waited for a load has it when every rank has; a rank without it is enough to lack it."""
+        """See `Reuse`. A request's load has ended when it has on every rank. The load has failed if any rank failed."""
         reports: list[Report] = []
         bad_blocks: set[int] = set()
         for worker in self.workers:

@@ -1,4 +1,4 @@
-"""The engine's paged blocks: block tables, and a prefix cache of its own over blocks that nobody holds."""
+"""The engine's paged blocks: block tables, and the engine's own prefix cache over blocks without holders."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from typing import NamedTuple
 
 
 class Block(NamedTuple):
-    """One block of every layer's cache. Nothing of this engine has a window, so none is a stand-in."""
+    """One block of every layer's cache. This engine has no windows, so no block is a null block."""
 
     block_id: int
     is_null: bool = False
 
 
 class Blocks:
-    """Who holds which block. A block that nobody holds keeps what is in it until it is needed."""
+    """The holders of each block. A block that nobody holds keeps its content until the block is needed."""
 
     def __init__(self, count: int, block_tokens: int) -> None:
-        """`count` blocks of `block_tokens` tokens, all free."""
+        """Create `count` free blocks of `block_tokens` tokens."""
         self.count, self.block_tokens = count, block_tokens
-        self._free: dict[int, None] = dict.fromkeys(range(count))  # the one to be taken first, first
+        self._free: dict[int, None] = dict.fromkeys(range(count))  # the block that is taken next is first
         self._holders = [0] * count
         self._tables: dict[str, list[Block]] = {}
         self._found: dict[bytes, int] = {}
         self._hash: dict[int, bytes] = {}
 
-    # ---- what kvpipe asks for -------------------------------------------------------------------------------------
+    # ---- what kvpipe calls ----------------------------------------------------------------------------------------
 
     def table(self, request_id: str, group: int = 0) -> Sequence[Block]:
         """Return the request's blocks, in the order of its tokens. There is one group of layers only."""
@@ -37,7 +37,7 @@ class Blocks:
         return self._hash.get(block_id) == key
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """Offer these to nobody any more; who holds them keeps them."""
+        """Remove these blocks from the prefix cache. Requests that hold the blocks keep them."""
         for block in block_ids:
             key = self._hash.pop(block, None)
             if key is not None:
@@ -47,7 +47,7 @@ class Blocks:
         """Return how many blocks can be taken."""
         return len(self._free)
 
-    # ---- what the engine does -------------------------------------------------------------------------------------
+    # ---- what the engine calls ------------------------------------------------------------------------------------
 
     def prefix(self, hashes: Sequence[bytes]) -> list[int]:
         """Return the blocks that hold the longest prefix known by `hashes`."""
@@ -60,9 +60,9 @@ class Blocks:
         return found
 
     def grow(self, request_id: str, tokens: int, prefix: Sequence[int] = ()) -> bool:
-        """Give the request blocks for its first `tokens` tokens, or nothing if there are too few.
+        """Give the request blocks for its first `tokens` tokens, or none if there are too few.
 
-        `prefix`: of a request that holds none yet, the blocks it shares.
+        `prefix` has the blocks that a request without blocks shares.
         """
         table = self._tables.get(request_id, [])
         new = -(-tokens // self.block_tokens) - len(table) - len(prefix)
@@ -83,7 +83,7 @@ class Blocks:
         return True
 
     def publish(self, request_id: str, hashes: Sequence[bytes]) -> None:
-        """The request's first blocks are computed: offer them under `hashes`."""
+        """Offer the request's first blocks under `hashes`, because they are computed."""
         for key, block in zip(hashes, self._tables[request_id], strict=False):
             if key not in self._found:
                 self.forget([block.block_id])
@@ -91,12 +91,12 @@ class Blocks:
                 self._hash[block.block_id] = key
 
     def release(self, request_id: str) -> None:
-        """The request needs its blocks no more. Those of its end are taken by others first."""
+        """Release the request's blocks. The blocks of its end are taken first by other requests."""
         for block, _ in reversed(self._tables.pop(request_id, [])):
             self._holders[block] -= 1
             if not self._holders[block]:
                 self._free[block] = None
 
     def clear(self) -> None:
-        """Offer nothing of what is held."""
+        """Remove all blocks from the prefix cache."""
         self.forget(list(self._hash))

@@ -1,4 +1,4 @@
-"""One thread computes: the model is far too small for more."""
+"""Limits torch to one thread, because the model is far too small for more threads."""
 
 from collections.abc import Iterator
 

@@ -1,7 +1,7 @@
 """Continuous batching over `Transformer`: chunked prefill, prefix cache, preemption by recompute.
 
-What another cache may add lies in `Reuse`: the engine calls its methods at the moments that they name, and nothing else
-here knows of kvpipe.
+`Reuse` is the interface of a second cache. The engine calls its methods at the moments that the methods name. No other
+code of the engine knows of kvpipe.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tests.second_engine.blocks import Blocks
 from tests.second_engine.model import Chunk, Shape, Transformer
 
 IDLE_S = 0.001
-"""Between steps that compute nothing, when what they wait for is still to come."""
+"""The pause in seconds between steps that compute nothing while a load is under way."""
 
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """A prompt, and what was generated after it."""
+    """A prompt, and the tokens that were generated after it."""
 
     request_id: str
     all_token_ids: list[int]
@@ -41,13 +41,13 @@ class Request:
     resumable: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Nothing is generated yet."""
+        """Start without generated tokens."""
         self.num_prompt_tokens = self.num_tokens
         self._hash()
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt and generated ones."""
+        """The number of tokens of the prompt and of the answer so far."""
         return len(self.all_token_ids)
 
     @property
@@ -57,17 +57,17 @@ class Request:
 
     @property
     def done(self) -> bool:
-        """Whether all that was asked for is generated."""
+        """Whether all requested tokens are generated."""
         return len(self.output) >= self.new_tokens_max
 
     def sampled(self, logits: torch.Tensor) -> None:
-        """Take the likeliest token."""
+        """Append the most likely token."""
         self.logits.append(logits)
         self.all_token_ids.append(int(logits.argmax()))
         self._hash()
 
     def _hash(self) -> None:
-        """Name every whole block by all the tokens up to its end."""
+        """Hash every whole block together with all tokens before the block's end."""
         size = self.block_tokens
         for block in range(len(self.block_hashes), self.num_tokens // size):
             before = self.block_hashes[-1] if block else b"root"
@@ -76,21 +76,24 @@ class Request:
 
 
 class Step(NamedTuple):
-    """What one step computes: tokens by request id. And whose blocks were taken away before."""
+    """The work of one step: tokens by request id, and the requests that were preempted before the step."""
 
     num_scheduled_tokens: dict[str, int]
     preempted_req_ids: frozenset[str]
 
 
 class Hit(NamedTuple):
-    """So many tokens can come from elsewhere. `waits`: the request cannot run before they are there."""
+    """The result of a lookup: `tokens` tokens can be loaded.
+
+    `waits` says that the request cannot run before the load has ended.
+    """
 
     tokens: int = 0
     waits: bool = False
 
 
 class Ended(NamedTuple):
-    """How the loads of a step ended: requests that waited, those of them that got nothing, and blocks of garbage."""
+    """The results of a step's loads: requests that waited, requests whose load failed, and wrong blocks."""
 
     loaded: frozenset[str] = frozenset()
     failed: frozenset[str] = frozenset()
@@ -98,15 +101,15 @@ class Ended(NamedTuple):
 
 
 class Reuse:
-    """A cache beside the engine's own. This one holds nothing."""
+    """A cache in addition to the engine's own cache. This base class holds nothing."""
 
     def lookup(self, request: Request, local_tokens: int) -> Hit | None:
-        """Return what comes after the first `local_tokens` tokens, or None: ask again in the next step."""
+        """Return the hit after the first `local_tokens` tokens. None: the engine must ask again in the next step."""
         del request, local_tokens
         return Hit()
 
     def admitted(self, request: Request, loaded_tokens: int) -> None:
-        """The request has its blocks; `loaded_tokens` of them are to be filled."""
+        """The request has its blocks. `loaded_tokens` tokens of these blocks will be loaded."""
 
     def begin(self, step: Step) -> None:
         """A step is scheduled, and about to be computed."""
@@ -122,10 +125,10 @@ class Reuse:
         return Ended()
 
     def finished(self, request: Request) -> None:
-        """The request is over, or given up."""
+        """The request has ended, or was aborted."""
 
     def reset(self) -> None:
-        """Nothing that is held may be found again."""
+        """Forget all entries, so that no later lookup finds them."""
 
     @property
     def pending(self) -> bool:
@@ -156,7 +159,7 @@ class Engine:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.loading: dict[str, tuple[Request, int]] = {}
-        """Requests that wait for a load, and how many of their tokens are there when it has ended."""
+        """By id of a request that waits for a load, the number of its tokens that are held when the load has ended."""
         self._to_preempt: set[str] = set()
 
     def _make_caches(self, shape: Shape, ranks: int) -> dict[str, torch.Tensor]:
@@ -175,7 +178,7 @@ class Engine:
         return request
 
     def abort(self, request: Request) -> None:
-        """Give a request up. What a load still writes to is free when the load has ended."""
+        """Give a request up. Blocks that a load still writes to are released when the load has ended."""
         del self.requests[request.request_id]
         self.reuse.finished(request)
         if request in self.waiting:
@@ -191,7 +194,7 @@ class Engine:
         return bool(self.requests or self.loading or self.reuse.pending)
 
     def run(self, steps_max: int = 100_000) -> None:
-        """Step until there is nothing to do. Raises `RuntimeError` when that takes more than `steps_max` steps."""
+        """Run steps until there is no work left. Raises `RuntimeError` after `steps_max` steps."""
         for _ in range(steps_max):
             if not self.busy:
                 return
@@ -200,7 +203,7 @@ class Engine:
         raise RuntimeError(f"{steps_max} steps, and requests are left: {sorted(self.requests)}")
 
     def reset(self) -> None:
-        """Forget what could be reused."""
+        """Forget all reusable KV."""
         self.blocks.clear()
         self.reuse.reset()
 
@@ -249,7 +252,10 @@ class Engine:
         return Step(scheduled, frozenset(preempted))
 
     def _make_room(self, request: Request, count: int, preempted: set[str]) -> bool:
-        """Get blocks for `count` more tokens of a running request, from the youngest ones if need be."""
+        """Allocate blocks for `count` more tokens of a running request.
+
+        If there are too few, preempt the youngest requests.
+        """
         while not self.blocks.grow(request.request_id, request.num_computed_tokens + count):
             victim = self.running.pop()
             self._preempt(victim)
@@ -259,16 +265,18 @@ class Engine:
         return True
 
     def _preempt(self, victim: Request) -> None:
-        """Take a request's blocks away: it is computed anew."""
+        """Take a request's blocks away. The request is computed again."""
         self.blocks.release(victim.request_id)
         victim.num_computed_tokens = 0
         victim.num_preemptions += 1
         self.waiting.appendleft(victim)
 
     def _admit(self, request: Request, count_max: int) -> int | None:
-        """Give a waiting request its blocks. Returns how many tokens of it are computed now; None: it goes on waiting.
+        """Give a waiting request its blocks.
 
-        At least its last token is computed, for what follows it.
+        Returns how many of its tokens are computed now, or None if it must still wait.
+
+        At least the last token is computed, because its logits give the next token.
         """
         size, key = self.blocks.block_tokens, request.request_id
         prefix: list[int] = []
@@ -308,7 +316,10 @@ class Engine:
         self.running.append(request)
 
     def _computed(self, request: Request, count: int, logits: torch.Tensor, bad_blocks: frozenset[int]) -> None:
-        """Count what a step has computed of a request; if that rests on garbage, it is computed anew."""
+        """Count the tokens of a request that a step has computed.
+
+        If they depend on a failed load, they are computed again.
+        """
         key, size = request.request_id, self.blocks.block_tokens
         bad = [i for i, block in enumerate(self.blocks.table(key)) if block.block_id in bad_blocks]
         if bad:

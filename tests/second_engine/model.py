@@ -1,7 +1,7 @@
-"""A small causal transformer with a paged KV cache, computed so that a token's answer depends on its prefix alone.
+"""A small causal transformer with a paged KV cache. A token's result depends only on its prefix, bit by bit.
 
-Every token is computed by itself, with operands of the same shapes wherever it stands in a batch or a chunk of prefill.
-So answers are equal to the last bit, however the work is cut, and tests compare with ``==``.
+Every token is computed by itself, with operands of the same shapes wherever it is in a batch or a chunk of prefill. So
+results are equal to the last bit, however the work is divided, and tests compare with ``==``.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class Shape:
 
     @property
     def width(self) -> int:
-        """Numbers per token between layers."""
+        """The size of a token's state between layers."""
         return self.heads * self.head_dim
 
     @property
     def names(self) -> list[str]:
-        """The layers' names, the first first."""
+        """The layers' names, in the order of the layers."""
         return [f"layer.{i}" for i in range(self.layers)]
 
 
@@ -47,7 +47,7 @@ class Transformer:
     """Random weights of a seed. Keys and values of every token lie in the engine's paged caches."""
 
     def __init__(self, shape: Shape = Shape(), *, seed: int = 0) -> None:
-        """`seed`: other seeds are other weights."""
+        """Draw the weights. Each `seed` gives other weights."""
         made = torch.Generator().manual_seed(seed)
 
         def draw(*size: int) -> torch.Tensor:
@@ -63,7 +63,7 @@ class Transformer:
         self.rotation = 100 ** -torch.linspace(0, 1, shape.head_dim // 2)
 
     def digest(self) -> str:
-        """Return what these weights are known by."""
+        """Return a digest of the weights."""
         read = hashlib.sha256()
         for tensor in (self.embedding, *self.qkv, *self.out, *(one for pair in self.ffn for one in pair), self.head):
             read.update(tensor.numpy().tobytes())

@@ -1,4 +1,4 @@
-"""What docs/new-engine.md quotes of the code. `python -m tests.second_engine.page` writes it anew."""
+"""Copies code into docs/new-engine.md. `python -m tests.second_engine.page` writes the page again."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from kvpipe.scheduler import base
-from kvpipe.testing import doc_tables
+from kvpipe.connectors.vllm.trial import doc_tables
+from kvpipe.protocol import engine as base
+from kvpipe.scheduler import hooks
 from kvpipe.testing.engine_conformance import EngineConformance, EngineDriver
 from tests.second_engine import adapter, engine
 
@@ -26,7 +27,7 @@ _QUOTED: Final = {
     "computed": engine.Engine._computed,
 }
 _PROTOCOLS: Final = (
-    base.Request, base.Adapter, base.Blocks, base.Block, base.Step, base.Recovery, base.Published, EngineDriver,
+    base.Request, base.Adapter, base.Blocks, base.Block, base.Step, base.Recovery, hooks.Published, EngineDriver,
 )  # fmt: skip
 
 
@@ -42,7 +43,7 @@ def _members(protocol: type) -> Iterator[tuple[str, object]]:
 
 
 def _fields(protocol: type) -> str:
-    """Return a row per member of a protocol: its name, how it describes itself and, if any has one, its default."""
+    """Return a table row per member of a protocol: its name, its docstring, and its default if any member has one."""
     rows = []
     for name, member in _members(protocol):
         made = member.fget if isinstance(member, property) else member
@@ -66,10 +67,10 @@ def _claims() -> str:
 
 
 def fill(text: str) -> str:
-    """Return the page's text with the code's own words."""
+    """Return the page's text with the present code and docstrings."""
     tables = {name: _quote(quoted) for name, quoted in _QUOTED.items()}
     tables |= {protocol.__name__: _fields(protocol) for protocol in _PROTOCOLS}
-    return doc_tables.fill(text, tables | {"claims": _claims()})
+    return doc_tables.fill_tables(text, tables | {"claims": _claims()})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Prompts, and what the engine answers to them without any cache."""
+"""Prompts, and the engine's answers to these prompts without any cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MODEL = Transformer()
 
 
 def prompt(tokens: int, *, seed: int = 0, shared: int = 0) -> tuple[int, ...]:
-    """Return a prompt of `tokens` tokens, the first `shared` of them those of all prompts."""
+    """Return a prompt of `tokens` tokens. All prompts have their first `shared` tokens in common."""
     common, own = random.Random(-1), random.Random(seed)
     return tuple((common if i < shared else own).randrange(VOCABULARY) for i in range(tokens))
 
@@ -29,7 +29,7 @@ def _alone(words: tuple[int, ...], new_tokens: int) -> Request:
 
 
 def check(requests: Sequence[Request]) -> None:
-    """Every request is done, and answered as if it were alone in the world, to the last bit of the logits."""
+    """Check that each request is done, and has the answer that it gets alone, to the last bit of the logits."""
     for request in requests:
         expected = _alone(tuple(request.all_token_ids[: request.num_prompt_tokens]), request.new_tokens_max)
         assert request.output == expected.output, request.request_id

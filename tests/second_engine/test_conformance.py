@@ -1,4 +1,4 @@
-"""The checks that every engine behind kvpipe must pass, of this one."""
+"""The checks that every engine behind kvpipe must pass, applied to this engine."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tests.second_engine.prompts import MODEL
 
 
 class ToyDriver:
-    """The engine as the checks drive it."""
+    """Adapts the engine to the checks' `Driver` interface."""
 
     def __init__(self, options: Options | None) -> None:
-        """Make an engine; with kvpipe if there are options."""
+        """Create an engine, with kvpipe if there are `options`."""
         self._engine, self._requests = Engine(MODEL, ranks=2), dict[str, Request]()
         if options is not None:
             keys = {"chunk_tokens": 8, "pool_bytes_max": "4MiB", **options.keys}
@@ -79,9 +79,9 @@ class ToyDriver:
 
 
 class TestSecondEngine(EngineConformance):
-    """The engine keeps what kvpipe asks of it."""
+    """The engine meets kvpipe's requirements."""
 
     @pytest.fixture
     def make(self) -> Make:
-        """Return what makes an engine."""
+        """Return the function that makes an engine."""
         return ToyDriver

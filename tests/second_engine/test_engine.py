@@ -1,4 +1,4 @@
-"""The engine without kvpipe: answers depend on the prompt alone, whatever else is computed beside it."""
+"""The engine without kvpipe: an answer depends only on its prompt, whatever is computed at the same time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.second_engine.prompts import MODEL, check, prompt
 
 @pytest.mark.parametrize("step_tokens", [3, 16, 1024])
 def test_answers_do_not_depend_on_the_batch(step_tokens: int) -> None:
-    """Requests that are computed together, in chunks of any size, are answered as each alone."""
+    """Requests that are computed together, in chunks of any size, get the answers that each request gets alone."""
     engine = Engine(MODEL, step_tokens=step_tokens, prefix_cache=False)
     requests = [engine.add(f"r{i}", prompt(9 + 4 * i, seed=i), 4 + i) for i in range(4)]
     engine.run()
@@ -18,8 +18,8 @@ def test_answers_do_not_depend_on_the_batch(step_tokens: int) -> None:
     assert engine.blocks.free() == engine.blocks.count
 
 
-def test_prompts_are_answered_by_all_that_they_have() -> None:
-    """Another first token is another answer: KV that is wrong anywhere shows."""
+def test_first_token_of_a_prompt_changes_the_answer() -> None:
+    """Another first token changes the answer, so wrong KV anywhere changes an answer, too."""
     engine = Engine(MODEL)
     one, other = prompt(40, seed=1), (5, *prompt(40, seed=1)[1:])
     made = [engine.add("one", one), engine.add("other", other)]
@@ -44,7 +44,7 @@ def test_the_prefix_cache_changes_no_answer() -> None:
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_preemption_changes_no_answer(prefix_cache: bool) -> None:
-    """When blocks run out the youngest request begins anew."""
+    """When blocks run out, the youngest request is computed again."""
     engine = Engine(MODEL, blocks=12, prefix_cache=prefix_cache)
     requests = [engine.add(f"r{i}", prompt(14, seed=i), 16) for i in range(3)]
     engine.run()
@@ -53,8 +53,8 @@ def test_preemption_changes_no_answer(prefix_cache: bool) -> None:
     assert engine.blocks.free() == 12
 
 
-def test_what_was_given_up_is_gone() -> None:
-    """An aborted request's blocks are free, and the others are answered."""
+def test_blocks_of_an_aborted_request_are_free() -> None:
+    """The blocks of an aborted request are free, and other requests are answered."""
     engine = Engine(MODEL)
     one, other = engine.add("one", prompt(20)), engine.add("other", prompt(20, seed=1))
     engine.step()
@@ -65,6 +65,6 @@ def test_what_was_given_up_is_gone() -> None:
 
 
 def test_more_than_the_caches_hold_is_refused() -> None:
-    """It could never be computed."""
+    """A request that needs more blocks than the caches have could never be computed."""
     with pytest.raises(ValueError, match="more tokens"):
         Engine(MODEL, blocks=4).add("big", prompt(15), 2)

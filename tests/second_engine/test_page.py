@@ -1,4 +1,4 @@
-"""The page for whoever brings kvpipe to another engine describes what the code does; and no vLLM is needed for it."""
+"""The page for authors of other engines' adapters describes the code's behaviour, and the code on it needs no vLLM."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ assert not found, found
 
 
 def test_the_page_is_fresh() -> None:
-    """Its excerpts and tables are those of the code."""
+    """The page's excerpts and tables equal the code."""
     text = PAGE.read_text(encoding="utf-8")
     assert fill(text) == text, "python -m tests.second_engine.page"
 

@@ -1,4 +1,4 @@
-"""The engine with kvpipe: the same answers, to the last bit, from KV that was saved and loaded."""
+"""The engine with kvpipe gives the same answers as without kvpipe, bit by bit, from KV that was saved and loaded."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ BLOCK, CHUNK, POOL = 4, 8, "1MiB"
 
 
 class World:
-    """Engines with kvpipe, whose own prefix cache is off unless a test asks for it, and their ends."""
+    """Engines with kvpipe, which the fixture ends. Their own prefix cache is off unless a test enables it."""
 
     def __init__(self) -> None:
-        """No engine yet."""
+        """Start without engines."""
         self._made: list[KVPipe] = []
 
     def make(
@@ -45,7 +45,7 @@ class World:
         return engine, kvpipe
 
     def end(self) -> None:
-        """Nothing is left open: no job, no lease, no fault that a test has not expected."""
+        """End all engines. Check that no job, no lease and no unexpected fault is left."""
         for kvpipe in self._made:
             kvpipe.shutdown()
 
@@ -59,7 +59,7 @@ def world() -> Iterator[World]:
 
 
 def settled(engine: Engine, kvpipe: KVPipe) -> None:
-    """Every block is free, and nothing is on its way."""
+    """Check that every block is free, and that no job is in flight."""
     stats = kvpipe.scheduler.stats()
     assert engine.blocks.free() == engine.blocks.count
     assert {name: stats[name] for name in ("leases", "jobs_in_flight", "requests", "pieces_writing")} == {
@@ -69,7 +69,7 @@ def settled(engine: Engine, kvpipe: KVPipe) -> None:
 
 
 def faults(kvpipe: KVPipe) -> dict[str, int]:
-    """Return what has gone wrong, on all sides."""
+    """Return the faults of all sides."""
     every = [kvpipe.scheduler.counters, *(worker.counters for worker in kvpipe.workers)]
     return {name: count for counters in every for name, count in counters.faults.items()}
 
@@ -77,7 +77,7 @@ def faults(kvpipe: KVPipe) -> dict[str, int]:
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("load", ["sync", "async"])
 def test_what_was_computed_once_is_loaded(world: World, load: str, ranks: int) -> None:
-    """A prompt that begins like an earlier one, and a conversation that goes on, are not computed again."""
+    """A prompt that begins like an earlier prompt, and a conversation that continues, are not computed again."""
     engine, kvpipe = world.make(ranks=ranks, load=load)
     first = engine.add("first", prompt(30, shared=22))
     engine.run()
@@ -88,13 +88,13 @@ def test_what_was_computed_once_is_loaded(world: World, load: str, ranks: int) -
     check([first, again, branch, longer])
     assert (
         kvpipe.scheduler.counters["tokens_loaded"] == 28 + 16 + 36
-    )  # whole blocks, and where chunks fork whole chunks
+    )  # whole blocks, and whole chunks where prompts diverge
     assert faults(kvpipe) == {}
     settled(engine, kvpipe)
 
 
 def test_the_engines_own_cache_comes_first(world: World) -> None:
-    """What the engine holds is not loaded; what it had to give up is."""
+    """Blocks that the engine holds are not loaded, and blocks that the engine has given up are loaded."""
     engine, kvpipe = world.make(prefix_cache=True)
     engine.add("first", prompt(30))
     engine.run()
@@ -111,7 +111,7 @@ def test_the_engines_own_cache_comes_first(world: World) -> None:
 
 @pytest.mark.parametrize("load", ["sync", "async"])
 def test_preempted_requests_come_back(world: World, load: str) -> None:
-    """Blocks that run out while others save and load cost nobody an answer."""
+    """When blocks run out while other requests save and load, every request still gets its answer."""
     engine, kvpipe = world.make(blocks=14, load=load)
     rounds: list[Request] = []
     for turn in range(3):
@@ -127,7 +127,10 @@ def test_preempted_requests_come_back(world: World, load: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_restart_finds_the_disk(world: World, tmp_path: Path, ranks: int) -> None:
-    """Another engine with the same weights loads what this one has computed; one with others finds nothing."""
+    """Another engine with the same weights loads the KV that this engine has computed.
+
+    With other weights it finds nothing.
+    """
     tier = {"kind": "disk", "path": str(tmp_path), **PATIENT}
     keys: dict[str, Any] = {
         "tiers": [tier],
@@ -151,7 +154,7 @@ def test_a_restart_finds_the_disk(world: World, tmp_path: Path, ranks: int) -> N
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("load", ["sync", "async"])
 def test_failed_loads_are_computed(world: World, load: str, ranks: int) -> None:
-    """Every second load leaves garbage: its tokens are computed, and nothing that rests on garbage is kept."""
+    """Every second load fails. Its tokens are computed, and no KV that depends on a failed load is kept."""
 
     def fails(direction: Direction, second: bool, layer: int) -> bool:
         return direction is Direction.LOAD and second and layer == 1
@@ -169,8 +172,8 @@ def test_failed_loads_are_computed(world: World, load: str, ranks: int) -> None:
     settled(engine, kvpipe)
 
 
-def test_given_up_while_it_loads(world: World) -> None:
-    """Blocks that a load still writes to are nobody else's before it has ended."""
+def test_blocks_are_kept_until_the_load_of_an_aborted_request_has_ended(world: World) -> None:
+    """Until then the load still writes the blocks, so no other request may get them."""
     copiers: list[HeldEngine] = []
 
     def copier() -> HeldEngine:
@@ -196,7 +199,7 @@ def test_given_up_while_it_loads(world: World) -> None:
 
 
 def test_a_reset_forgets(world: World) -> None:
-    """Nothing that was saved before is found after."""
+    """After a reset, a lookup finds no KV that was saved before the reset."""
     engine, kvpipe = world.make()
     engine.add("first", prompt(30))
     engine.run()

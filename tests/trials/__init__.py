@@ -1,1 +1,1 @@
-"""The scheduler's core under vLLM's real scheduler, and in replays of recorded requests."""
+"""Tests of the scheduler side under vLLM's real scheduler, and in replays of recorded requests."""

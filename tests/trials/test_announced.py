@@ -1,7 +1,8 @@
-"""Requests that were announced find their chunks in memory: in trials of vLLM's real scheduler, in virtual time."""
+"""Chunks of announced requests are in memory in time, in trials of vLLM's real scheduler and in virtual time."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,9 +14,9 @@ import pytest
 from kvpipe.cache.tenants import ANYBODY, Tenant
 from kvpipe.connectors.vllm.trial.hints import HINTS
 from kvpipe.connectors.vllm.trial.shapes import SHAPES, Shape
-from kvpipe.scheduler import announced as a
-from kvpipe.scheduler.announced import Announcement, Announcements
-from kvpipe.scheduler.prefetch import KnownPrompt
+from kvpipe.features import announced as a
+from kvpipe.features.announced import Announcement, Announcements, KnownPrompt
+from kvpipe.scheduler.stages import AheadStage
 from kvpipe.trace import events as e
 from kvpipe.trace.log import Counters
 from tests.trials.test_fetches import ADD, SHAPE, Played, in_play
@@ -28,10 +29,10 @@ PAUSE_S = 2000
 
 
 class Clock:
-    """The catalog's, which stands still."""
+    """A catalog's clock that does not advance."""
 
     def __init__(self, played: Played) -> None:
-        """It is late already."""
+        """Start at a late time."""
         self.now_s = 5000.0
         catalog: Any = played.trial.side.catalog
         catalog._clock = lambda: self.now_s
@@ -39,7 +40,7 @@ class Clock:
 
 @contextmanager
 def announcing(shape: Shape = ROOMY, pause_s: int = PAUSE_S) -> Iterator[tuple[Played, Clock]]:
-    """Yield a trial in which the prompt was announced to come back, and memory has forgotten it."""
+    """Yield a trial in which the prompt's next request is announced, and memory has dropped the prompt."""
     with in_play(shape) as played:
         clock = Clock(played)
         played.do(("hint", RESUME, pause_s), ADD, ("drain",))
@@ -49,19 +50,19 @@ def announcing(shape: Shape = ROOMY, pause_s: int = PAUSE_S) -> Iterator[tuple[P
 
 
 def steps(played: Played) -> None:
-    """Let another request keep the engine stepping for a while."""
+    """Let another request make the engine step for a while."""
     played.do(OTHER, *STEPS, ("drain",))
 
 
 def over(played: Played, why: str) -> int:
-    """Return how many announcements are over for a reason."""
+    """Return the number of announcements that have ended for a reason."""
     return played.trial.side.counters.totals().get(f"resumes_over.{why}", 0)
 
 
 @pytest.mark.parametrize("name", ["tier", "two-tiers", "async-scheduler-tier", "tier-hybrid", "pipeline-2"])
 @pytest.mark.parametrize("policy", ["lru", "s3fifo", "sessions"])
 def test_what_was_announced_is_in_memory_before_it_comes(name: str, policy: str) -> None:
-    """The request that comes then waits for no tier; before that it was not fetched, nor when its time had not come."""
+    """The announced request waits for no tier. Nothing is fetched before the announced time is near."""
     with announcing(SHAPES[name]._replace(pool_slots=32, hints=True, policy=policy)) as (played, clock):
         counters = played.trial.side.counters
         clock.now_s += PAUSE_S * a.TURNS[0] - 1
@@ -72,23 +73,23 @@ def test_what_was_announced_is_in_memory_before_it_comes(name: str, policy: str)
         brought = counters["chunks_prefetched"]
         assert brought > 0
         assert not played.staging.owners
-        before, lookups = dict(played.trial.side.report.hit_tokens), counters["tier_lookup"]
+        before, lookups = dict(played.trial.side.tracer.hit_tokens), counters["tier_lookup"]
         after = played.run()
         assert after["memory"] - before["memory"] >= 128
         assert all(after.get(tier, 0) == before.get(tier, 0) for tier in played.staging.names)
-        assert counters["tier_lookup"] <= lookups + 1  # of what it ends in, at most
+        assert counters["tier_lookup"] <= lookups + 1  # at most for the chunk in which the prompt ends
         assert counters["prefetch_used"] == brought
         assert over(played, "came") == 1
         assert not played.trial.side.prefetching.announced.prompts
 
 
 @pytest.mark.parametrize("policy", ["lru", "sessions"])
-def test_with_quotas_it_takes_what_its_own_quota_has_for_it(policy: str) -> None:
-    """As much as that has room for, whatever became of others' announcements; it is of use."""
+def test_announced_chunks_use_the_room_of_their_own_quota(policy: str) -> None:
+    """Announced chunks of another quota were never used, so that quota has little room. This changes nothing here."""
     with announcing(ROOMY._replace(quotas=True, policy=policy)) as (played, clock):
         side: Any = played.trial.side
         counters, named = side.counters, side.catalog.tenants.named
-        side.catalog.ahead.part(named("2", None))._wasted = 100.0
+        side.catalog.ahead.of_account(named("2", None))._wasted = 100.0
         clock.now_s += PAUSE_S
         steps(played)
         brought = counters["chunks_prefetched"]
@@ -100,8 +101,8 @@ def test_with_quotas_it_takes_what_its_own_quota_has_for_it(policy: str) -> None
         assert over(played, "came") == 1
 
 
-def test_who_comes_earlier_brings_its_own() -> None:
-    """And nothing is brought any more when it was announced for."""
+def test_nothing_is_fetched_at_the_announced_time_when_the_request_has_come() -> None:
+    """If the announced request arrives early, nothing is fetched at the announced time."""
     with announcing() as (played, clock):
         played.run()
         assert over(played, "early") == 1
@@ -113,12 +114,13 @@ def test_who_comes_earlier_brings_its_own() -> None:
         assert played.trial.side.counters["chunks_fetched"] == fetched
 
 
-def test_who_comes_while_it_is_brought() -> None:
-    """Each chunk is fetched once, and what was brought ahead does not hold any room."""
+def test_each_chunk_is_fetched_once_when_the_request_comes_during_the_prefetch() -> None:
+    """If the announced request arrives during the prefetch, each chunk is fetched once, and no room stays reserved."""
     with announcing() as (played, clock):
         clock.now_s += PAUSE_S
         played.do(("hold", True), OTHER, *STEPS * 2)
         (ahead,) = (stage for stage in played.staging._stages if stage.ahead)
+        assert isinstance(ahead, AheadStage)
         assert ahead.announced
         played.do(ADD, ("schedule",))
         assert ahead not in played.staging._stages
@@ -131,7 +133,7 @@ def test_who_comes_while_it_is_brought() -> None:
 
 
 def test_what_memory_loses_again_is_brought_again() -> None:
-    """In the prompt's next turn, and after its last one not any more."""
+    """Chunks that are evicted after the fetch are fetched again in the prompt's next turn, until its last turn."""
     with announcing() as (played, clock):
         counters, begin_s, brought = played.trial.side.counters, clock.now_s, 0
         for share in a.TURNS:
@@ -148,8 +150,11 @@ def test_what_memory_loses_again_is_brought_again() -> None:
         assert counters["chunks_prefetched"] == brought
 
 
-def test_what_is_left_goes_behind_what_is_evicted_first() -> None:
-    """A policy that takes no hints does not know that it is needed soon."""
+def test_announced_chunks_are_evicted_last_without_hints() -> None:
+    """A policy without hints does not know that the announced chunks in memory are needed soon.
+
+    So kvpipe makes them the most recently used.
+    """
     with in_play(ROOMY) as played:
         clock, catalog = Clock(played), played.trial.side.catalog
         played.do(("hint", RESUME, PAUSE_S), ADD, ("drain",))
@@ -166,7 +171,7 @@ def test_what_is_left_goes_behind_what_is_evicted_first() -> None:
 
 @pytest.mark.parametrize("how", ["reset", "weights"])
 def test_a_reset_forgets_what_was_announced(how: str) -> None:
-    """Nothing of before it is found again, in tiers neither."""
+    """No chunk from before the reset is found, in tiers neither."""
     with announcing() as (played, clock):
         played.do(("reset", True, False) if how == "reset" else ("weights", 1))
         steps(played)
@@ -176,8 +181,8 @@ def test_a_reset_forgets_what_was_announced(how: str) -> None:
         assert played.trial.side.counters["chunks_prefetched"] == 0
 
 
-def test_while_nothing_is_loaded_nobody_has_a_turn() -> None:
-    """And the engine is not kept busy; afterwards turns go on."""
+def test_announced_prompts_have_no_turns_while_loads_are_off() -> None:
+    """While loads are switched off, announcements do not make the engine step. Afterwards the turns continue."""
     with announcing() as (played, clock):
         side: Any = played.trial.side
         clock.now_s += PAUSE_S
@@ -191,8 +196,11 @@ def test_while_nothing_is_loaded_nobody_has_a_turn() -> None:
         assert side.counters["chunks_prefetched"] > 0
 
 
-def test_an_engine_that_has_nothing_to_do_brings_at_once_what_comes_soon() -> None:
-    """It makes no steps until a request comes: it makes those that it takes before it stops, and no more."""
+def test_engine_that_becomes_idle_fetches_prompts_that_are_announced_for_soon() -> None:
+    """An idle engine makes no steps until a request arrives.
+
+    So it fetches these prompts before it stops making steps.
+    """
     with announcing(pause_s=int(a.IDLE_S)) as (played, _):
         side = played.trial.side
         side.prefetching.announced.clear()
@@ -210,8 +218,8 @@ def test_an_engine_that_has_nothing_to_do_brings_at_once_what_comes_soon() -> No
         assert one.turns == 0
 
 
-def test_nobody_waits_for_what_is_brought() -> None:
-    """A request that comes meanwhile is scheduled in the same pass, whatever the tier does."""
+def test_request_does_not_wait_for_an_announced_prefetch() -> None:
+    """A request that comes during the prefetch is scheduled in the same pass, even if the tier does not answer."""
     with announcing() as (played, clock):
         clock.now_s += PAUSE_S
         played.do(("hold", True), OTHER, *STEPS * 2, ("add", 3, 20, 0, 3, 0, 0), ("schedule",))
@@ -221,11 +229,11 @@ def test_nobody_waits_for_what_is_brought() -> None:
         assert played.trial.side.counters["chunks_prefetched"] > 0
 
 
-def test_operators_go_first() -> None:
-    """What they warm waits for no announced prompt that has not begun."""
+def test_prompts_of_operators_are_fetched_before_announced_prompts() -> None:
+    """A prompt that an operator warms is fetched before announced prompts whose fetch has not begun."""
     with announcing() as (played, clock):
         side = played.trial.side
-        prefetch = side.prefetching.begin(KnownPrompt((), 0))
+        prefetch = side.prefetching.queue(KnownPrompt((), 0))
         clock.now_s += PAUSE_S
         played.do(OTHER, ("schedule",))
         assert prefetch.over
@@ -234,11 +242,14 @@ def test_operators_go_first() -> None:
         assert side.counters["chunks_prefetched"] > 0
 
 
-def test_no_more_of_the_pool_is_taken_than_what_is_announced_has_earned() -> None:
-    """The head of the prompt comes first, as it is of use without the rest."""
+def test_announced_chunks_take_no_more_than_their_room() -> None:
+    """The room suffices for the first chunks of the prompt.
+
+    They are fetched first, because they are useful without the others.
+    """
     with announcing(ROOMY._replace(pool_slots=12)) as (played, clock):
         side = played.trial.side
-        part: Any = side.catalog.ahead.part(ANYBODY)
+        part: Any = side.catalog.ahead.of_account(ANYBODY)
         part._used, part._wasted = 0.0, 100.0
         assert side.catalog.room_ahead(ANYBODY) == 1
         clock.now_s += PAUSE_S
@@ -251,7 +262,7 @@ def test_no_more_of_the_pool_is_taken_than_what_is_announced_has_earned() -> Non
 
 
 def test_an_engine_without_hints_remembers_and_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It looks at an empty dict, and that is all."""
+    """An engine without hints only reads an empty dict at each request."""
 
     def called(*_: object, **__: object) -> None:
         raise AssertionError
@@ -264,7 +275,10 @@ def test_an_engine_without_hints_remembers_and_asks_nothing(monkeypatch: pytest.
 
 
 def test_what_a_policy_without_hints_ignores() -> None:
-    """All but resumes, where there are tiers to fetch from; else all, unread."""
+    """With tiers, `kv.resume` is used to fetch the prompt, and other hints are ignored.
+
+    Without tiers, all hints are ignored.
+    """
     with announcing() as (played, _):
         for which in (RETAIN, DEMOTE):
             played.do(("hint", which, 7), ADD, ("drain",))
@@ -280,7 +294,7 @@ def test_what_a_policy_without_hints_ignores() -> None:
 
 
 def test_a_request_that_came_to_nothing_is_no_announcement_of_more() -> None:
-    """Aborted, or shorter than a block: nothing is fetched that is not there, and nothing breaks."""
+    """An announcement by an aborted request, or by a request shorter than a block, causes no fetch and no error."""
     with in_play(ROOMY) as played:
         clock = Clock(played)
         played.do(("hint", RESUME, 9), ("add", 2, 5, 0, 3, 0, 0), ("drain",))
@@ -292,13 +306,12 @@ def test_a_request_that_came_to_nothing_is_no_announcement_of_more() -> None:
 
 
 def test_the_trace_shows_what_was_brought() -> None:
-    """In the name of the request that was announced, with how early it was."""
+    """The trace has the prefetch under the announced request's name, and the time until the announced time."""
     with announcing() as (played, clock):
         put: list[e.Event] = []
         side: Any = played.trial.side
-        side.prefetching._trace = SimpleNamespace(
-            lifecycle=True, of=lambda request, _: (0, -1, request, 0, 1), put=put.append
-        )
+        trace = SimpleNamespace(lifecycle=True, of=lambda request, _: (0, -1, request, 0, 1), put=put.append)
+        side.prefetching._context = dataclasses.replace(side.context, trace=trace)
         clock.now_s += PAUSE_S - 50
         steps(played)
         (event,) = put
@@ -308,19 +321,19 @@ def test_the_trace_shows_what_was_brought() -> None:
         assert event.request.startswith("r")
 
 
-# ---- what is remembered ---------------------------------------------------------------------------------------------
+# ---- remembered announcements ---------------------------------------------------------------------------------------
 
 
 def remembered(
     name: str, pause_s: float, hashes: int = 4, now_s: float = 0.0, tenant: Tenant = ANYBODY
 ) -> Announcement:
-    """Return an announcement of a prompt of its own."""
+    """Return an announcement of a new prompt."""
     keys = [f"{name}/{at}".encode() for at in range(hashes)]
     return Announcement(KnownPrompt(keys, 16 * hashes), name, None, hashes - 2, now_s, pause_s, tenant)
 
 
-def test_the_one_that_comes_last_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there are more than can be remembered, prompts or hashes."""
+def test_prompt_with_the_latest_announced_time_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of remembered prompts and of hashes is limited."""
     monkeypatch.setattr(a, "ANNOUNCED_MAX", 3)
     counters = Counters()
     all_ = Announcements(counters, hashes_max=20)
@@ -336,7 +349,7 @@ def test_the_one_that_comes_last_is_forgotten_first(monkeypatch: pytest.MonkeyPa
 
 
 def test_one_prompt_is_remembered_once() -> None:
-    """What was announced of it last counts."""
+    """A second announcement of a prompt replaces the first announcement."""
     counters = Counters()
     all_ = Announcements(counters)
     all_.add(remembered("a", 30))
@@ -346,8 +359,8 @@ def test_one_prompt_is_remembered_once() -> None:
     assert counters.totals()["resumes_over.replaced"] == 1
 
 
-def test_who_comes_first_has_its_turn_first_and_who_is_late_last() -> None:
-    """Of those whose turn is due."""
+def test_announced_prompts_have_their_turns_in_the_order_of_their_times() -> None:
+    """Among due announcements, the earliest time is first. Announcements whose time has passed come last."""
     all_ = Announcements(Counters())
     for name, pause_s in (("late", 50), ("soon", 110), ("then", 111), ("long", 1000)):
         all_.add(remembered(name, pause_s))
@@ -360,7 +373,7 @@ def test_who_comes_first_has_its_turn_first_and_who_is_late_last() -> None:
 
 @pytest.mark.parametrize("pause_s", [0.0, 1.0, 10.0, 1000.0])
 def test_turns(pause_s: float) -> None:
-    """So many, some time apart, the first one early enough; then it is forgotten."""
+    """An announcement has `turns` turns at intervals, the first before the announced time. Then it is forgotten."""
     all_ = Announcements(Counters())
     all_.add(remembered("a", pause_s, now_s=7.0))
     turns, now_s = list[float](), 7.0
@@ -375,8 +388,8 @@ def test_turns(pause_s: float) -> None:
     assert turns[-1] <= max(pause_s * a.TURNS[-1], a.BETWEEN_S_MIN * len(turns)) + 0.25
 
 
-def test_only_who_begins_with_all_of_the_prompt_has_come() -> None:
-    """Others may share its beginning."""
+def test_announced_request_has_come_when_a_request_begins_with_the_whole_prompt() -> None:
+    """A request that begins with only a part of the announced prompt is not the announced request."""
     all_ = Announcements(Counters())
     one = remembered("a", 30)
     all_.add(one)

@@ -1,4 +1,4 @@
-"""Tenants that announce prompts take no places and no turns from each other."""
+"""A tenant that announces prompts does not take places or turns from another tenant."""
 
 from __future__ import annotations
 
@@ -8,26 +8,29 @@ from collections.abc import Iterable
 import pytest
 
 from kvpipe.cache.tenants import Tenant
-from kvpipe.scheduler import announced as a
-from kvpipe.scheduler.announced import Announcement, Announcements
+from kvpipe.features import announced as a
+from kvpipe.features.announced import Announcement, Announcements
 from kvpipe.trace.log import Counters
 from tests.trials.test_announced import PAUSE_S, RESUME, ROOMY, Clock, over, remembered, steps
 from tests.trials.test_fetches import Played, in_play
 
 
 def announce(played: Played, salt: int, documents: Iterable[int], pause_s: int) -> None:
-    """Let one short request of each document end with a resume hint, under a salt."""
+    """For each document, run one short request with `cache_salt` `salt`.
+
+    The request ends with a resume hint for `pause_s` seconds later.
+    """
     for document in documents:
         played.do(("hint", RESUME, pause_s), ("add", document, 40, 0, 3, salt, 0), ("drain",))
 
 
 def announced_by(played: Played) -> Counter[str]:
-    """Return how many prompts are announced, by salt."""
+    """Return the number of announced prompts by salt."""
     return Counter(one.asked.cache_salt for one in played.trial.side.prefetching.announced.prompts.values())
 
 
 def test_announcements_of_a_salt_stay_when_another_salt_announces_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The salt that has announced most gives up its own prompts, though its prompts are to come sooner."""
+    """The salt with the most announcements loses some of its own, even if they have the earliest times."""
     monkeypatch.setattr(a, "ANNOUNCED_MAX", 3)
     with in_play(ROOMY) as played:
         announce(played, 1, [0], PAUSE_S)
@@ -37,7 +40,7 @@ def test_announcements_of_a_salt_stay_when_another_salt_announces_many(monkeypat
 
 
 def test_prompts_of_salts_are_fetched_in_turn_when_one_salt_announces_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A salt waits for one prompt of each other salt, however many of theirs are to come sooner than its own."""
+    """A salt waits for one prompt of each other salt, even if many prompts of others have earlier announced times."""
     with in_play(ROOMY) as played:
         clock = Clock(played)
         announce(played, 2, [1, 2, 3], PAUSE_S)
@@ -61,7 +64,7 @@ def test_prompts_of_salts_are_fetched_in_turn_when_one_salt_announces_many(monke
 def test_a_salt_with_a_quota_keeps_its_announcements_when_a_client_invents_salts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The salts without a quota share one quota, which has most."""
+    """The salts without a quota share one quota, which has the most announcements."""
     monkeypatch.setattr(a, "ANNOUNCED_MAX", 4)
     all_ = Announcements(Counters(), account=lambda tenant: tenant.salt == "alice")
     for name, salt in (("a", "alice"), ("b", "alice"), ("c", "x1"), ("d", "x2"), ("e", "x3"), ("f", "x4")):

@@ -1,4 +1,7 @@
-"""A consumer's prompt may come before it is stored. The consumer then waits as long as computing would take."""
+"""A consumer's prompt may arrive before its chunks are stored.
+
+The consumer waits for at most the time to compute them.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,16 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvpipe.cache import miss_reasons
 from kvpipe.connectors.vllm.trial.shapes import SHAPES
 from kvpipe.connectors.vllm.trial.trial import Trial
 from kvpipe.scheduler.patience import AWAIT_S, Patience
 from kvpipe.testing.waiting import eventually
+from kvpipe.trace import miss_reasons
 
 
 @contextmanager
 def _consumer(name: str) -> Iterator[tuple[Trial, Callable[[], None]]]:
-    """Yield a consumer whose tier is empty, and what stores there all that the producer has computed."""
+    """Yield a consumer whose tier is empty, and a function that stores everything that the producer has computed."""
     trial = Trial(SHAPES[name], 2)
     tier = trial.tiers[0]
     tier.values, kept = {}, dict(tier.values)
@@ -29,7 +32,10 @@ def _consumer(name: str) -> Iterator[tuple[Trial, Callable[[], None]]]:
 
 
 def _asks(trial: Trial, times: int) -> bool:
-    """Step until the tiers were asked so many times more, or the prompt is over. Return whether they were."""
+    """Step until tiers were asked `times` more times, or the prompt has ended.
+
+    Return whether they were asked as often.
+    """
 
     def step() -> bool:
         trial.do(("step", 0))
@@ -40,30 +46,30 @@ def _asks(trial: Trial, times: int) -> bool:
 
 @pytest.mark.parametrize("name", ["consumer", "async-scheduler-consumer"])
 def test_consumer_waits_for_what_the_producer_stores(name: str) -> None:
-    """The prompt comes first, and is hit as soon as it is stored: nothing is computed twice."""
+    """The prompt arrives first and hits as soon as it is stored, so nothing is computed twice."""
     with _consumer(name) as (trial, store):
         trial.do(("add", 0, -1, 0, 1, 0, 0))
         assert _asks(trial, 3)
-        assert not trial.side.report.misses
+        assert not trial.side.tracer.misses
         store()
         trial.do(("drain",))
-        assert sum(trial.side.report.hit_tokens.values()) > 0
+        assert sum(trial.side.tracer.hit_tokens.values()) > 0
         assert not trial.violations
 
 
 def test_consumer_computes_when_nothing_is_stored_in_time() -> None:
-    """It has waited long enough: the producer may be gone."""
+    """After the wait the consumer computes the prompt, because the producer may be gone."""
     with _consumer("consumer") as (trial, _):
         trial.do(("add", 0, -1, 0, 1, 0, 0))
         assert _asks(trial, 2)
         trial.do(("late",))
         trial.do(("drain",))
-        assert set(trial.side.report.misses) == {miss_reasons.NOT_SAVED}
+        assert set(trial.side.tracer.misses) == {miss_reasons.NOT_SAVED}
         assert not trial.violations
 
 
 def test_engine_that_stores_waits_for_no_producer() -> None:
-    """Its prompts are new, as a rule."""
+    """An engine that stores chunks usually computes its prompts itself, so a missing chunk is not on its way."""
     with _consumer("tier") as (trial, _):
         trial.do(("add", 0, -1, 0, 1, 0, 0))
         trial.do(("drain",))
@@ -80,7 +86,10 @@ def test_engine_that_stores_waits_for_no_producer() -> None:
     ],
 )
 def test_wait_is_as_long_as_computing_takes(s_per_token: float, tokens: int, whole: bool, wait_s: float) -> None:
-    """At least as long as a disk's listing may be old, where a whole chunk is lacking. No pace: `lookup_ms_max`."""
+    """If a whole chunk is missing, the wait is at least as long as a disk's listing may be old.
+
+    If the pace is unknown, the wait is `lookup_ms_max`.
+    """
     patience = Patience(64.0, 2000, 0)
     patience.pace.s_per_token = s_per_token
     assert patience.await_s_max(tokens, whole=whole) == pytest.approx(wait_s)

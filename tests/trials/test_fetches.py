@@ -1,16 +1,17 @@
-"""The scheduler side of tiers, in trials of vLLM's real scheduler: who waits, how long, what is leased meanwhile."""
+"""The scheduler side of tiers in trials of vLLM's real scheduler: which requests wait, how long, and their leases."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvpipe.cache.policy import Sessions
 from kvpipe.cache.policy.guard import RescuedPolicy
-from kvpipe.connectors.vllm import connector
+from kvpipe.connectors.vllm import scheduler_role
 from kvpipe.connectors.vllm.trial.invariants import Watched
 from kvpipe.connectors.vllm.trial.shapes import SHAPES, Shape
 from kvpipe.connectors.vllm.trial.trial import Trial
@@ -23,54 +24,54 @@ from kvpipe.tiers.base import Key
 
 SHAPE = SHAPES["tier"]._replace(pool_slots=12)
 ADD = ("add", 0, 199, 0, 3, 0, 0)
-"""A request for the whole of document 0: 200 tokens, that is one whole chunk, two blocks of another, and 8 tokens."""
+"""A request for the whole of document 0: its 200 tokens are a chunk, two blocks of a second chunk, and 8 tokens."""
 
 
 class Played:
-    """A trial in which every request is the same prompt, unless given otherwise."""
+    """A trial in which every request has the same prompt, unless a test gives another prompt."""
 
     def __init__(self, trial: Trial) -> None:
-        """Run the prompt once, so that the tiers hold it; then memory forgets everything."""
+        """Run the prompt once, so that the tiers hold it, and then empty the memory."""
         self.trial, self.watched = trial, Watched(trial)
         self.run()
         self.forget()
 
     @property
     def staging(self) -> Staging:
-        """What is on trial."""
+        """Return the trial's staging."""
         assert self.trial.side.staging is not None
         return self.trial.side.staging
 
     def do(self, *moves: tuple[object, ...]) -> None:
-        """Make moves; nothing may break."""
+        """Make moves, and check that no invariant breaks."""
         for move in moves:
             self.trial.do(move)
             assert not self.watched.broken
 
     def run(self) -> dict[str, int]:
-        """Run one request to its end; return how many tokens of all hits so far came from where."""
+        """Run one request to its end. Return the number of hit tokens so far, by origin."""
         self.do(ADD, ("drain",))
         self.watched.after_drain()
         assert not self.watched.broken
-        return dict(self.trial.side.report.hit_tokens)
+        return dict(self.trial.side.tracer.hit_tokens)
 
     def forget(self) -> None:
-        """Take everything from memory, and from vLLM's own cache."""
+        """Empty kvpipe's memory and vLLM's own cache."""
         self.trial.side.catalog.reset()
         assert self.trial.scheduler.reset_prefix_cache()
         side = self.trial.side
-        side.weighed(dict.fromkeys(range(len(self.trial.ranks)), (side.weights.ask(), self.trial.weights)))
+        side.weighed(dict.fromkeys(range(len(self.trial.ranks)), (side.weights.next_question(), self.trial.weights)))
 
     @property
     def waiting(self) -> list[str]:
-        """The states of the stages of live requests."""
+        """The states of the stages that belong to live requests."""
         stages = [tracked.stage for tracked in self.trial.side.requests.tracked.values()]
         return [stage.state.name for stage in stages if stage is not None]
 
 
 @contextmanager
 def in_play(shape: Shape = SHAPE) -> Iterator[Played]:
-    """Yield a trial of `shape` whose tiers hold document 0, and whose memory holds nothing."""
+    """Yield a trial of `shape` whose tiers hold document 0 and whose memory is empty."""
     trial = Trial(shape, 2)
     for i in range(4):
         trial.documents[i] = [1 + (7 * i + j) % 50 for j in range(200)]
@@ -82,7 +83,7 @@ def in_play(shape: Shape = SHAPE) -> Iterator[Played]:
 
 @pytest.mark.parametrize("name", ["tier", "two-tiers", "async-scheduler-tier", "tier-hybrid"])
 def test_what_memory_forgot_comes_from_the_tier(name: str) -> None:
-    """A prompt that memory does not hold any more is brought back, and counted where it came from."""
+    """A prompt that memory does not hold any more is fetched, and its tokens are counted as hits of the tier."""
     with in_play(SHAPES[name]._replace(pool_slots=24)) as played:
         before = played.run()
         assert before.pop("dict-0") >= 128
@@ -90,7 +91,7 @@ def test_what_memory_forgot_comes_from_the_tier(name: str) -> None:
 
 
 def test_where_all_have_windows_what_is_fetched_has_a_beginning() -> None:
-    """Nothing before a window is fetched; what is fetched is not taken for the rest of something that was lost."""
+    """Nothing before the window is fetched. The policy treats the fetched chunks as the beginning of a chain."""
     with in_play(SHAPES["window"]._replace(tiers=1, pool_slots=24, policy="sessions")) as played:
         played.trial.documents[0] = [1 + j % 50 for j in range(250)]
         long = ("add", 0, 249, 0, 3, 0, 0)
@@ -105,7 +106,7 @@ def test_where_all_have_windows_what_is_fetched_has_a_beginning() -> None:
 
 
 def test_nobody_waits_where_tiers_have_nothing() -> None:
-    """A request for which tiers have nothing waits one lookup, and no more."""
+    """A request for which tiers have nothing waits only for the lookup."""
     with in_play() as played:
         played.trial.tiers[0].values.clear()
         played.do(ADD, ("schedule",))
@@ -116,7 +117,7 @@ def test_nobody_waits_where_tiers_have_nothing() -> None:
 
 
 def test_a_short_rest_is_not_asked_for() -> None:
-    """Less than a chunk beyond what memory holds is computed, without a lookup."""
+    """If less than a chunk is missing in memory, it is computed without a lookup."""
     with in_play() as played:
         played.run()
         lookups = played.trial.side.counters["tier_lookup"]
@@ -125,7 +126,7 @@ def test_a_short_rest_is_not_asked_for() -> None:
 
 
 def test_requests_share_a_fetch() -> None:
-    """Two requests for one prompt wait for one fetch of each chunk."""
+    """Two requests for one prompt wait for the same fetch of each chunk."""
     with in_play() as played:
         played.do(("hold", True), ADD, ADD, ("schedule",), ("update",), ("hold", False))
         played.do(("schedule",), ("update",), ("schedule",), ("drain",))
@@ -134,12 +135,12 @@ def test_requests_share_a_fetch() -> None:
 
 
 def _chunks(names: Iterable[str]) -> set[str]:
-    """Return the names of chunks, without those of first hashes."""
+    """Return the names of chunks, without the names of first hashes."""
     return {name for name in names if Key.parse(name).chunk != first_hash.NAME}
 
 
 def test_a_tier_that_lists_is_notified_of_what_was_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tier that answers from a listing is notified of every chunk that every rank has stored, and of no other."""
+    """A tier that answers from a listing is notified of exactly the chunks that every rank has stored."""
     reported: list[str] = []
 
     def stored(_: HeldTier, keys: Sequence[Key]) -> None:
@@ -159,7 +160,7 @@ def test_a_tier_that_lists_is_notified_of_what_was_stored(monkeypatch: pytest.Mo
 
 
 def test_shares_of_a_pool_that_turns_out_smaller() -> None:
-    """What waiting requests and stores may hold is a share of what every rank has, which ranks report late."""
+    """Waiting requests and stores may use shares of the slots of every rank. Ranks report fewer slots, and late."""
     with in_play() as played:
         played.trial.side.catalog.reset()
         before, stores = played.staging._held_max, played.staging.stores._max
@@ -170,7 +171,7 @@ def test_shares_of_a_pool_that_turns_out_smaller() -> None:
 
 @pytest.mark.parametrize("when", [m.ASKING, m.FETCHING])
 def test_lookup_ms_max(when: str) -> None:
-    """Whoever has waited for `lookup_ms_max` goes on with what memory holds; what comes later is there for others."""
+    """At `lookup_ms_max` a waiting request uses the hit in memory. Chunks that arrive later serve other requests."""
     with in_play() as played:
         if when == m.ASKING:
             played.do(("hold", True))
@@ -183,14 +184,14 @@ def test_lookup_ms_max(when: str) -> None:
         played.do(("late",), ("schedule",))
         assert played.waiting == []
         assert played.trial.side.counters["tier_lookup_late"] == 1
-        assert played.trial.side.report.misses["tier_late"] == 1
+        assert played.trial.side.tracer.misses["tier_late"] == 1
         played.do(("drain",))
 
 
 @pytest.mark.parametrize("move", [("abort", 0), ("reset", True, False)])
 @pytest.mark.parametrize("steps", range(6))
 def test_a_stage_ends_with_its_request(move: tuple[object, ...], steps: int) -> None:
-    """However far a stage is when its request is aborted, or the cache reset, its leases are returned."""
+    """The leases of a stage end in every state in which its request is aborted or the cache is reset."""
     with in_play() as played:
         played.do(ADD, *[("schedule",), ("update",)] * (steps // 2), *[("schedule",)] * (steps % 2), move, ("drain",))
         played.watched.after_drain()
@@ -201,18 +202,18 @@ def test_a_stage_ends_with_its_request(move: tuple[object, ...], steps: int) -> 
 
 @pytest.mark.parametrize("kind", ["forgets", "damages", "cuts", "down"])
 def test_a_chunk_that_is_lost_behind_the_lookup(kind: str) -> None:
-    """A chunk that was found and cannot be brought is computed; the reason is reported."""
+    """A chunk that was found but cannot be fetched is computed, and the reason is reported."""
     with in_play() as played:
         played.do(ADD, ("schedule",), ("update",), ("schedule",))
         played.trial.tiers[0].trouble = kind
         played.trial.excused |= {"tier_failed", "chunk_damaged"}
         played.do(("drain",))
-        assert played.trial.side.report.misses["tier_lost"] == 1
+        assert played.trial.side.tracer.misses["tier_lost"] == 1
         assert played.trial.side.counters["chunks_not_fetched"] > 0
 
 
 def test_a_tier_that_is_down() -> None:
-    """While no tier can be asked nobody waits, and the reason of misses shows it."""
+    """While no tier can be asked, no request waits, and the miss reason says so."""
     with in_play() as played:
         played.trial.excused |= {"tier_failed"}
         played.trial.tiers[0].trouble = "down"
@@ -223,11 +224,11 @@ def test_a_tier_that_is_down() -> None:
         lookups = played.trial.side.counters["tier_lookup"]
         played.run()
         assert played.trial.side.counters["tier_lookup"] == lookups
-        assert played.trial.side.report.misses["tier_down"] == 5
+        assert played.trial.side.tracer.misses["tier_down"] == 5
 
 
 def test_a_nearer_tier_gets_what_a_farther_one_had() -> None:
-    """What had to be brought from the second tier is stored in the first."""
+    """Chunks that were fetched from the second tier are stored in the first tier."""
     with in_play(SHAPES["two-tiers"]._replace(pool_slots=24)) as played:
         near, far = played.trial.tiers
         assert _chunks(near.values) == _chunks(far.values)
@@ -237,7 +238,7 @@ def test_a_nearer_tier_gets_what_a_farther_one_had() -> None:
 
 
 def test_waiting_requests_do_not_take_the_whole_pool() -> None:
-    """Fetches leave slots for those that run."""
+    """Fetches leave slots for running requests."""
     with in_play(SHAPE._replace(pool_slots=4)) as played:
         played.do(*[("add", i, 199, 0, 3, 0, 0) for i in range(4)], ("drain",))
         played.forget()
@@ -248,7 +249,7 @@ def test_waiting_requests_do_not_take_the_whole_pool() -> None:
 
 
 def test_what_a_request_ended_in_is_stored_too() -> None:
-    """The chunk that a request ends in is stored as far as it is filled, and found as such."""
+    """The last chunk of a request is stored although it is not full, and is found."""
     with in_play() as played:
         tier: HeldTier = played.trial.tiers[0]
         found = played.run()["dict-0"]
@@ -258,7 +259,7 @@ def test_what_a_request_ended_in_is_stored_too() -> None:
 
 
 def test_what_vllm_holds_itself_is_not_asked_for() -> None:
-    """A prompt that vLLM's own prefix cache holds waits for no tier, though kvpipe's memory has forgotten it."""
+    """A prompt in vLLM's own prefix cache waits for no tier, though kvpipe's memory has dropped it."""
     with in_play() as played:
         played.run()
         played.trial.side.catalog.reset()
@@ -268,7 +269,7 @@ def test_what_vllm_holds_itself_is_not_asked_for() -> None:
 
 
 def test_fetches_wait_for_lanes() -> None:
-    """No more is with the ranks than there are lanes for; what a request gives up is not fetched any more."""
+    """Ranks get at most as many orders as there are lanes. The waiting chunks of an aborted request are not fetched."""
     shape = SHAPE._replace(pool_slots=16, blocks=40)
     with in_play(shape) as played:
         played.staging._fetches_max, played.staging._again_s = [1], float("inf")
@@ -290,7 +291,7 @@ def test_fetches_wait_for_lanes() -> None:
 
 
 def test_a_plan_that_fails_loses_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When planning goes wrong half-way, what was ordered is sent, and the request goes on without the rest."""
+    """Planning raises in the middle. Planned orders are sent, and the request continues without the others."""
     with in_play() as played:
         played.trial.excused |= {"fetch_not_planned", "store_not_planned"}
         reserve = played.staging._reserve
@@ -313,7 +314,7 @@ def test_a_plan_that_fails_loses_no_order(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_rank_without_tiers() -> None:
-    """Orders that a rank cannot carry, as it has no tiers, are reported as failed: nobody waits for ever."""
+    """Orders for a rank without tiers are reported as failed, so that no request waits for ever."""
     with in_play(SHAPES["two-tiers"]._replace(pool_slots=24)) as played:
         worker = played.trial.ranks[1].connector.worker  # type: ignore[attr-defined]
         carrier, worker.carrier = worker.carrier, None
@@ -324,15 +325,15 @@ def test_a_rank_without_tiers() -> None:
 
 
 def test_tiers_on_some_ranks_only() -> None:
-    """Where not every rank has reported what its bytes depend on, tiers are not used."""
+    """Tiers are not used until every rank has reported what its bytes depend on."""
     trial = Trial(SHAPES["two-tiers"], 2)
     try:
         assert trial.side.staging is not None
         trial.side.staging.space.base = ""
         assert trial.kvpipe is not None
-        first = trial.kvpipe._met.pop(0)
-        trial.kvpipe._met.clear()
-        trial.kvpipe._meet(trial.side, [first])
+        first = trial.kvpipe.scheduler_role._met.pop(0)
+        trial.kvpipe.scheduler_role._met.clear()
+        trial.kvpipe.scheduler_role.meet([first])
         assert not trial.side.staging.space.name
         assert trial.kvpipe.counters["tiers_not_on_all_ranks"] == 1
     finally:
@@ -340,18 +341,18 @@ def test_tiers_on_some_ranks_only() -> None:
 
 
 def test_why_other_layouts_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is reported once, and counted for as long as it is so."""
+    """The reason that binds chunks to one layout is reported once. The gauge is 1 while the reason applies."""
     noted = list[dict[str, Any]]()
-    monkeypatch.setattr(connector, "info", lambda name, **fields: noted.append({"name": name, **fields}))
+    monkeypatch.setattr(scheduler_role, "info", lambda name, **fields: noted.append({"name": name, **fields}))
     trial = Trial(SHAPES["two-tiers"], 2)
     try:
         assert trial.kvpipe is not None
         assert [(one["name"], one["why"]) for one in noted] == [("tiers_of_one_layout", "caches")]
         assert totals(trial.side)["layout_bound"] == {"caches": 1.0}
-        met = list(trial.kvpipe._met.values())
+        met = list(trial.kvpipe.scheduler_role._met.values())
         for weights, bound in (("m", {"caches": 0.0, "weights": 1.0}), ("m=s", {"caches": 0.0, "weights": 0.0})):
             for _ in range(2):
-                trial.kvpipe._meet(trial.side, [one._replace(common="c", weights=weights) for one in met])
+                trial.kvpipe.scheduler_role.meet([one._replace(common="c", weights=weights) for one in met])
                 assert totals(trial.side)["layout_bound"] == bound
         assert [one["why"] for one in noted] == ["caches", "weights"]
     finally:
@@ -359,7 +360,7 @@ def test_why_other_layouts_share_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_producer_stores_chunks_of_adapters() -> None:
-    """Chunks of a LoRA adapter are stored though nobody has looked the adapter up before."""
+    """Chunks of a LoRA adapter are stored though no request has looked the adapter up before."""
     with in_play() as played:
         played.trial.side.switches.loads = False
         before = len(played.trial.tiers[0].values)
@@ -368,7 +369,7 @@ def test_a_producer_stores_chunks_of_adapters() -> None:
 
 
 def test_a_reset_before_the_weights_are_known() -> None:
-    """What was kept before a reset is not shared after it, also where the name becomes known only later."""
+    """Chunks from before a reset are not found after it, even if the weights were unknown at the reset."""
     with in_play() as played:
         played.trial.tiers[0].values, kept = dict(played.trial.tiers[0].values), played.trial.tiers[0].values
         space = played.staging.space
@@ -382,14 +383,17 @@ def test_a_reset_before_the_weights_are_known() -> None:
         assert played.trial.tiers[0].values.keys() > kept.keys()
 
 
-def test_what_waits_for_stores_that_are_never_reported_keeps_nobody_up() -> None:
-    """While as many stores are with the ranks as may be, offers wait for those, and not for the engine's next step."""
+def test_offers_keep_no_engine_busy_when_stores_are_never_reported() -> None:
+    """Ranks have as many stores as allowed, which never end. The engine makes no steps for the waiting offers."""
     with in_play() as played:
-        stores = played.staging.stores
-        kept, stores.under_way = stores.under_way, {}
-        stores._offers[0, "chunk", b"key"] = "offer"  # type: ignore[index, assignment]
+        stores, place = played.staging.stores, (0, "chunk", b"key")
+        (queue,) = stores._queues
+        assert not queue.under_way
+        stores._offers[place] = SimpleNamespace(waits=False)  # type: ignore[index, assignment]
+        queue.put(place, first=False)  # type: ignore[arg-type]
         assert bool(stores.pending)
-        stores.under_way = dict.fromkeys(range(stores._max), "owner")  # type: ignore[arg-type]
+        queue.under_way = dict.fromkeys(range(stores._max), "owner")  # type: ignore[arg-type]
         assert not bool(stores.pending)
+        queue.remove(place)  # type: ignore[arg-type]
         stores._offers.clear()
-        stores.under_way = kept
+        queue.under_way = {}

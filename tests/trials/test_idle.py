@@ -1,4 +1,4 @@
-"""Announced prompts neither keep an engine from stopping, nor memory for long, nor count as used before they come."""
+"""Announced prompts do not keep an engine busy, do not use memory for long, and do not count as used too early."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ from typing import Any
 
 import pytest
 
-from kvpipe.cache.hints import Action
-from kvpipe.scheduler import announced as a
-from kvpipe.scheduler.hints import Wish
+from kvpipe.cache.policy.hints import Action
+from kvpipe.features import announced as a
+from kvpipe.scheduler.wishes import Wish
 from kvpipe.trace.log import bounded
 from tests.trials.test_announced import PAUSE_S, STEPS, announcing, over, steps
 
 
 @pytest.mark.parametrize("begun", [True, False], ids=["begun", "due"])
 def test_an_engine_that_has_nothing_else_to_do_is_not_kept_from_stopping_for_long(*, begun: bool) -> None:
-    """It may be about to end, or to pause for new weights, whatever was announced and however slow tiers are."""
+    """The engine may be about to end, or to pause for new weights.
+
+    It stops although announcements wait or tiers are slow.
+    """
     with announcing() as (played, clock):
         side: Any = played.trial.side
         side.prefetching.idle_s_max = 0.0
@@ -33,8 +36,11 @@ def test_an_engine_that_has_nothing_else_to_do_is_not_kept_from_stopping_for_lon
         assert side.counters["chunks_prefetched"] > 0, "there are steps again"
 
 
-def test_who_has_not_come_has_used_nothing() -> None:
-    """In a later turn what was brought is there still: it is put behind what is evicted first, by nobody's use."""
+def test_fetched_chunks_do_not_count_as_used_before_their_request_comes() -> None:
+    """In a later turn of the prompt, the fetched chunks are found in memory.
+
+    This does not make them used or recently used.
+    """
     with announcing() as (played, clock):
         counters, begin_s = played.trial.side.counters, clock.now_s
         clock.now_s = begin_s + a.TURNS[0] * PAUSE_S + 1
@@ -49,8 +55,8 @@ def test_who_has_not_come_has_used_nothing() -> None:
         assert counters["prefetch_wasted"] == brought
 
 
-def test_what_a_client_sent_with_it_is_not_kept() -> None:
-    """However long its request's name is: 512 of them may be remembered for 30 days."""
+def test_announcement_keeps_only_a_part_of_a_long_name() -> None:
+    """512 announcements may be remembered for 30 days, so only a bounded part of a request's long name is kept."""
     with announcing() as (played, _):
         side: Any = played.trial.side
         (known,) = side.prefetching.announced.prompts.values()
@@ -59,7 +65,8 @@ def test_what_a_client_sent_with_it_is_not_kept() -> None:
             cache_salt=None, lora_request=None, mm_features=(), prompt_embeds=None, all_token_ids=[*range(199)],
             session_id=None,
         )  # fmt: skip
-        side.prefetching.announce(request, side.prefetching.prefixes, (Wish(Action.RESUME, PAUSE_S),))
+        wishes = (Wish(Action.RESUME, PAUSE_S),)
+        side.prefetching.finished(SimpleNamespace(request=request, wishes=wishes), {})
         (one,) = side.prefetching.announced.prompts.values()
         assert one is not known
         assert one.request_id == bounded(request.request_id)

@@ -1,4 +1,4 @@
-"""An engine that has nothing else to do stores for a limited time, whatever its tiers are like."""
+"""An engine without requests stores chunks only for a limited time, even if its tiers hang."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ LIMIT_S = 30
 
 
 class Clock:
-    """The stores', which stands still."""
+    """The stores' clock, which does not advance."""
 
     def __init__(self) -> None:
-        """It is late already."""
+        """Start at a late time."""
         self.now_s = 5000.0
 
 
 @contextmanager
 def storing(patch: pytest.MonkeyPatch) -> Iterator[tuple[Played, Storing, Clock]]:
-    """Yield a trial of which two chunks are to be stored, one at a time, in a tier that hangs; no request is left."""
+    """Yield a trial with two chunks to store, one at a time, in a tier that hangs. No request is left."""
     clock = Clock()
     patch.setattr(stores, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
-    patch.setattr(HeldTier, "exists", DictTier.exists)  # it hangs in writes alone
+    patch.setattr(HeldTier, "exists", DictTier.exists)  # only writes hang
     with in_play(SHAPE) as played:
         side: Any = played.trial.side
         one: Storing = side.staging.stores
@@ -41,13 +41,16 @@ def storing(patch: pytest.MonkeyPatch) -> Iterator[tuple[Played, Storing, Clock]
         played.trial.excused |= {"stores_too_slow"}
         played.do(("hold", True), ADD, *STEPS * 8)
         assert not played.trial.live
-        assert (len(one.under_way), len(one._offers)) == (1, 1)
+        assert (len(one.owners), len(one._offers)) == (1, 1)
         yield played, one, clock
         played.do(("hold", False), ("drain",))
 
 
 def test_a_slow_tier_does_not_keep_an_idle_engine_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the limit no further store begins; what is left is counted, with a reason, and stored with later steps."""
+    """After the time limit no further store begins.
+
+    The waiting chunks are counted with a reason, and stored in later steps.
+    """
     noted = list[dict[str, Any]]()
     with storing(monkeypatch) as (played, one, clock):
         side = played.trial.side
@@ -56,7 +59,7 @@ def test_a_slow_tier_does_not_keep_an_idle_engine_up(monkeypatch: pytest.MonkeyP
         assert not one.pending, "it waits for the one that is under way"
         clock.now_s += 1
         played.do(("hold", False), *STEPS)
-        assert (len(one.under_way), len(one._offers)) == (0, 1)
+        assert (len(one.owners), len(one._offers)) == (0, 1)
         assert not side.pending
         assert not side.pending
         assert side.counters["stores_put_off"] == 1
@@ -71,7 +74,10 @@ def test_a_slow_tier_does_not_keep_an_idle_engine_up(monkeypatch: pytest.MonkeyP
 
 
 def test_a_tier_that_hangs_does_not_keep_an_idle_engine_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long the limit is; and what waits behind it is counted, with a reason, and lost with the engine."""
+    """A store that hangs does not keep the engine busy.
+
+    Waiting offers are counted with a reason, and lost when the engine ends.
+    """
     noted = list[dict[str, Any]]()
     with storing(monkeypatch) as (played, one, _):
         side: Any = played.trial.side
@@ -89,7 +95,7 @@ def test_a_tier_that_hangs_does_not_keep_an_idle_engine_up(monkeypatch: pytest.M
 
 
 def test_each_idle_stretch_has_its_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that compute are none of it."""
+    """Steps that compute do not count towards the limit."""
     with storing(monkeypatch) as (played, one, clock):
         played.do(("add", 3, 60, 0, 3, 0, 0))
         clock.now_s += 2 * LIMIT_S
@@ -99,9 +105,9 @@ def test_each_idle_stretch_has_its_own_limit(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_offers_of_a_salt_stay_when_another_salt_offers_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The salt that has most offers loses its oldest one, whichever offer is the oldest of all."""
+    """The salt with the most offers loses the oldest of its offers, even if another salt has an older offer."""
     monkeypatch.setattr(stores, "OFFERS_MAX", 2)
-    monkeypatch.setattr(HeldTier, "exists", DictTier.exists)  # it hangs in writes alone
+    monkeypatch.setattr(HeldTier, "exists", DictTier.exists)  # only writes hang
     with in_play(SHAPE._replace(pool_slots=32)) as played:
         one = played.staging.stores
         one._in_flight_max = 1

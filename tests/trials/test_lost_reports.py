@@ -1,4 +1,4 @@
-"""One part of a call that raises keeps no other part from its work: what ranks report once is taken."""
+"""If one part of a call raises, the other parts still work, and reports that ranks send only once are processed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 
 from kvpipe.connectors.vllm.connector import KVPipeConnector
 from kvpipe.connectors.vllm.metadata import ReportMetadata
+from kvpipe.connectors.vllm.scheduler_role import SchedulerRole
 from kvpipe.connectors.vllm.trial.scheduler_world import SAVE, SYNC, SchedulerWorld
-from kvpipe.messages import Report, Tally
+from kvpipe.protocol.messages import Report, Tally
 from kvpipe.trace.log import Counters
 
 
@@ -19,17 +20,19 @@ def _boom(*_: object, **__: object) -> None:
 
 
 def _connector(world: SchedulerWorld) -> Any:
-    """Return the scheduler's side of a connector, without an engine's configuration."""
+    """Return a connector with this scheduler side, without an engine's configuration."""
     made: Any = object.__new__(KVPipeConnector)
-    made.scheduler, made.counters = world.side, Counters()
-    made._remedies = SimpleNamespace(encoded=SimpleNamespace(began=_boom))
+    role: Any = object.__new__(SchedulerRole)
+    role.scheduler, role.counters, role.recorder, role.writer = world.side, Counters(), None, None
+    role._remedies = SimpleNamespace(encoded=SimpleNamespace(began=_boom))
+    made._take_scheduler_role(role)
     return made
 
 
 def test_reports_of_a_step_are_taken_when_a_request_with_a_failed_load_is_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With the policy `fail` vLLM ends the request first, and passes on the invalid blocks afterwards."""
+    """With the policy `fail`, vLLM ends the request before it passes the invalid blocks to the connector."""
     world = SchedulerWorld(load="sync")
     reader, other = world.request("reader", 2), world.request("other", 3)
     world.admit(reader)
@@ -49,7 +52,7 @@ def test_reports_of_a_step_are_taken_when_a_request_with_a_failed_load_is_over(
 
 
 def test_reports_are_taken_when_invalid_blocks_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank reports a job once: if this call loses the report, the job is in flight for ever."""
+    """Each rank reports a job once. If this call lost the report, the job would count as running for ever."""
     world = SchedulerWorld()
     request = world.request("one", 2)
     world.admit(request)
@@ -63,14 +66,14 @@ def test_reports_are_taken_when_invalid_blocks_cannot_be(monkeypatch: pytest.Mon
 
 
 def test_each_failed_load_is_failed_when_another_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every request whose load has failed computes its tokens anew."""
+    """Every request whose load has failed computes its tokens."""
     world = SchedulerWorld(load="sync")
     world.publish(world.request("old", 4, shared=4))
     first, other = world.request("first", 6, shared=4), world.request("other", 6, shared=4)
     world.admit(first)
     world.admit(other)
     loads = [job for job in world.step(first, other) if job.kind == SYNC]
-    monkeypatch.setattr(world.side.jobs, "_load_failed", _boom)
+    monkeypatch.setattr(world.side.events, "load_failed", _boom)
     world.side.invalidated({block for load in loads for block in load.blocks()})
     assert world.side.counters["contained_error"] == len(loads) == 2
     assert {one.state.row for one in world.side.requests.tracked.values()} == {"RECOMPUTING"}
@@ -78,12 +81,12 @@ def test_each_failed_load_is_failed_when_another_raises(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("part", ["weighed", "ranks_read", "slots_ready", "adapters"])
 def test_a_report_is_taken_when_one_part_raises(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other parts are taken: tallies, rates, slots, adapters. Ranks report none of them again."""
+    """All other parts of the report are processed: tallies, rates, slots, adapters. Ranks do not report them again."""
     world = SchedulerWorld()
     request, side, taken = world.request("one", 2), world.side, list[str]()
     world.admit(request)
     (save,) = world.step(request)
-    side.staging = SimpleNamespace(stores=SimpleNamespace(landed=lambda *_: None))  # type: ignore[assignment]
+    side.staging = SimpleNamespace(stores=SimpleNamespace(landed=lambda *_: None), tier_blocks=None)  # type: ignore[assignment]
     owners = {"weighed": side, "ranks_read": side.staging, "slots_ready": side, "adapters": side.adapters}
     for name, owner in owners.items():
         method = "reported" if name == "adapters" else name
@@ -103,7 +106,7 @@ def test_a_report_is_taken_when_one_part_raises(part: str, monkeypatch: pytest.M
 def test_the_loads_of_a_step_are_sent_when_another_part_of_its_plan_raises(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """VLLM counts on the loads: without them, attention would read what the blocks held before."""
+    """VLLM relies on the loads. Without them, attention would read the old content of the blocks."""
     world = SchedulerWorld(load="sync")
     world.publish(world.request("old", 4, shared=4))
     request, side = world.request("new", 6, shared=4), world.side
@@ -113,7 +116,7 @@ def test_the_loads_of_a_step_are_sent_when_another_part_of_its_plan_raises(
         used = {"pace": pace} if part == "pace" else {"pace": good}
         plan = _boom if part == "fetches" else lambda **_: ()
         side.staging = SimpleNamespace(  # type: ignore[assignment]
-            patience=SimpleNamespace(**used), plan=plan, space=SimpleNamespace(name="space")
+            patience=SimpleNamespace(**used), plan=plan, space=SimpleNamespace(name="space"), tier_blocks=None
         )
         if part == "prefetch":
             monkeypatch.setattr(side.prefetching, "plan_step", _boom)
@@ -131,28 +134,26 @@ def test_the_loads_of_a_step_are_sent_when_another_part_of_its_plan_raises(
     assert side.counters["contained_error"] == 1
 
 
-@pytest.mark.parametrize("part", ["ends", "keys", "drop", "stores", "stage", "remedies", "adapters"])
+@pytest.mark.parametrize("part", ["ends", "keys", "drop", "event", "stage", "remedies", "adapters"])
 def test_a_request_ends_when_a_part_of_its_end_raises(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not tracked any more, and its cursor is in its last state."""
+    """The request is not tracked any more, and its cursor is in its final state."""
     world = SchedulerWorld()
     request, side = world.request("one", 2), world.side
     request.lora_request = SimpleNamespace(lora_int_id=1, lora_path="a", lora_name="a") if part == "adapters" else None
-    monkeypatch.setattr(side.adapters, "begin", lambda *_: None)
+    monkeypatch.setattr(side.adapters, "begin_use", lambda *_: None)
     tracked = side.requests.add(request)
     if part == "stage":
         tracked.stage = object()  # type: ignore[assignment]
-    if part == "stores":
-        side.staging = SimpleNamespace(stores=SimpleNamespace(ended=_boom))  # type: ignore[assignment]
-    else:
-        owner, method = {
-            "ends": (side._saving, "ended"),
-            "keys": (side.prefixes, "chunks_from_the_end"),
-            "drop": (side.loading, "drop"),
-            "stage": (side.requests, "end_stage"),
-            "remedies": (world.remedies, "finished"),
-            "adapters": (side.adapters, "end"),
-        }[part]
-        monkeypatch.setattr(owner, method, _boom)
+    owner, method = {
+        "ends": (side._saving, "ended"),
+        "keys": (side.prefixes, "chunks_from_the_end"),
+        "drop": (side.loading, "drop"),
+        "event": (side.events, "finished"),
+        "stage": (side.requests, "end_stage"),
+        "remedies": (world.remedies, "finished"),
+        "adapters": (side.adapters, "end_use"),
+    }[part]
+    monkeypatch.setattr(owner, method, _boom)
     with pytest.raises(RuntimeError, match="boom"):
         side.finished(request)
     assert not side.requests.tracked
@@ -163,7 +164,7 @@ def test_a_request_ends_when_a_part_of_its_end_raises(part: str, monkeypatch: py
 def test_a_load_is_planned_when_another_part_of_the_admission_raises(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """VLLM counts on the load from the admission on."""
+    """From the admission on, VLLM relies on the load."""
     world = SchedulerWorld(load="sync")
     world.publish(world.request("old", 4, shared=4))
     request = world.request("new", 6, shared=4)

@@ -1,4 +1,4 @@
-"""More requests wait than the engine can serve, and tiers have what they need: see decision 11."""
+"""More requests wait than the engine can serve, and tiers hold their chunks (decision 11)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from tests.trials.test_fetches import ADD, SHAPE, Played, in_play
 
 @contextmanager
 def _busy(played: Played, *, asks: bool) -> Iterator[None]:
-    """The engine admits nobody. `asks`: it asks for the requests all the same, and then has no blocks for them."""
+    """Make the engine admit no request.
+
+    `asks` says that the engine still looks requests up, but has no blocks for them.
+    """
     scheduler = played.trial.scheduler
     with pytest.MonkeyPatch.context() as patch:
         if asks:
@@ -28,12 +31,12 @@ STEP = ("schedule",), ("update",)
 
 
 def _brought(played: Played) -> int:
-    """Return how many tokens of hits came from the tier so far."""
-    return int(played.trial.side.report.hit_tokens["dict-0"])
+    """Return the number of hit tokens that came from the tier so far."""
+    return int(played.trial.side.tracer.hit_tokens["dict-0"])
 
 
 def test_tiers_answer_in_time_though_the_engine_asks_late() -> None:
-    """An engine with much to compute asks again after `lookup_ms_max`: what the tier has is there by then."""
+    """A busy engine repeats the lookup only after `lookup_ms_max`. Meanwhile the tier's chunks have arrived."""
     with in_play() as played:
         played.do(ADD, *STEP)
         assert played.waiting == [m.ASKING]
@@ -42,11 +45,14 @@ def test_tiers_answer_in_time_though_the_engine_asks_late() -> None:
             assert played.waiting == [m.HELD]
         played.do(("drain",))
         assert _brought(played) >= 128
-        assert "tier_late" not in played.trial.side.report.misses
+        assert "tier_late" not in played.trial.side.tracer.misses
 
 
 def test_a_request_that_the_engine_has_no_room_for_is_not_late() -> None:
-    """A tier answers nothing while the engine asks for nobody, for ten minutes. Then it asks: that counts as a step."""
+    """The engine looks up no request for ten minutes, and a tier does not answer.
+
+    These minutes count as one step of waiting.
+    """
     with in_play() as played:
         played.do(ADD, *STEP, ("hold", True), *STEP)
         assert played.waiting == [m.FETCHING]
@@ -59,8 +65,11 @@ def test_a_request_that_the_engine_has_no_room_for_is_not_late() -> None:
         assert not played.trial.side.counters["tier_lookup_late"]
 
 
-def test_who_came_short_is_looked_up_again() -> None:
-    """A tier was late, and then the engine has no blocks for so long that it is not late any more."""
+def test_request_is_looked_up_again_when_a_tier_was_late() -> None:
+    """The request gets few chunks.
+
+    Then the engine has no free blocks for a long time, in which a second lookup gets the rest.
+    """
     with in_play() as played:
         played.do(("hold", True), ADD, *STEP, ("late",))
         with _busy(played, asks=True):
@@ -76,8 +85,8 @@ def test_who_came_short_is_looked_up_again() -> None:
         assert played.trial.side.counters["tier_lookup_again"] == 1
 
 
-def test_who_comes_first_gets_the_room() -> None:
-    """A request takes the room of those that came after it. They are looked up again when it has gone."""
+def test_request_takes_the_room_of_requests_that_came_later() -> None:
+    """A request takes the room of requests that arrived later. They are looked up again when it has finished."""
     with in_play(SHAPE._replace(pool_slots=3)) as played:
         for i in range(2):
             played.do(("add", i, 199, 0, 3, 0, 0), ("drain",))
@@ -107,8 +116,8 @@ def test_who_comes_first_gets_the_room() -> None:
         assert _brought(played) >= 2 * 128
 
 
-def test_with_priorities_who_is_admitted_first_gets_the_room() -> None:
-    """As the engine admits by priority, a request takes the room of those behind it, though they came before it."""
+def test_request_takes_the_room_of_requests_with_lower_priority() -> None:
+    """The engine admits by priority, so a request takes the room of earlier requests with lower priority."""
     with in_play(SHAPE._replace(pool_slots=3, priorities=True)) as played:
         for i in range(2):
             played.do(("add", i, 199, 0, 3, 0, 0), ("drain",))
@@ -129,18 +138,18 @@ def test_with_priorities_who_is_admitted_first_gets_the_room() -> None:
 
 
 class _Searched(set[Stage]):
-    """Stages, and how often they were searched."""
+    """Stages that count how often they are searched."""
 
     times = 0
 
     def __iter__(self) -> Iterator[Stage]:
-        """Count it."""
+        """Count the search."""
         self.times += 1
         return super().__iter__()
 
 
 def test_thousands_that_wait_are_not_searched_for_each_of_them() -> None:
-    """A request that comes after all that hold room finds nothing, without a search; nor is it looked up again."""
+    """When waiting requests use all room, a new request does not search them for room. It is not looked up again."""
     with in_play(SHAPE._replace(pool_slots=4)) as played:
         for i in range(2):
             played.do(("add", i, 199, 0, 3, 0, 0), ("drain",))
@@ -171,7 +180,7 @@ def test_thousands_that_wait_are_not_searched_for_each_of_them() -> None:
 
 
 def test_a_request_that_was_preempted_keeps_its_turn() -> None:
-    """It comes before those that came after it, though its stage is a later one."""
+    """The preempted request has precedence over requests that arrived later, although its new stage is the newest."""
     with in_play() as played:
         side = played.trial.side
         with _busy(played, asks=False):
@@ -180,11 +189,11 @@ def test_a_request_that_was_preempted_keeps_its_turn() -> None:
             for tracked in (first, last):
                 side.lookup(tracked.request, 0)
             played.do(*STEP * 4)
-            side.requests.end_stage(first)  # as when it is admitted
+            side.requests.end_stage(first)  # as at its admission
             side.catalog.reset()
             side.lookup(first.request, 0)
             assert first.stage is not None
             assert last.stage is not None
             assert first.stage.owner.epoch < last.stage.owner.epoch, "numbers of stages fall"
-            assert first.stage.turn < last.stage.turn
+            assert first.stage.precedence < last.stage.precedence
         played.do(("drain",))

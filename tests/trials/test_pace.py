@@ -1,4 +1,4 @@
-"""How fast the engine computes prompts, from the times between its steps, and who waits for tiers by that."""
+"""The engine's pace of computing prompts is measured between steps, and decides which requests wait for tiers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PREFILL_S, DECODE_S = 0.4, 0.02
 
 
 def _paced(steps: Sequence[int], *, ahead: bool = False) -> float:
-    """Return the pace after steps of so many tokens. `ahead`: each is planned when the one before it begins."""
+    """Return the pace after steps with these tokens. `ahead`: each step is planned when the step before begins."""
     pace, now_s, before_s = Pace(), 100.0, 0.0
     for tokens in steps:
         pace.step([tokens], now_s)
@@ -27,7 +27,10 @@ def _paced(steps: Sequence[int], *, ahead: bool = False) -> float:
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("prompt", [1, 2, 5, 3 * BURST_STEPS_MAX])
 def test_a_burst_is_measured_to_the_step_behind_it(prompt: int, *, ahead: bool) -> None:
-    """Whether the engine plans a step when the last one is over or when it begins; decoding does not count."""
+    """A *burst* is consecutive steps with prompts.
+
+    Whenever the next step is planned, the measured pace is the same. Decoding does not count.
+    """
     steps = ([DECODE] * 5 + [PREFILL] * prompt) * 9 + [DECODE] * 3
     assert _paced(steps, ahead=ahead) == pytest.approx(
         PREFILL_S / PREFILL, rel=DECODE_S / PREFILL_S / min(prompt, 5) + 1e-9
@@ -35,7 +38,10 @@ def test_a_burst_is_measured_to_the_step_behind_it(prompt: int, *, ahead: bool) 
 
 
 def test_without_a_prompt_it_is_not_known() -> None:
-    """Nor from the first step of one. A batch that decodes, drafts included, is no prompt."""
+    """The pace is unknown until a prompt's first step has ended.
+
+    A batch that decodes, with drafts, does not count as a prompt.
+    """
     assert _paced([DECODE] * 40) == _paced([]) == _paced([DECODE, PREFILL]) == 0.0
     pace = Pace()
     for at in range(9):
@@ -44,7 +50,7 @@ def test_without_a_prompt_it_is_not_known() -> None:
 
 
 def test_idle_times_and_hiccups_do_not_count() -> None:
-    """Of the last bursts it is the median: an engine that idled behind some of them is no slower."""
+    """The pace is the median of the last bursts, so idle times after single bursts do not count."""
     pace, now_s = Pace(), 0.0
     for burst in range(BURSTS):
         pace.step([PREFILL], now_s)
@@ -55,7 +61,7 @@ def test_idle_times_and_hiccups_do_not_count() -> None:
 
 
 def test_it_follows_the_engine() -> None:
-    """A device that is three times as fast from now on is known to be so soon."""
+    """If a device becomes faster, the pace becomes that of the new speed after a few bursts."""
     pace, now_s = Pace(), 0.0
     for takes_s in [0.6] * 20 + [0.2] * BURSTS:
         pace.step([PREFILL], now_s)
@@ -65,7 +71,7 @@ def test_it_follows_the_engine() -> None:
 
 
 def test_the_load_is_the_share_of_time_that_prompts_take() -> None:
-    """Half of the time, whatever the steps in between; and nothing is left of it after a long rest."""
+    """The load is one half, whatever steps are in between. After a long pause it is zero."""
     pace, now_s = Pace(), 0.0
     assert pace.load == 0.0
     while now_s < 10 * LOAD_S:
@@ -79,7 +85,7 @@ def test_the_load_is_the_share_of_time_that_prompts_take() -> None:
 
 
 def test_an_engine_is_busy_until_a_burst_is_over() -> None:
-    """To the step behind the next one."""
+    """The engine counts as busy until two steps after the last step of a prompt."""
     pace, seen = Pace(), list[bool]()
     for at, tokens in enumerate([DECODE, PREFILL, PREFILL, DECODE, DECODE]):
         pace.step([tokens], at * 0.1)
@@ -87,8 +93,11 @@ def test_an_engine_is_busy_until_a_burst_is_over() -> None:
     assert seen == [False, True, True, True, False]
 
 
-def test_who_gets_chunks_sooner_than_they_are_computed_waits_for_more() -> None:
-    """Ten seconds a token, and 128 have come: the request waits for the rest for 21 minutes, not for half an hour."""
+def test_request_waits_for_more_as_long_as_computing_what_has_arrived_takes() -> None:
+    """A token takes ten seconds to compute, and 128 tokens have arrived.
+
+    Computing these tokens would take 21 minutes. So the request waits 21 minutes for more, and not half an hour.
+    """
     step = ("schedule",), ("update",)
     with in_play() as played:
         played.do(ADD, ("schedule",), ("update",), ("hold", True), *step)

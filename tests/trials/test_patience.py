@@ -1,4 +1,4 @@
-"""Who waits for a tier that is read more slowly than the engine computes, and for how long."""
+"""Some requests wait a limited time for a tier from which a token takes longer to read than to compute."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.replay.model import Host, Model, Store, disk
 from benchmarks.replay.workload import coding_agents
 from kvpipe.connectors.vllm.trial.shapes import CONSUMER, PRODUCER, Shape
 from kvpipe.connectors.vllm.trial.trial import Trial
-from kvpipe.messages import Report
+from kvpipe.protocol.messages import Report
 from kvpipe.scheduler.pace import PREFILL_TOKENS_MIN, Pace
 from kvpipe.scheduler.patience import TRIED_EVERY, Patience
 from kvpipe.statemachine import stage as m
@@ -23,7 +23,7 @@ from tests.trials.test_overload import STEP, _brought, _busy
 
 
 def _patience(bytes_per_s: float = 900.0, s_per_token: float = 0.01, slow_ms_max: int = 0) -> Patience:
-    """Return that of an engine with 10 bytes a token, and with one tier."""
+    """Return the patience of an engine with 10 bytes per token and one tier."""
     patience = Patience(10.0, 1000, slow_ms_max)
     patience.pace.s_per_token = s_per_token
     patience.rates = {0: bytes_per_s}
@@ -37,13 +37,13 @@ def _patience(bytes_per_s: float = 900.0, s_per_token: float = 0.01, slow_ms_max
 def test_a_tier_is_slow_if_both_paces_are_known_and_its_own_is_less(
     bytes_per_s: float, s_per_token: float, *, slow: bool
 ) -> None:
-    """A token's 10 bytes, and how long it takes to compute it. Of a tier that was never read nothing is known."""
+    """A token has 10 bytes and takes `s_per_token` to compute. A tier that was never read has no known rate."""
     assert _patience(bytes_per_s, s_per_token).slow(0) is slow
     assert not _patience(bytes_per_s, s_per_token).slow(1)
 
 
 def test_the_busier_an_engine_is_the_slower_a_tier_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is computed delays others, too."""
+    """A busy engine accepts a slower tier, because computing a prompt delays other requests."""
     assert _patience(600.0).slow(0)
     monkeypatch.setattr(Pace, "load", 0.5)
     assert not _patience(600.0).slow(0)
@@ -52,8 +52,8 @@ def test_the_busier_an_engine_is_the_slower_a_tier_may_be(monkeypatch: pytest.Mo
     assert not _patience(1.0).slow(0)
 
 
-def test_nobody_passes_where_waiting_costs_nothing() -> None:
-    """While the engine has no room, or computes others' prompts; nor where the settings say so."""
+def test_no_request_skips_a_tier_when_waiting_costs_nothing() -> None:
+    """No request skips a tier while the engine has no room or computes other prompts, or if settings forbid it."""
     assert _patience().passes(asked=True)
     assert not _patience().passes(asked=False)
     assert not _patience(slow_ms_max=1).passes(asked=True)
@@ -63,14 +63,17 @@ def test_nobody_passes_where_waiting_costs_nothing() -> None:
     assert busy.wait_s_max(0, slow=True) == 1.0
 
 
-def test_some_are_tried() -> None:
-    """Else nobody would learn that the tier is quick again."""
+def test_some_requests_still_use_a_slow_tier() -> None:
+    """Otherwise no read would show that the tier has become fast again."""
     patience = _patience()
     assert [patience.passes(asked=True) for _ in range(3 * TRIED_EVERY)].count(False) == 3
 
 
 def test_how_long_it_is_waited_for() -> None:
-    """At least as long as what has come takes to be computed; `lookup_slow_ms_max` adds nothing to `lookup_ms_max`."""
+    """The wait is at least the time to compute the tokens that were fetched so far.
+
+    The wait for a slow tier is never longer than `lookup_ms_max`.
+    """
     assert _patience().wait_s_max(0, slow=False) == 1.0
     assert _patience().wait_s_max(0, slow=True) == 0.0
     assert _patience().wait_s_max(50, slow=True) == 0.5
@@ -79,7 +82,7 @@ def test_how_long_it_is_waited_for() -> None:
 
 
 def test_the_slowest_rank_counts() -> None:
-    """Of those that have read the tier."""
+    """The rate of a tier is the lowest rate of all ranks that have read the tier."""
     report = Report(tier_rates={0: 5.0, 1: 2.0})
     report.add(Report(tier_rates={0: 3.0, 2: 4.0}))
     assert report.tier_rates == {0: 3.0, 1: 2.0, 2: 4.0}
@@ -87,7 +90,7 @@ def test_the_slowest_rank_counts() -> None:
 
 @contextmanager
 def _slow(shape: Shape = SHAPE) -> Iterator[Played]:
-    """A trial whose tiers have been read, and are slow."""
+    """Yield a trial whose tiers have been read and are slow."""
     with in_play(shape) as played:
         played.run()
         played.forget()
@@ -98,30 +101,33 @@ def _slow(shape: Shape = SHAPE) -> Iterator[Played]:
 
 
 def test_a_request_does_without_a_slow_tier() -> None:
-    """It is computed at once; the reason is reported, and nothing is fetched."""
+    """A request that skips a slow tier is computed at once. The reason is reported, and nothing is fetched."""
     with _slow() as played:
         side, before = played.trial.side, _brought(played)
         fetched = side.counters["chunks_fetched"]
         played.run()
         assert (_brought(played), side.counters["chunks_fetched"]) == (before, fetched)
         assert (side.counters["tier_lookup_slow"], side.counters["tier_lookup_late"]) == (1, 0)
-        assert side.report.misses["tier_slow"] == 1
+        assert side.tracer.misses["tier_slow"] == 1
 
 
-def test_who_tries_a_slow_tier_does_not_wait_for_it() -> None:
-    """Some of it is ordered, and the engine goes on in the next step. What comes later is there for others."""
+def test_request_that_tries_a_slow_tier_waits_for_one_step() -> None:
+    """Some chunks are ordered, and the wait ends in the next step.
+
+    Chunks that arrive later can serve other requests.
+    """
     with _slow() as played:
         played.staging.patience._slow = TRIED_EVERY - 1
         played.do(ADD, *STEP, ("hold", True), *STEP)
         assert played.staging.orders
         played.do(*STEP)
         assert played.waiting == []
-        assert played.trial.side.report.misses["tier_slow"] == 1
+        assert played.trial.side.tracer.misses["tier_slow"] == 1
         played.do(("hold", False), ("drain",))
 
 
 def test_a_request_that_the_engine_has_no_room_for_gets_what_a_slow_tier_has() -> None:
-    """Meanwhile it is fetched; when there is room, it is loaded."""
+    """The chunks are fetched while the request waits for blocks. When there are blocks, the chunks are loaded."""
     with _slow() as played:
         before = _brought(played)
         played.do(ADD, *STEP)
@@ -133,7 +139,7 @@ def test_a_request_that_the_engine_has_no_room_for_gets_what_a_slow_tier_has() -
 
 
 def test_a_slow_tier_is_waited_for_while_others_are_computed() -> None:
-    """A burst of prompts goes on; when it is over, nobody waits any more."""
+    """During a burst of prompts, requests wait for a slow tier. After the burst, no request waits for it any more."""
     with _slow() as played:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Pace, "busy", True)
@@ -145,7 +151,7 @@ def test_a_slow_tier_is_waited_for_while_others_are_computed() -> None:
 
 
 def test_what_a_quick_tier_has_is_fetched() -> None:
-    """Behind it the slow one goes on: that part is computed."""
+    """Only the chunks of the fast tier are fetched. The rest of the prompt is in the slow tier, and is computed."""
     with in_play(SHAPE._replace(tiers=2, pool_slots=24)) as played:
         values = played.trial.tiers[0].values
         whole = next(name for name in values if name in _chunks(values))
@@ -161,7 +167,7 @@ def test_what_a_quick_tier_has_is_fetched() -> None:
 
 @pytest.mark.parametrize(("role", "waits"), [(PRODUCER, False), ("kv_both", False), (CONSUMER, True)])
 def test_an_engine_that_only_loads_waits(role: str, *, waits: bool) -> None:
-    """Others compute for it: it is not to compute what they have."""
+    """A consumer gets its chunks from engines that compute, so it waits for a slow tier instead of computing."""
     trial = Trial(SHAPE._replace(role=role, load="async", events=False), 2)
     try:
         assert trial.side.staging is not None
@@ -172,7 +178,7 @@ def test_an_engine_that_only_loads_waits(role: str, *, waits: bool) -> None:
 
 
 def test_a_slow_disk_costs_no_time() -> None:
-    """Requests get their first tokens as soon as without it, though a few try it: it cost them a quarter."""
+    """With a slow disk, first tokens come as early as without the disk, although a few requests try the disk."""
     sessions, model = coding_agents(5, sessions=8, hours=0.5, chunk_tokens=512), Model(device_tokens=400_000)
 
     def ttft_s(*tiers: Store) -> float:

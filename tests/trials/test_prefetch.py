@@ -1,4 +1,4 @@
-"""What tiers have of a prompt comes into memory before a request asks for it, in trials of vLLM's real scheduler."""
+"""A prompt's chunks are prefetched from tiers before a request needs them, in trials of vLLM's real scheduler."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from kvpipe.connectors.vllm.trial.operators import carry_out
+from kvpipe.connectors.vllm.trial.arrivals import carry_out
 from kvpipe.connectors.vllm.trial.shapes import SHAPES
-from kvpipe.scheduler.orders import Order, OrderRefusedError
-from kvpipe.scheduler.prefetch import PREFETCHES_MAX, KnownPrompt, WarmedPrompt
+from kvpipe.features.announced import KnownPrompt
+from kvpipe.features.orders import Order, OrderRefusedError
+from kvpipe.features.prefetch import PREFETCHES_MAX, WarmedPrompt
 from kvpipe.scheduler.stages import AHEAD_S_MAX
 from kvpipe.statemachine import stage as m
 from tests.trials.test_fetches import ADD, SHAPE, Played, in_play
@@ -20,15 +21,15 @@ STEPS: tuple[tuple[object, ...], ...] = (("schedule",), ("update",))
 
 
 def warm(played: Played, index: int = -1, seconds: float = 0, **more: Any) -> Order:
-    """Order it for the prompt of a request that is over."""
+    """Order the prefetch of a finished request's prompt."""
     one = played.trial.over[index]
     asked: Any = played.trial.answered(one, one.sequence.prompt, one.output)
     side, prompt = played.trial.side, KnownPrompt(asked.block_hashes, asked.num_tokens)
-    return side.orders.put(lambda: side.prefetching.warm(prompt, asked, seconds), **more)
+    return side.orders.queue_change(lambda: side.prefetching.warm(prompt, asked, seconds), **more)
 
 
 def warmed(order: Order) -> WarmedPrompt:
-    """Return what came of an order that is over."""
+    """Return the result of an order that is over."""
     assert order.over
     assert not order.refused
     assert isinstance(order.result, WarmedPrompt)
@@ -36,7 +37,7 @@ def warmed(order: Order) -> WarmedPrompt:
 
 
 def finish(played: Played, order: Order) -> WarmedPrompt:
-    """Let another request keep the engine stepping until the order is carried out."""
+    """Let another request make the engine step until the order is carried out."""
     played.do(("add", 3, 60, 0, 3, 0, 0), *STEPS, ("drain",))
     assert not played.trial.side.pending
     return warmed(order)
@@ -44,7 +45,7 @@ def finish(played: Played, order: Order) -> WarmedPrompt:
 
 @pytest.mark.parametrize("name", ["tier", "two-tiers", "async-scheduler-tier", "tier-hybrid"])
 def test_what_was_warmed_is_a_hit_in_memory(name: str) -> None:
-    """The request that comes then waits for no tier, and what was brought for it counts as used."""
+    """A request for a warmed prompt waits for no tier, and the prefetched chunks count as used."""
     with in_play(SHAPES[name]._replace(pool_slots=32)) as played:
         done = finish(played, warm(played))
         counters = played.trial.side.counters
@@ -53,19 +54,19 @@ def test_what_was_warmed_is_a_hit_in_memory(name: str) -> None:
         assert counters["chunks_prefetched"] > 0
         assert (counters["prefetch_used"], counters["prefetch_wasted"]) == (0, 0)
         assert not played.staging.owners
-        before = dict(played.trial.side.report.hit_tokens)
+        before = dict(played.trial.side.tracer.hit_tokens)
         lookups = counters["tier_lookup"]
         after = played.run()
         assert after["memory"] - before["memory"] >= 128
         assert {name: after.get(name, 0) - before.get(name, 0) for name in played.staging.names} == dict.fromkeys(
             played.staging.names, 0
         )
-        assert counters["tier_lookup"] <= lookups + 1  # of what it ends in, at most
+        assert counters["tier_lookup"] <= lookups + 1  # at most for the chunk in which the prompt ends
         assert 0 < counters["prefetch_used"] <= counters["chunks_prefetched"]
 
 
 def test_what_could_not_be_pinned_is_not_fetched() -> None:
-    """A pin that may not last so long is refused at once."""
+    """An order is refused at once if the pin would last longer than `manage_pin_s_max`."""
     with in_play(ROOMY) as played:
         order = warm(played, seconds=1e6)
         played.do(("add", 3, 60, 0, 3, 0, 0), *STEPS, ("drain",))
@@ -73,8 +74,8 @@ def test_what_could_not_be_pinned_is_not_fetched() -> None:
         assert played.trial.side.counters["chunks_prefetched"] == 0
 
 
-def test_what_nobody_uses_is_wasted() -> None:
-    """Each chunk that was brought counts once: used, or evicted before."""
+def test_prefetched_chunk_counts_as_wasted_when_it_is_evicted_unused() -> None:
+    """Each prefetched chunk counts once, as used or as evicted before its use."""
     with in_play(ROOMY) as played:
         finish(played, warm(played))
         brought, catalog = played.trial.side.counters["chunks_prefetched"], played.trial.side.catalog
@@ -86,7 +87,7 @@ def test_what_nobody_uses_is_wasted() -> None:
 
 
 def test_what_is_pinned_then() -> None:
-    """It stays until the pin ends."""
+    """A warmed prompt that is pinned stays in memory until the pin ends."""
     with in_play(ROOMY) as played:
         played.trial.side.pins.clock = lambda: 0.0
         order = warm(played, seconds=10)
@@ -99,7 +100,7 @@ def test_what_is_pinned_then() -> None:
 
 
 def test_nobody_waits_for_it() -> None:
-    """A request that comes meanwhile is scheduled in the same pass, whatever the tier does."""
+    """A request that comes during the prefetch is scheduled in the same pass, even if the tier does not answer."""
     with in_play(ROOMY) as played:
         played.do(("hold", True))
         order = warm(played)
@@ -112,7 +113,7 @@ def test_nobody_waits_for_it() -> None:
 
 
 def test_a_request_takes_over_what_is_on_its_way() -> None:
-    """One fetch of each chunk serves both; it was asked for, so it counts as fetched for the request."""
+    """One fetch of a chunk serves both the prefetch and the request, and counts for the request."""
     with in_play(ROOMY) as played:
         counters = played.trial.side.counters
         order = warm(played)
@@ -123,7 +124,7 @@ def test_a_request_takes_over_what_is_on_its_way() -> None:
 
 @pytest.mark.parametrize("steps", range(7))
 def test_a_reset_ends_it(steps: int) -> None:
-    """However far it is: nothing is held afterwards, and nothing of before the reset is found."""
+    """After a reset in any state of the prefetch, nothing is held, and no chunk from before the reset is found."""
     with in_play(ROOMY) as played:
         order = warm(played)
         played.do(("add", 3, 60, 0, 9, 0, 0), *STEPS * (steps // 2), *STEPS[: steps % 2], ("reset", True, False))
@@ -135,8 +136,8 @@ def test_a_reset_ends_it(steps: int) -> None:
         assert not played.watched.broken
 
 
-def test_what_is_late_is_given_up() -> None:
-    """A tier that does not answer holds the order up for a while, and the engine not at all."""
+def test_prefetch_ends_when_a_tier_does_not_answer() -> None:
+    """A tier that does not answer delays the order for a limited time, and does not delay the engine."""
     with in_play(ROOMY) as played:
         played.do(("hold", True))
         order = warm(played)
@@ -150,7 +151,7 @@ def test_what_is_late_is_given_up() -> None:
 
 
 def test_an_engine_that_has_nothing_to_do_begins_with_its_next_step() -> None:
-    """The thread of operators may carry orders out, and fetch nothing: ranks do that in steps."""
+    """The operators' thread may carry out orders, but a fetch begins only in a step of the ranks."""
     with in_play(ROOMY) as played:
         side = played.trial.side
         assert not side.pending
@@ -162,7 +163,7 @@ def test_an_engine_that_has_nothing_to_do_begins_with_its_next_step() -> None:
 
 
 def test_bypass_ends_it() -> None:
-    """Nothing more is asked of tiers, and nothing is held."""
+    """After bypass is switched on, no more chunks are requested from tiers, and nothing is held."""
     with in_play(ROOMY) as played:
         played.do(("hold", True))
         order = warm(played)
@@ -176,7 +177,7 @@ def test_bypass_ends_it() -> None:
 
 @pytest.mark.parametrize("kind", ["forgets", "damages", "cuts", "down"])
 def test_what_cannot_be_brought_is_not_there(kind: str) -> None:
-    """The order ends with what has come."""
+    """If some chunks cannot be fetched, the order ends with the chunks before them."""
     with in_play(ROOMY) as played:
         played.trial.excused |= {"tier_failed", "chunk_damaged"}
         order = warm(played)
@@ -187,7 +188,7 @@ def test_what_cannot_be_brought_is_not_there(kind: str) -> None:
 
 
 def test_it_takes_its_share_of_the_pool_and_no_more() -> None:
-    """Beginning with the beginning of the prompt; and no more of the lanes than there are."""
+    """The prefetch begins with the prompt's first chunk. It uses no more lanes than there are."""
     for slots, tokens in ((4, 128), (24, 192)):
         with in_play(SHAPE._replace(pool_slots=slots)) as played:
             played.staging._fetches_max = [1]
@@ -199,8 +200,8 @@ def test_it_takes_its_share_of_the_pool_and_no_more() -> None:
             assert warmed(order).fetched_tokens == tokens
 
 
-def test_it_gives_way_to_who_waits() -> None:
-    """Where there is no room for both, what a request waits for is fetched, and what nobody waits for is not."""
+def test_prefetch_ends_when_a_waiting_request_needs_its_room() -> None:
+    """If there is no room for both, the waiting request's chunks are fetched and the prefetch ends."""
     with in_play(SHAPE._replace(pool_slots=8)) as played:
         order = warm(played)
         played.do(
@@ -219,23 +220,26 @@ def test_it_gives_way_to_who_waits() -> None:
 
 
 def test_one_prompt_after_the_other() -> None:
-    """So many wait; one more is refused. Other orders are carried out meanwhile."""
+    """A limited number of prefetches wait, and any further prefetch is refused.
+
+    Other orders are carried out meanwhile.
+    """
     with in_play(ROOMY) as played:
         played.trial.side.orders.slice_s_max = float("inf")
         played.do(("hold", True))
         orders = [warm(played) for _ in range(PREFETCHES_MAX + 1)]
         played.do(("add", 3, 60, 0, 9, 0, 0), *STEPS * 2)
-        other = played.trial.side.orders.put(lambda: played.trial.side.pins.unpin(7))
+        other = played.trial.side.orders.queue_change(lambda: played.trial.side.pins.unpin(7))
         played.do(*STEPS)
         assert other.refused == "pin: there is no pin 7"
         assert [order.over for order in orders] == [False] * PREFETCHES_MAX + [True]
-        assert orders[-1].refused == f"{PREFETCHES_MAX} prompts are fetched, or wait for it, already"
+        assert orders[-1].refused == f"{PREFETCHES_MAX} prompts are being fetched, or wait to be fetched, already"
         played.do(("hold", False), ("drain",))
         assert all(warmed(order).tokens >= 128 for order in orders[:-1])
 
 
 def test_what_waits_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also what has not had its turn: vLLM's pause and sleep wait until nothing is left."""
+    """Prefetches that wait also end after a time limit, because vLLM's pause and sleep wait for all prefetches."""
     with in_play(ROOMY) as played:
         played.do(("hold", True))
         played.trial.side.orders.slice_s_max = float("inf")
@@ -262,7 +266,7 @@ def test_what_waits_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_is_refused(switched: str, why: str) -> None:
-    """Where no request would be served from tiers."""
+    """A prefetch is refused if no request would be served from tiers."""
     with in_play(ROOMY) as played:
         side = played.trial.side
         if switched == "doubtful":
@@ -272,4 +276,4 @@ def test_what_is_refused(switched: str, why: str) -> None:
         else:
             setattr(side.switches, switched, True)
         with pytest.raises(OrderRefusedError, match=why):
-            side.prefetching.begin(KnownPrompt((), 0))
+            side.prefetching.queue(KnownPrompt((), 0))

@@ -1,76 +1,49 @@
-"""When a hit's load is asynchronous: never when nobody else would wait, always when somebody would wait too long."""
+"""A hit's load is asynchronous if and only if a load within the step would delay other requests too long."""
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from kvpipe.config import load_settings
+from kvpipe.config.settings import load_settings
 from kvpipe.connectors.vllm.metadata import PlanMetadata
 from kvpipe.connectors.vllm.trial.scheduler_world import ASYNC, SYNC, UNIT, SchedulerWorld
-from kvpipe.geometry import Geometry, Group, Layer
-from kvpipe.messages import Kind, Outcome, Report, StepPlan, Tally
+from kvpipe.protocol.geometry import Geometry, Group, Layer
+from kvpipe.protocol.messages import Kind, Outcome, Report, StepPlan, Tally
+from kvpipe.scheduler.hooks import EngineFacts
 from kvpipe.scheduler.side import SchedulerSide
-from kvpipe.scheduler.stall import IDLE_WAIT_MS_MAX, Idle, Stall
-from kvpipe.testing.pipeline_rig import Rig, SideRig, job, plan
+from kvpipe.scheduler.stall import IDLE_WAIT_MS_MAX
 from kvpipe.testing.waiting import WAIT_S
 from kvpipe.transfer.base import Direction
 from kvpipe.worker.batch import Batch
+from tests.rigs.pipeline_rig import Rig, SideRig, job, plan
 
-TOKEN_BYTES = 2 * 100 // 4  # two layers, pages of 100 bytes for 4 tokens
 GEOMETRY = Geometry((Group((Layer("a", 100), Layer("b", 100)), block_tokens=4),), 16, 1 << 20)
-
-
-@pytest.mark.parametrize(
-    ("running", "loading", "rate", "stall_ms_max", "expected"),
-    [
-        (0, False, 1.0, 50, False),  # nobody waits, however slow
-        (0, True, 1.0, 0, False),
-        (1, False, 0.0, 50, False),  # never measured
-        (1, False, 1000 * TOKEN_BYTES / 0.05, 50, False),  # just in time
-        (1, False, 999 * TOKEN_BYTES / 0.05, 50, True),
-        (1, True, 1e12, 50, True),  # it would queue behind the other
-        (1, False, 0.0, 0, True),  # no wait is allowed
-    ],
-)
-def test_who_waits_for_whom(running: int, loading: bool, rate: float, stall_ms_max: int, expected: bool) -> None:
-    """A load of 1000 tokens against what others would have to wait for it."""
-    stall = Stall(GEOMETRY, stall_ms_max)
-    stall.running, stall.rate = running, rate
-    assert stall.too_long(1000, loading=loading) is expected
-
-
-def test_the_loads_of_a_step_add_up() -> None:
-    """Ten hits of 30 ms in one step would be 300 ms: the second is already too much."""
-    stall = Stall(GEOMETRY, 50)
-    stall.running, stall.rate = 1, 1000 * TOKEN_BYTES / 0.03
-    assert not stall.too_long(1000, loading=False)
-    stall.due = 1000
-    assert stall.too_long(1000, loading=False)
 
 
 @pytest.mark.parametrize(("mine", "other", "slowest"), [(0, 5, 5), (5, 0, 5), (7, 5, 5), (0, 0, 0)])
 def test_the_slowest_rank_counts(mine: float, other: float, slowest: float) -> None:
-    """Ranks that have loaded nothing yet report nothing."""
+    """Ranks that have loaded nothing yet report no rate."""
     report = Report({1: Tally(1, 0)}, rate=mine)
     report.add(Report({1: Tally(1, 0)}, rate=other))
     assert report.rate == slowest
 
 
 def test_the_rate_is_that_of_copies_not_of_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was queued before the one before it landed shows how fast the bus is; a first wave may wait for compute."""
+    """The bus rate is measured between landings of queued copies, because the first wave may wait for compute."""
     rig = Rig()
     now = [1_000_000_000]
     monkeypatch.setattr("time.monotonic_ns", lambda: now[0])
     pages = [rig.geometry.groups[g].layers[i].page_bytes for g, i in rig.geometry.layers]
     for number, wait_ns in ((1, 700_000_000), (2, 5_000_000_000)):
         rig.pipeline.begin(plan(job(number, Kind.LOAD_ASYNC)))
-        for layer in range(rig.layers):  # each is queued by itself
+        for layer in range(rig.layers):  # each layer is queued in its own wave
             rig.pipeline._submit(rig.pipeline._async, layer)  # type: ignore[arg-type]
             now[0] += 1000
-        now[0] += wait_ns  # for whatever was computed before
+        now[0] += wait_ns  # time of compute that was queued before the copies
         for _ in range(rig.layers):
             rig.engine.complete(Direction.LOAD)
             rig.settle()
@@ -82,7 +55,7 @@ def test_the_rate_is_that_of_copies_not_of_waiting(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_wave_lands_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers that were queued together share the time since the wave before them."""
+    """Layers that were queued together share the time since the landing of the wave before."""
     rig = Rig()
     now = [1_000_000_000]
     monkeypatch.setattr("time.monotonic_ns", lambda: now[0])
@@ -114,7 +87,7 @@ def _batch(rig: Rig) -> Batch:
 
 
 def _kinds(world: SchedulerWorld, *requests: Any) -> list[Kind]:
-    """Admit requests in one pass, and return how each is loaded."""
+    """Admit requests in one pass, and return the kind of each load."""
     jobs: dict[str, Kind] = {}
     for request in requests:
         world.admit(request)
@@ -124,30 +97,30 @@ def _kinds(world: SchedulerWorld, *requests: Any) -> list[Kind]:
 
 
 def test_hits_of_one_step_share_what_others_may_wait() -> None:
-    """Alone a hit loads in its step; beside others as long as all such loads together are quick enough."""
+    """A single hit is loaded within its step. If other requests run, all such loads together must be fast enough."""
     world = SchedulerWorld(load="auto")
     page_bytes = 64
     saved = world.request("saved", 8, shared=8)
     world.admit(saved)
-    world.succeed(*world.step(saved))  # it runs: others would wait
+    world.succeed(*world.step(saved))  # this request runs, so it would wait
     world.side.reported(Report(rate=8 * page_bytes / 0.03))  # a hit of eight units takes 30 ms
     hits = [world.request(f"hit{i}", 9, shared=8) for i in range(3)]
     assert _kinds(world, *hits) == [SYNC, ASYNC, ASYNC]
 
 
 def test_a_hit_alone_is_loaded_in_its_step_however_large() -> None:
-    """Nobody waits for it but itself."""
+    """Only the request itself waits for the load."""
     world = SchedulerWorld(load="auto")
     saved = world.request("saved", 8, shared=8)
     world.admit(saved)
     world.succeed(*world.step(saved))
     world.side.reported(Report(rate=1.0))
-    world.step()  # nobody runs any more
+    world.step()  # no request runs any more
     assert _kinds(world, world.request("hit", 9, shared=8)) == [SYNC]
 
 
 def test_a_step_that_computes_nothing_waits_for_a_load() -> None:
-    """Behind another such, as long as a request waits for its load; never where somebody computes, or might."""
+    """An empty step waits after another empty step if a request waits for its load, and no request computes."""
     world = SchedulerWorld(load="async", waits_idle=True)
     world.publish(world.request("old", 4, shared=4))
     world.step()
@@ -171,11 +144,14 @@ def test_a_step_that_computes_nothing_waits_for_a_load() -> None:
 
 
 def test_stages_do_not_wait() -> None:
-    """While one has nothing to compute another may compute the step before, and the first is needed for the next."""
-    options: dict[str, Any] = {"hash_tokens": 4, "ranks": 2, "saves": True, "loads": True, "waits_idle": True}
+    """A stage has nothing to compute while another stage still computes the step before.
+
+    The next step needs both, so no stage may wait for a load.
+    """
+    facts = EngineFacts(hash_tokens=4, ranks=2, saves=True, loads=True, waits_idle=True)
     plans = []
     for stages in (1, 2):
-        side = SchedulerSide(load_settings(), GEOMETRY, stages=stages, **options)
+        side = SchedulerSide(load_settings(), GEOMETRY, dataclasses.replace(facts, pipeline_stages=stages))
         side.requests.waiting["r"] = SchedulerWorld().request("r", 2)
         nothing = SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids=None)
         plans.append([side.plan_step(nothing).wait_ms for _ in "12"])
@@ -185,22 +161,16 @@ def test_stages_do_not_wait() -> None:
 
 @pytest.mark.parametrize("load", ["auto", "async"])
 def test_stages_load_between_steps(load: str) -> None:
-    """VLLM computes further steps before it knows of a load that has failed within one, and takes their output."""
-    options: dict[str, Any] = {"hash_tokens": 4, "ranks": 2, "saves": True, "loads": True}
+    """Before vLLM learns that a load within a step has failed, it computes further steps and uses their output."""
+    facts = EngineFacts(hash_tokens=4, ranks=2, saves=True, loads=True)
     waits = []
     for stages in (1, 2):
-        side = SchedulerSide(load_settings({"load": load}), GEOMETRY, stages=stages, **options)
+        side = SchedulerSide(
+            load_settings({"load": load}), GEOMETRY, dataclasses.replace(facts, pipeline_stages=stages)
+        )
         waits.append((side.loading.between_steps, side.loading.waits(4)))
         side.shutdown()
     assert waits == [(load == "async",) * 2, (True, True)]
-
-
-@pytest.mark.parametrize("stall_ms_max", [0, 2])
-def test_nobody_waits_longer_than_for_a_stall(stall_ms_max: int) -> None:
-    """`stall_ms_max` bounds what others wait for a load, whoever comes meanwhile."""
-    idle = Idle(stall_ms_max)
-    waits = [idle.wait_ms(SimpleNamespace(num_scheduled_tokens={}, preempted_req_ids=None), loading=True) for _ in "12"]
-    assert waits == [0, stall_ms_max]
 
 
 def _loading(rig: Rig, number: int) -> None:
@@ -211,7 +181,7 @@ def _loading(rig: Rig, number: int) -> None:
 
 
 def test_a_rank_waits_until_a_load_has_landed() -> None:
-    """The oldest: copies land in the order of their submission. What has landed already is not waited for."""
+    """The rank waits for the oldest load, because copies land in order. It does not wait for a load that has landed."""
     rig = Rig()
     for number in (1, 2):
         _loading(rig, number)
@@ -227,10 +197,10 @@ def test_a_rank_waits_until_a_load_has_landed() -> None:
     rig.pipeline.async_loads._batches[0].last = cast("Any", double)
     rig.pipeline.async_loads.await_one(WAIT_S)
     assert [outcome.job.id for outcome in rig.pipeline.copies.outbox] == [1]
-    rig.pipeline.async_loads.await_one(WAIT_S)  # would land the other
+    rig.pipeline.async_loads.await_one(WAIT_S)  # this would land the other load
     assert [outcome.job.id for outcome in rig.pipeline.collect()] == [1]
     rig.engine.complete_all()
-    rig.pipeline.async_loads.await_one(0.001)
+    rig.pipeline.async_loads.await_one(WAIT_S)
     assert [outcome.job.id for outcome in rig.pipeline.collect()] == [2]
     rig.pipeline.async_loads.await_one(WAIT_S)
     assert not rig.pipeline.async_loads._batches
@@ -239,7 +209,7 @@ def test_a_rank_waits_until_a_load_has_landed() -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_wait_for_a_load_is_bounded() -> None:
-    """A copy that never lands, one that was given up, and a loop that is lost hold up no step."""
+    """A copy that never lands, a withdrawn copy, and a lost loop do not delay a step beyond the time limit."""
     rig = Rig()
     _loading(rig, 1)
     rig.pipeline.async_loads.await_one(0.001)
@@ -256,7 +226,7 @@ def test_a_wait_for_a_load_is_bounded() -> None:
 
 
 def test_one_limit_for_all_that_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop, the copy and the loop again: together they hold up a step no longer than one of them may."""
+    """The waits for the loop, for the copy and for the loop again share one time limit."""
     rig, now_s, limits = Rig(), [100.0], list[float]()
     _loading(rig, 1)
 
@@ -278,7 +248,7 @@ def test_one_limit_for_all_that_is_waited_for(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_rank_that_has_something_to_report_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A load that was refused, or one that has landed, is reported now, whatever else is under way."""
+    """A refused or landed load is reported in this step, even if other loads are still running."""
     rig, waited = Rig(), list[float]()
     _loading(rig, 1)
     _loading(rig, 2)
@@ -288,7 +258,7 @@ def test_a_rank_that_has_something_to_report_does_not_wait(monkeypatch: pytest.M
         patched.setattr(rig.pipeline.copies.loop, "settle", waited.append)
         rig.pipeline.async_loads.await_one(WAIT_S)
         assert rig.pipeline.collect()
-        rig.pipeline.copies.outbox.append(Outcome(job(4, Kind.LOAD_ASYNC), ok=True, why=""))
+        rig.pipeline.copies.outbox.append(Outcome(job(2, Kind.LOAD_ASYNC), ok=True, why=""))
         rig.pipeline.async_loads.await_one(WAIT_S)
         assert rig.pipeline.collect()
         assert not waited
@@ -299,7 +269,7 @@ def test_a_rank_that_has_something_to_report_does_not_wait(monkeypatch: pytest.M
 
 
 def test_the_plan_shows_how_long_a_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before it reports; not in other steps."""
+    """The plan has the time that a rank waits before it reports. In steps without such a wait the time is 0."""
     rig, waits = SideRig(), list[float]()
     side = rig.side
     monkeypatch.setattr(rig.pipeline.async_loads, "await_one", waits.append)

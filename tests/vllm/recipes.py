@@ -1,4 +1,4 @@
-"""Whether kvpipe would start with what public recipes ask for: each is put to what an engine's start asks.
+"""Checks for each public recipe whether kvpipe would start, with the checks of an engine's start.
 
 Run `python -m tests.vllm.recipes`.
 """
@@ -12,12 +12,13 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import kvpipe.connectors.vllm.trial.engine  # noqa: F401  (sets the environment, before vllm is imported)
-from kvpipe.config import load_settings
-from kvpipe.connectors.vllm import drafters, support
+import kvpipe.connectors.vllm.tiny.engine  # noqa: F401  (sets the environment, before vllm is imported)
+from kvpipe.config.settings import load_settings
+from kvpipe.connectors.vllm import support
+from kvpipe.connectors.vllm.identity import drafters
+from kvpipe.connectors.vllm.trial import doc_tables
 from kvpipe.connectors.vllm.trial.shapes import SHAPES, make_configs
 from kvpipe.errors import UnsupportedError
-from kvpipe.testing import doc_tables
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -25,13 +26,13 @@ if TYPE_CHECKING:
 
 RECIPES, PAGE = Path(__file__).with_name("recipes.tsv"), Path(__file__).parents[2] / "docs" / "recipes.md"
 HANDED_OVER: Final = "PD"
-"""Prefill and decode in engines of their own, between which another connector carries KV."""
+"""Prefill and decode run in different engines, and another connector transfers KV between them."""
 MATCH_UNIT: Final = "prefix-match-unit"
-"""Hashes shorter than a block. Kimi K3's layers write states from within a step, on NVIDIA's devices."""
+"""Hashes are shorter than a block. On NVIDIA's devices, Kimi K3's layers write states during a step."""
 
 
 class Family(NamedTuple):
-    """Recipes of one model. `shape`: a trial whose cache groups are of its kinds; `rests_on`: who has shown them."""
+    """One model's recipes. The shape `shape` has its kinds of cache groups. `rests_on` names the evidence."""
 
     names: tuple[str, ...]
     shape: str
@@ -43,21 +44,21 @@ FAMILIES: Final = {
     "Kimi K3": Family(
         ("kimi-k3", "kimik3"),
         "states",
-        "engines of KDA and of MLA: together they start on no CPU; drafts: vLLM's schedulers",
+        "an engine with KDA, and an engine with MLA (no CPU runs both in one engine); drafts: vLLM's schedulers",
     ),
-    "MiniMax M3": Family(("minimax-m3",), "sync", "real engines of its kinds of caches, none of it"),
+    "MiniMax M3": Family(("minimax-m3",), "sync", "real engines with the same kinds of caches, but not this model"),
 }
 
 
 class Recipe(NamedTuple):
-    """What one recipe asks for: `needs` are vLLM's features, of which `drafts:METHOD` is one."""
+    """One recipe of a model. `needs` are the features of vLLM that it uses; `drafts:METHOD` is one of them."""
 
     family: str
     needs: frozenset[str]
 
 
 def recipes() -> list[Recipe]:
-    """Return all recipes of the table. Raises `LookupError` for one of an unknown family."""
+    """Return all recipes of the table. Raises `LookupError` for a recipe of an unknown family."""
     lines = [line for line in RECIPES.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
     return [_recipe(*line.split("\t")[:2]) for line in lines[1:]]
 
@@ -70,7 +71,7 @@ def _recipe(name: str, needs: str) -> Recipe:
 
 
 def refusal(recipe: Recipe) -> str:
-    """Return the sentence with which kvpipe would refuse an engine of this recipe, or nothing."""
+    """Return the message with which kvpipe would refuse an engine of this recipe, or ""."""
     config, cache = _configured(recipe)
     try:
         support.check_engine(config)
@@ -115,7 +116,7 @@ def _configured(recipe: Recipe) -> tuple[VllmConfig, KVCacheConfig]:
 
 
 def answer(recipe: Recipe) -> str:
-    """Return whether kvpipe would start, or why not."""
+    """Return whether kvpipe would start, or the reason why it would not."""
     why = refusal(recipe)
     return f"no: {why}" if why else "yes"
 
@@ -129,11 +130,11 @@ def tables() -> dict[str, str]:
         starts, whole = starts + alone * stated.startswith("yes"), whole + alone
         needs = ", ".join(sorted(recipe.needs))
         rows.append(f"| {recipe.family} | {needs} | {count} | {stated} | {FAMILIES[recipe.family].rests_on} |\n")
-    head = "| model | asks for | recipes | would start | its caches rest on |\n|---|---|---|---|---|\n"
-    sum_line = f"Of {whole} recipes that hand nothing over between engines kvpipe would start with {starts}.\n"
+    head = "| model | needs | recipes | would start | evidence for its caches |\n|---|---|---|---|---|\n"
+    sum_line = f"kvpipe would start with {starts} of the {whole} recipes that do not transfer KV between engines.\n"
     return {"recipes": head + "".join(rows), "sum": sum_line}
 
 
 if __name__ == "__main__":
-    PAGE.write_text(doc_tables.fill(PAGE.read_text(encoding="utf-8"), tables()), encoding="utf-8")
+    PAGE.write_text(doc_tables.fill_tables(PAGE.read_text(encoding="utf-8"), tables()), encoding="utf-8")
     sys.stdout.write(f"{PAGE}\n")

@@ -1,41 +1,58 @@
-"""What goes wrong inside stays inside: vLLM never sees it, and one end that fails keeps no other from ending."""
+"""No exception inside kvpipe reaches vLLM, and if one part fails to shut down, the other parts still do."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, supports_hma
 
-from kvpipe.config import load_settings
-from kvpipe.connectors.vllm import connector as border
+from kvpipe.config.settings import load_settings
+from kvpipe.connectors.vllm import scheduler_role as border
 from kvpipe.connectors.vllm.connector import KVPipeConnector
 from kvpipe.connectors.vllm.metadata import PlanMetadata
 from kvpipe.connectors.vllm.metrics import Meter
 from kvpipe.connectors.vllm.no_caches import NoCaches
+from kvpipe.connectors.vllm.roles import WrongRoleError
+from kvpipe.connectors.vllm.scheduler_role import SchedulerRole
+from kvpipe.connectors.vllm.worker_role import WorkerRole
 from kvpipe.errors import ConfigError
-from kvpipe.messages import Job, Kind
-from kvpipe.testing.pipeline_rig import Rig, SideRig, job, plan
+from kvpipe.protocol.messages import Job, Kind
 from kvpipe.trace.log import Counters
+from tests.rigs.pipeline_rig import Rig, SideRig, job, plan
 
 
 @pytest.fixture
 def connector() -> Any:
     """Return a connector without an engine's configuration."""
     made: Any = object.__new__(KVPipeConnector)
-    made.scheduler, made.counters = None, Counters()
-    made.worker = NoCaches(made.counters)
-    made._step, made._meter, made._role = made.worker.step, Meter(made.worker.totals), KVConnectorRole.WORKER
-    made._introduction, made._introduced = None, True
+    role: Any = object.__new__(WorkerRole)
+    role.counters, role.recorder, role.writer, role._ends = Counters(), None, None, ExitStack()
+    role.worker = NoCaches(role.counters)
+    role.step, role.meter = role.worker.step, Meter(role.worker.totals)
+    role._introduction, role._introduced = None, True
+    made._take_worker_role(role)
+    return made
+
+
+@pytest.fixture
+def scheduler_connector() -> Any:
+    """Return the scheduler's connector of an engine without configuration. Its scheduler side raises nothing."""
+    made: Any = object.__new__(KVPipeConnector)
+    role: Any = object.__new__(SchedulerRole)
+    role.counters, role.recorder, role.writer, role._ends = Counters(), None, None, ExitStack()
+    role.scheduler = MagicMock()
+    made._take_scheduler_role(role)
     return made
 
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    """Return a pipeline in whose step there is something to do."""
+    """Return a pipeline with a step that has work to do."""
     made = Rig()
     made.pipeline.begin(plan(job(1, Kind.SAVE)))
     yield made
@@ -51,16 +68,20 @@ def _boom(*_: object) -> None:
     [("start_load_kv", 1), ("wait_for_layer_load", 1), ("save_kv_layer", 3), ("wait_for_save", 0)],
 )
 def test_a_forwards_hook_that_raises_is_counted(connector: Any, rig: Rig, hook: str, arguments: int) -> None:
-    """In the midst of a forward there is nobody to catch it."""
+    """An exception in a forward would end the engine, because no caller catches it."""
     calls = ("start_loads", "wait_layer", "save_layer", "end_step")
-    connector.worker, connector._step = SimpleNamespace(**dict.fromkeys(calls, _boom)), rig.pipeline.step
+    connector.worker_role.worker = SimpleNamespace(**dict.fromkeys(calls, _boom))
+    connector._step = rig.pipeline.step
     getattr(connector, hook)(*["layer"] * arguments)
     assert connector.counters["contained_error"] == 1
 
 
 @pytest.mark.parametrize("jobs", [(), (job(1),)], ids=["none", "one"])
 def test_a_rank_without_caches_has_nothing_to_do(connector: Any, jobs: tuple[Job, ...]) -> None:
-    """Whatever vLLM calls before it has registered them; jobs for such a rank are a fault, of whoever has sent them."""
+    """A rank answers all calls before vLLM has registered caches.
+
+    Jobs for such a rank are a fault of the scheduler side.
+    """
     metadata, forward = PlanMetadata(plan(*jobs)), SimpleNamespace(attn_metadata=None)
     connector.handle_preemptions(metadata)
     connector.bind_connector_metadata(metadata)
@@ -78,46 +99,75 @@ def test_a_rank_without_caches_has_nothing_to_do(connector: Any, jobs: tuple[Job
 
 
 def test_caches_that_are_registered_again(connector: Any) -> None:
-    """What the pool holds is of caches that may be gone: the rank lets go of them, and its pool is reported as lost."""
+    """A rank whose caches are registered again shuts its transfer engine down and reports its pool as lost."""
     rig = SideRig()
-    connector.worker = rig.side
+    connector.worker_role.worker = rig.side
     connector.register_kv_caches({})
     assert rig.engine.shutdowns
     assert connector.build_connector_worker_meta().report.lost
     assert connector.counters["caches_registered_again"] == 1
 
 
-@pytest.mark.parametrize("bad", ["worker", "scheduler", "manage", "control", "claim", "writer", "all"])
-def test_all_ends_though_one_raises(connector: Any, bad: str) -> None:
-    """A thread, the cache's name, the trace's last lines: each is given up, whatever happened before."""
-    ended = []
+@pytest.mark.parametrize("bad", ["first", "later", "last", "all"])
+@pytest.mark.parametrize("taken", ["connector", "scheduler_connector"])
+def test_all_ends_though_one_raises(request: pytest.FixtureRequest, taken: str, bad: str) -> None:
+    """A shutdown ends every part of a side, even if one part or all parts raise."""
+    connector, ended = request.getfixturevalue(taken), []
 
     def end(name: str) -> None:
         ended.append(name)
         if bad in {name, "all"}:
             _boom()
 
-    ends = {"worker": "shutdown", "scheduler": "shutdown", "manage": "stop", "control": "stop", "claim": "release"}
-    for name, method in ends.items():
-        part = SimpleNamespace(**{method: lambda name=name: end(name)})
-        setattr(connector, name if method == "shutdown" else f"_{name}", part)
-    connector.writer = SimpleNamespace(close=lambda: end("writer"))
+    for name in ("last", "later"):
+        connector._role_taken._ends.callback(end, name)
+    side = SimpleNamespace(shutdown=lambda: end("first"))
+    setattr(connector._role_taken, "worker" if taken == "connector" else "scheduler", side)
     connector.shutdown()
-    assert ended == ["worker", "scheduler", "manage", "control", "claim", "writer"]
+    assert ended == ["first", "later", "last"]
     assert connector.counters["contained_error"] == 1
 
 
-def test_a_bad_token_is_refused_before_anything_is_made(connector: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No trace, no thread and no tier is left behind by it."""
+def test_a_call_of_the_other_role_is_counted(connector: Any, scheduler_connector: Any) -> None:
+    """The caller gets the result of a cache miss, and the log names both roles. vLLM makes no such call."""
+    said = list[str]()
+    for one in (connector, scheduler_connector):
+        one.counters.watcher = lambda _, fields: said.append(fields["error"])
+    assert connector.get_num_new_matched_tokens(MagicMock(), 0) == (0, False)
+    assert connector.has_pending_push_work() is False
+    assert scheduler_connector.get_block_ids_with_load_errors() == set()
+    assert "the connector with the role worker was called; this belongs to the role scheduler" in said[0]
+    assert "the connector with the role scheduler was called; this belongs to the role worker" in said[2]
+    with pytest.raises(WrongRoleError, match="worker: the connector with the role scheduler was called"):
+        _ = scheduler_connector.worker
+
+
+def test_hooks_of_a_layer_do_not_reach_the_role_while_the_step_is_idle(connector: Any) -> None:
+    """The hooks are called for every layer of every step, so each further call would cost time."""
+    connector.worker_role.worker = None
+    connector.wait_for_layer_load("layer")
+    connector.save_kv_layer("layer", None, None)
+    assert connector.counters.faults == {}
+
+
+@pytest.mark.parametrize("taken", ["connector", "scheduler_connector"])
+def test_vllm_sees_one_class(request: pytest.FixtureRequest, taken: str) -> None:
+    """All checks that vLLM makes of a connector's class see `KVPipeConnector`, whatever its role."""
+    connector = request.getfixturevalue(taken)
+    assert isinstance(connector, KVConnectorBase_V1)
+    assert supports_hma(connector)
+    assert supports_hma(type(connector))
+
+
+def test_a_bad_token_is_refused_before_anything_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bad token is refused before a trace, a thread or a tier is made."""
     tracing, side = MagicMock(return_value=(None, None)), MagicMock()
     monkeypatch.setattr(border, "tracing", tracing)
     monkeypatch.setattr(border, "SchedulerSide", side)
-    for name in ("support", "drafters", "Spaces", "Remedies", "make_room", "Watch", "Meter", "ManagedEngine"):
+    for name in ("support", "drafters", "Spaces", "Remedies", "make_room", "WeightCalls", "Meter"):
         monkeypatch.setattr(border, name, MagicMock())
-    connector.settings = load_settings({"manage": "127.0.0.1:1"})
-    connector.geometry, connector._kv_transfer_config = MagicMock(), MagicMock()
-    config = MagicMock()
-    config.parallel_config.decode_context_parallel_size = 1
+    facts = MagicMock(settings=load_settings({"manage": "127.0.0.1:1"}))
+    facts.config.parallel_config.decode_context_parallel_size = 1
     with pytest.raises(ConfigError, match="without a token"):
-        connector._make_scheduler(config, MagicMock(), "e1")
+        SchedulerRole(MagicMock(), facts)
     assert (tracing.call_count, side.call_count) == (0, 0)

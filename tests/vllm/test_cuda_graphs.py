@@ -1,4 +1,4 @@
-"""vLLM replays whole CUDA graphs exactly when no layer hook is needed, however the mode was configured."""
+"""vLLM replays whole CUDA graphs if and only if no layer hook is needed, for every way to configure the mode."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ ASKS = KVPipeConnector.requires_piecewise_for_cudagraph
     [({}, False), ({"mode": "auto"}, False), ({"mode": "layerwise"}, True), ({"mode": "step"}, False)],
 )
 def test_the_flag_is_enough(extra: dict[str, Any], piecewise: bool) -> None:
-    """By vLLM's own flag, or by default."""
+    """The mode in vLLM's flag decides, or the default mode if the flag has none."""
     assert ASKS(extra) is piecewise
 
 
 @pytest.mark.parametrize(("mode", "piecewise"), [("layerwise", True), ("step", False)])
 def test_the_environment_is_enough(mode: str, piecewise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a variable; the flag goes before it."""
+    """The mode in an environment variable decides. The flag takes precedence."""
     monkeypatch.setenv("KVPIPE_MODE", mode)
     assert ASKS({}) is piecewise
     assert ASKS({"mode": "layerwise"}) is True
@@ -39,7 +39,7 @@ def test_the_environment_is_enough(mode: str, piecewise: bool, monkeypatch: pyte
 @pytest.mark.parametrize("by", ["flag", "environment"])
 @pytest.mark.parametrize(("mode", "piecewise"), [("layerwise", True), ("step", False)])
 def test_a_file_is_enough(by: str, mode: str, piecewise: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a YAML file that the flag or the environment names."""
+    """The mode in a YAML file that the flag or the environment names decides."""
     path = tmp_path / "kvpipe.yaml"
     path.write_text(f"mode: {mode}\n")
     if by == "environment":
@@ -49,7 +49,7 @@ def test_a_file_is_enough(by: str, mode: str, piecewise: bool, tmp_path: Path, m
 
 @pytest.mark.parametrize(("mode", "piecewise"), [("layerwise", True), ("step", False)])
 def test_a_connector_of_connectors_reports_it(mode: str, piecewise: bool) -> None:
-    """As one of several in vLLM's MultiConnector."""
+    """Kvpipe is one of several connectors in vLLM's MultiConnector."""
     child = {
         "kv_connector": "KVPipeConnector",
         "kv_connector_module_path": "kvpipe.connectors.vllm.connector",
@@ -86,7 +86,10 @@ def test_hooks_that_are_called_are_heeded(
     breakable: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without graphs, and between graphs of pieces; not those that a layer does not call."""
+    """Layers are copied by their hooks in engines without graphs, and with graphs of pieces.
+
+    Layers without hooks are copied after the forward.
+    """
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", breakable)
     engine = _engine(graphs, splitting=splitting)
     assert unhooked(engine, ["hooked", "own"], mode) == {"own"}
@@ -107,7 +110,10 @@ def test_hooks_that_are_called_are_heeded(
 def test_where_no_hook_will_be_called(
     graphs: CUDAGraphMode, splitting: list[str] | None, stated: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`auto` copies with those steps, or with all; `layerwise` is refused in a sentence."""
+    """With `auto`, steps in which no hook is called are copied after the forward.
+
+    `layerwise` is refused in one sentence.
+    """
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "0")
     engine = _engine(graphs, splitting=splitting)
     whole = graphs is not CUDAGraphMode.PIECEWISE
@@ -121,7 +127,7 @@ def test_where_no_hook_will_be_called(
 
 
 def test_which_steps_are_replayed() -> None:
-    """Runner V1 shows it in the context, runner V2 has none outside of a model's own forward."""
+    """Runner V1 marks a replayed step in its context. Runner V2 has no context outside of a model's own forward."""
     for graphs, metadata, replayed in (
         (CUDAGraphMode.FULL, {}, True),
         (CUDAGraphMode.NONE, None, True),
@@ -133,10 +139,10 @@ def test_which_steps_are_replayed() -> None:
 
 
 def test_vllm_chooses_whole_graphs_after_it_has_asked() -> None:
-    """What `layerwise` has to be refused for: attention that is fused with quantisation."""
+    """`layerwise` is refused with attention fused with quantisation, because vLLM then chooses whole graphs."""
     config = CompilationConfig(
         mode=CompilationMode.VLLM_COMPILE,
-        cudagraph_mode=CUDAGraphMode.PIECEWISE,  # as vLLM has set it for a connector that needs pieces
+        cudagraph_mode=CUDAGraphMode.PIECEWISE,  # vLLM sets this for a connector that needs pieces
         pass_config=PassConfig(fuse_attn_quant=True, eliminate_noops=True),
         use_inductor_graph_partition=False,
     )
@@ -148,6 +154,6 @@ def test_vllm_chooses_whole_graphs_after_it_has_asked() -> None:
 
 
 def test_a_wrong_mode_stops_the_engine_there() -> None:
-    """Never a guess: vLLM asks before anything has started."""
+    """A wrong mode is refused instead of ignored, because vLLM reads the mode before anything has started."""
     with pytest.raises(ConfigError, match="mode='layer'"):
         ASKS({"mode": "layer"})

@@ -1,4 +1,4 @@
-"""Which ways to draft are served, and on how many tokens ahead their KV depends."""
+"""Tests of which drafting methods are served, and on how many later tokens the drafter's KV depends."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import pytest
 from kvpipe.cache.catalog import Catalog
 from kvpipe.cache.policy import make_policy
 from kvpipe.cache.prefixes import Prefixes
-from kvpipe.connectors.vllm import drafters, hooks
+from kvpipe.connectors.vllm import hooks
+from kvpipe.connectors.vllm.identity import drafters
 from kvpipe.errors import UnsupportedError
-from kvpipe.geometry import Geometry, Group, Layer
+from kvpipe.protocol.geometry import Geometry, Group, Layer
 from kvpipe.trace.log import Counters
 
 
 def config(method: str | None, *, modules: int = 1, drafts: int = 3, dynamic: bool = False) -> Any:
-    """A configuration of vLLM's with a drafter, as far as it is read."""
+    """Return vLLM's configuration with a drafter, as far as kvpipe reads it."""
     model = SimpleNamespace(hf_config=SimpleNamespace(num_nextn_predict_layers=modules), is_hybrid=False)
     model.hf_config.to_json_string = lambda: "{}"
     model.dtype = model.quantization = "auto"
@@ -49,30 +50,33 @@ def config(method: str | None, *, modules: int = 1, drafts: int = 3, dynamic: bo
     ],
 )  # fmt: skip
 def test_tokens_ahead(method: str | None, modules: int, drafts: int, ahead: int) -> None:
-    """None where tokens are drafted without hidden states, or from those of the position, one per module elsewhere."""
+    """The number is None for drafters without hidden states, or with hidden states of the position itself.
+
+    Otherwise the number is one per module.
+    """
     made = config(method, modules=modules, drafts=drafts)
-    drafters.check(made)
+    drafters.check_drafter(made)
     assert drafters.ahead_tokens(made) == ahead
     assert drafters.has_kv(made) == (method not in (None, *drafters.WITHOUT_KV))
 
 
 @pytest.mark.parametrize("method", ["medusa", "mlp_speculator", "extract_hidden_states", "custom_class"])
 def test_what_no_engine_has_shown_is_refused(method: str) -> None:
-    """In one sentence, with what is served."""
+    """A drafting method that no engine test covers is refused. The message names the methods that are served."""
     served = "eagle, eagle3, mtp, dflash, dspark, draft_model"
     with pytest.raises(UnsupportedError, match=f"'{method}' is not supported; use one of {served}"):
-        drafters.check(config(method))
+        drafters.check_drafter(config(method))
 
 
 def test_gaps_in_a_drafters_kv_are_refused() -> None:
-    """Drafts by batch size: a step without them computes no KV of the drafter."""
+    """If the number of drafts depends on the batch size, a step without drafts computes no KV of the drafter."""
     with pytest.raises(UnsupportedError, match=r"num_speculative_tokens_per_batch_size.*; unset it"):
-        drafters.check(config("eagle", dynamic=True))
-    drafters.check(config("ngram", dynamic=True))
+        drafters.check_drafter(config("eagle", dynamic=True))
+    drafters.check_drafter(config("ngram", dynamic=True))
 
 
 def test_layers_of_a_step_with_a_drafter_have_no_hooks() -> None:
-    """They run several times; and whoever insists on hooks is informed."""
+    """A drafter's layers run several times per step. A user who requires hooks gets a message."""
     made = config("eagle")
     made.compilation_config = SimpleNamespace(cudagraph_mode=None, static_forward_context={}, splitting_ops=())
     assert hooks.unhooked(made, ["a", "b"], "auto") == {"a", "b"}
@@ -82,7 +86,7 @@ def test_layers_of_a_step_with_a_drafter_have_no_hooks() -> None:
 
 @pytest.mark.parametrize(("ahead", "hash_tokens"), [(0, 16), (1, 16), (17, 16), (1, 8)])
 def test_a_key_covers_the_tokens_ahead(ahead: int, hash_tokens: int) -> None:
-    """A unit has one when the hash behind it is known; what may be saved and what is found follow from that."""
+    """A unit has a key when the next hash is known. So the key decides which units can be saved and found."""
     geometry = Geometry((Group((Layer("l", 64),), 16),), 64, 1 << 20, ahead)
     hashes: Sequence[bytes] = [bytes([i]) for i in range(160 // hash_tokens)]
     prefixes = Prefixes(Catalog(4, 1, make_policy("lru", 4), Counters()), geometry, hash_tokens, lambda _: hashes)
@@ -96,25 +100,28 @@ def test_a_key_covers_the_tokens_ahead(ahead: int, hash_tokens: int) -> None:
     assert prefixes.units_within(160) == units
     assert prefixes.units_within(15) == 0
     assert prefixes.units_within(prefixes.computed_tokens(request, units + 1)) == units + 1
-    assert prefixes.computed_tokens(request, 2) == 32  # whose tokens ahead are known
+    assert prefixes.computed_tokens(request, 2) == 32  # the tokens ahead of these are known
     assert prefixes.state_keys(request)[1] == prefixes.state_key(hashes, 2) == hashes[32 // hash_tokens - 1]
     assert prefixes.state_units(request, 160) == 10
 
 
 def test_drafters_that_leave_their_kv_as_it_was_are_refused() -> None:
-    """Runner V1 runs the first of several modules alone; a vocabulary of its own makes other tokens of a prefix."""
+    """Runner V1 runs only the first of several modules, so the KV of the others is missing.
+
+    A drafter with another vocabulary changes the tokens of a prefix.
+    """
     several = config("mtp", modules=3)
     several.use_v2_model_runner = False
     with pytest.raises(UnsupportedError, match="several MTP modules with vLLM's runner V1"):
-        drafters.check(several)
+        drafters.check_drafter(several)
     mixed = config("draft_model")
     mixed.speculative_config.use_heterogeneous_vocab = True
     with pytest.raises(UnsupportedError, match="use_heterogeneous_vocab"):
-        drafters.check(mixed)
+        drafters.check_drafter(mixed)
 
 
 def test_drafts_beside_recurrent_states() -> None:
-    """A drafter that has states itself, or a state that a repeated prompt would never find, is refused."""
+    """A drafter that has states itself is refused, and so is a state that a repeated prompt would never find."""
     for method in (None, "mtp", "eagle", "eagle3", "dflash", "dspark"):
         drafters.check_states(config(method))
     for method in ("ngram", "draft_model"):
@@ -122,13 +129,13 @@ def test_drafts_beside_recurrent_states() -> None:
             drafters.check_states(config(method))
     own = config("mtp")
     own.speculative_config.draft_model_config.is_hybrid = True
-    with pytest.raises(UnsupportedError, match=r"recurrent states of its own .*use one without"):
+    with pytest.raises(UnsupportedError, match=r"drafter that has recurrent states itself .*use a drafter without"):
         drafters.check_states(own)
     kept = config("mtp")
     kept.speculative_config.disable_eagle_block_drop = True
     with pytest.raises(UnsupportedError, match=r"disable_eagle_block_drop .*unset it"):
         drafters.check_states(kept)
-    kept.speculative_config.method = "dspark"  # whose KV depends on no token that the key would have to have
+    kept.speculative_config.method = "dspark"  # its KV depends on no later token
     drafters.check_states(kept)
     for method in (None, "mtp"):
         behind = config(method)
@@ -138,7 +145,7 @@ def test_drafts_beside_recurrent_states() -> None:
 
 
 def test_states_of_answers_beside_drafts_in_stages_are_refused() -> None:
-    """Where vLLM keeps them: a stage that is not the last has them steps later than vLLM finds and offers them."""
+    """A stage that is not the last gets these states some steps after vLLM finds and offers them."""
     for method, stages, interval in (("mtp", 2, 0), ("dspark", 2, 0), ("mtp", 1, None), ("mtp", 1, 64), (None, 2, 64)):
         made = config(method)
         made.parallel_config.pipeline_parallel_size = stages
@@ -163,14 +170,20 @@ def test_states_of_answers_beside_drafts_in_stages_are_refused() -> None:
     ],
 )
 def test_what_was_shown_on_no_engine_is_reported(method: str | None, stated: str, *, v2: bool) -> None:
-    """Blocks of drafts run with runner V2 on devices alone, but for DFlash's with V1."""
+    """The result names the method if it was tested only on vLLM's schedulers.
+
+    DFlash with runner V1 was tested on an engine.
+    """
     made = config(method)
     made.use_v2_model_runner = v2
     assert drafters.unproven(made) == stated
 
 
 def test_the_type_of_a_drafters_cache_is_a_fact() -> None:
-    """Where it is not the model's: two such types may be of one size."""
+    """If the drafter's cache has another type than the model, the type is part of the identity.
+
+    Two types may have one size.
+    """
     known = []
     for dtype in (None, "fp8_e4m3", "fp8_e5m2"):
         made = config("dspark")
@@ -192,7 +205,7 @@ def test_the_type_of_a_drafters_cache_is_a_fact() -> None:
     ],
 )
 def test_facts_of_two_drafters_differ_when_one_field_differs(fact: str, field: str, value: object) -> None:
-    """Such drafters compute different KV. Each field is changed alone, so that no other fact hides a missing one."""
+    """Such drafters compute different KV. Each field is changed alone, so that no other fact hides a missing fact."""
     one, other = config("eagle", modules=3), config("eagle", modules=3)
     *owners, name = field.split(".")
     setattr(functools.reduce(getattr, owners, other.speculative_config), name, value)

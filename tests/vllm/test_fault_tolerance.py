@@ -1,4 +1,4 @@
-"""VLLM's fault tolerance goes on after a step that has failed: why kvpipe does not serve beside it."""
+"""VLLM's fault tolerance continues after a failed step. Therefore kvpipe refuses to run with it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _config() -> Any:
 
 
 def test_it_is_refused() -> None:
-    """By name and value, with what to do."""
+    """The refusal names the option, the option's value and the remedy."""
     config = _config()
     check_engine(config)
     config.parallel_config.enable_fault_tolerance = True
@@ -34,9 +34,10 @@ def test_it_is_refused() -> None:
 
 
 def test_vllm_itself_keeps_what_a_failed_step_has_not_computed() -> None:
-    """All requests are aborted (`EngineCoreSentinel.on_fault`); what they were to compute stays in its prefix cache.
+    """All requests are aborted, but their uncomputed blocks stay in vLLM's prefix cache.
 
-    Whoever comes next reads it. When this fails, engines may be served beside it.
+    See `EngineCoreSentinel.on_fault`. The next request with the same prompt reads these blocks. When this test fails,
+    kvpipe can support vLLM's fault tolerance.
     """
     config, cache = _config(), make_configs(SHAPES["sync"])[1]
     config.kv_transfer_config = None

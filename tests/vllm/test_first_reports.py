@@ -1,4 +1,7 @@
-"""Ranks report first with an engine's first step: the first prompt loses nothing. Remote prefills are not held up."""
+"""Ranks send their first report with an engine's first step.
+
+The first prompt loses nothing, and remote prefills are not delayed.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,20 @@ from typing import Any, cast
 
 import pytest
 
-from kvpipe.cache import miss_reasons
 from kvpipe.connectors.vllm.hints import is_prefilled_elsewhere
 from kvpipe.connectors.vllm.metadata import Introduction, ReportMetadata
 from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
 from kvpipe.connectors.vllm.trial.shapes import SHAPES, Shape
 from kvpipe.connectors.vllm.trial.trial import Trial
-from kvpipe.messages import Report
-from kvpipe.scheduler.base import LATER, MISS, Hit
+from kvpipe.protocol.engine import LATER, MISS, Hit
+from kvpipe.protocol.messages import Report
 from kvpipe.scheduler.lookups import FIRST_STEPS_MAX
+from kvpipe.trace import miss_reasons
 
 
 @contextmanager
 def _new_engine(shape: Shape, *, unmet: bool = True) -> Iterator[Trial]:
-    """Yield an engine that has made no step. `unmet`: its ranks have not reported either."""
+    """Yield an engine that has made no step. If `unmet`, its ranks have not reported yet."""
     trial = Trial(shape._replace(unmet=unmet), 2)
     try:
         yield trial
@@ -32,7 +35,7 @@ def _new_engine(shape: Shape, *, unmet: bool = True) -> Iterator[Trial]:
 
 @pytest.mark.parametrize("name", ["sibling-behind", "two-siblings"])
 def test_ranks_leave_the_handshake_to_other_connectors(name: str) -> None:
-    """In either order another connector gets the hands of all ranks, its own; kvpipe's reports come with a step."""
+    """In either order, the other connector gets the handshakes of all its ranks. kvpipe's reports come with a step."""
     with _new_engine(SHAPES[name]) as trial:
         assert all(rank.kvpipe.get_handshake_metadata() is None for rank in trial.ranks)
         trial.do(("drain",))
@@ -41,7 +44,7 @@ def test_ranks_leave_the_handshake_to_other_connectors(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["two-tiers", "pipeline-2", "async-scheduler-tier"])
 def test_idle_engine_steps_until_its_ranks_have_reported(name: str) -> None:
-    """No request has come. The steps compute nothing."""
+    """No request has arrived, and these steps compute nothing."""
     with _new_engine(SHAPES[name]) as trial:
         side: Any = trial.side
         assert not side.staging.space.name
@@ -55,7 +58,7 @@ def test_idle_engine_steps_until_its_ranks_have_reported(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["consumer", "async-scheduler-consumer"])
 def test_first_prompt_hits_a_tier(name: str) -> None:
-    """It comes before the first step, and loses nothing: its first lookup is put off until the ranks have reported."""
+    """The prompt arrives before the first step. Its first lookup is postponed until the ranks have reported."""
     found = []
     for unmet in (False, True):
         with _new_engine(SHAPES[name], unmet=unmet) as trial:
@@ -63,14 +66,14 @@ def test_first_prompt_hits_a_tier(name: str) -> None:
             trial.do(("drain",))
             assert not trial.violations
             assert trial.side.counters["lookup_later"] >= unmet
-            found.append(trial.side.report.hit_tokens)
+            found.append(trial.side.tracer.hit_tokens)
     assert found[0] == found[1]
     assert sum(found[1].values()) > 0
 
 
 @pytest.mark.parametrize("name", ["two-ranks", "async-scheduler", "either-load"])
 def test_first_prompt_is_saved_whole(name: str) -> None:
-    """Nothing is saved before the ranks have reported, and nothing is left out."""
+    """Nothing is saved before the ranks have reported. Everything is saved afterwards."""
     saved = []
     for unmet in (False, True):
         with _new_engine(SHAPES[name], unmet=unmet) as trial:
@@ -82,7 +85,7 @@ def test_first_prompt_is_saved_whole(name: str) -> None:
 
 
 def test_lookups_miss_when_ranks_never_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After some steps nobody waits any more. Nothing is found or saved, and the fault is counted."""
+    """After some steps lookups do not wait any more. Nothing is found or saved, and the fault is counted."""
     with _new_engine(SHAPES["sync"]) as trial:
         monkeypatch.setattr(trial.ranks[0].connector, "build_connector_worker_meta", lambda: None)
         trial.excused |= {"weights_not_on_all_ranks"}
@@ -95,12 +98,26 @@ def test_lookups_miss_when_ranks_never_report(monkeypatch: pytest.MonkeyPatch) -
             trial.do(("add", 0, 150, 0, 1, 0, 0))
             trial.do(("drain",))
         assert trial.side.counters["lookup_later"] == before
-        assert trial.side.report.misses == {miss_reasons.WEIGHTS: 2}
+        assert trial.side.tracer.misses == {miss_reasons.WEIGHTS: 2}
         assert not trial.side.jobs.in_flight
 
 
+def test_rank_with_another_pool_is_named_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its jobs fail, so the engine serves without a cache. One line says so, and says nothing of tiers."""
+    lines = list[dict[str, Any]]()
+    monkeypatch.setattr("kvpipe.connectors.vllm.scheduler_role.warn", lambda _, **fields: lines.append(fields))
+    with _new_engine(SHAPES["two-ranks"]) as trial:
+        role = trial.kvpipe.scheduler_role  # type: ignore[union-attr]
+        ranks = [Introduction(rank, "layout", f"w{rank}", 8) for rank in range(2)]
+        role.meet(ranks)
+        assert not [line for line in lines if "ranks" in line]
+        role.meet([ranks[0], ranks[1]._replace(pool=b"memory")])
+        assert [line["ranks"] for line in lines if "ranks" in line] == [[1]]
+        assert not role.counters["tiers_not_on_all_ranks"]
+
+
 def test_introductions_of_all_ranks_are_added_up() -> None:
-    """As vLLM does it, in whatever order they come."""
+    """Reports are added up as vLLM does it, in any order."""
     ranks = [Introduction(rank, "layout", f"w{rank}", 8 - rank) for rank in range(3)]
     metas = [ReportMetadata(Report(ready={one.rank: one.slots}), (one,)) for one in ranks]
     metas[2].aggregate(metas[0]).aggregate(metas[1])
@@ -119,13 +136,13 @@ def test_introductions_of_all_ranks_are_added_up() -> None:
     ],
 )
 def test_remote_prefill_is_read_from_the_parameters(parameters: Any, elsewhere: bool) -> None:
-    """Whatever a client has sent."""
+    """A client may send parameters of any type."""
     assert is_prefilled_elsewhere(cast("Any", SimpleNamespace(kv_transfer_params=parameters))) is elsewhere
 
 
 @pytest.mark.parametrize(("held", "hit"), [(8, 8 * UNIT - 1), (7, 7 * UNIT), (6, 0), (0, 0)])
 def test_hit_beside_a_remote_prefill_has_all_but_the_last_unit(held: int, hit: int) -> None:
-    """A prompt of eight units. Less is a miss, and the miss has a reason of its own."""
+    """The prompt has eight units. A hit that is shorter than all but the last unit is a miss with its own reason."""
     world = SchedulerWorld()
     if held:
         first = world.request("first", held, shared=held)
@@ -140,7 +157,7 @@ def test_hit_beside_a_remote_prefill_has_all_but_the_last_unit(held: int, hit: i
 
 
 def test_remote_prefill_is_never_put_off() -> None:
-    """Also while the weights are doubtful: the prefill engine's lease runs out."""
+    """A lookup is not postponed even while the weights are in doubt, because the prefill engine's lease ends."""
     world = SchedulerWorld()
     world.side.weights.suspect()
     first, second = world.request("first", 4), world.request("second", 4)

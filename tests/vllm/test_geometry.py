@@ -20,9 +20,11 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
 )
 
-from kvpipe.config import load_settings
-from kvpipe.connectors.vllm import compat, drafters
-from kvpipe.connectors.vllm.support import check_engine, hash_tokens, identity, layout_facts, make_geometry
+from kvpipe.config.settings import load_settings
+from kvpipe.connectors.vllm import compat
+from kvpipe.connectors.vllm.identity import drafters
+from kvpipe.connectors.vllm.identity.engine_facts import identity, layout_facts
+from kvpipe.connectors.vllm.support import check_engine, hash_tokens, make_geometry
 from kvpipe.connectors.vllm.trial.invariants import Watched
 from kvpipe.connectors.vllm.trial.shapes import BLOCK, SHAPES, make_cache, make_configs
 from kvpipe.connectors.vllm.trial.trial import Trial
@@ -30,7 +32,7 @@ from kvpipe.errors import UnsupportedError
 
 
 def _cache(chunk: int) -> KVCacheConfig:
-    """Full attention, and chunks of local attention of `chunk` tokens."""
+    """Return full attention, and local attention in chunks of `chunk` tokens."""
     full = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32)
     local = ChunkedLocalAttentionSpec(
         block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32, attention_chunk_size=chunk
@@ -43,7 +45,7 @@ def _cache(chunk: int) -> KVCacheConfig:
 
 
 def test_chunks_of_local_attention_are_whole_units() -> None:
-    """Blocks before the last multiple are not read; a multiple in mid-block is refused, with what helps."""
+    """Blocks before the last multiple are not read. A multiple within a block is refused, with the remedy."""
     full, local = make_geometry(_cache(96), load_settings()).groups
     assert (local.window_tokens, local.local, full.window_tokens, full.local) == (96, True, None, False)
     with pytest.raises(UnsupportedError, match=r"attention_chunk_size=100 with blocks of 32 tokens .*divisor"):
@@ -54,8 +56,18 @@ def test_chunks_of_local_attention_are_whole_units() -> None:
         make_geometry(alone, load_settings())
 
 
+@pytest.mark.parametrize(("given", "used"), [(1, 96), (96, 96), (100, 192), (256, 288)])
+def test_chunk_tokens_are_rounded_up_to_whole_blocks_of_all_groups(given: int, used: int) -> None:
+    """A user need not know the engine's block sizes, which vLLM may choose itself."""
+    cache = _cache(96)
+    cache.kv_cache_groups[1] = KVCacheGroupSpec(
+        ["other"], FullAttentionSpec(block_size=48, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    )
+    assert make_geometry(cache, load_settings({"chunk_tokens": given})).chunk_tokens == used
+
+
 def test_states_need_the_attention_up_to_them() -> None:
-    """Which ends in mid-chunk: without chunks that are not full a prompt that is asked again would never be found."""
+    """The attention ends within a chunk. Without partial chunks a repeated prompt would never be found."""
     full = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32)
     state = MambaSpec(
         block_size=32, shapes=((32,), (32,)), dtypes=(torch.float32, torch.float32), mamba_cache_mode="align"
@@ -69,7 +81,7 @@ def test_states_need_the_attention_up_to_them() -> None:
 
 
 def test_a_state_that_is_behind_is_refused() -> None:
-    """With ReplaySSM a block holds an older state and the inputs since then."""
+    """With ReplaySSM a block holds an older state and the later inputs."""
     shapes, dtypes = ((32,),) * 5, (torch.float32,) * 5
     state = MambaSpec(block_size=32, shapes=shapes, dtypes=dtypes, mamba_cache_mode="align")
     cache = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["state"], state)])
@@ -78,7 +90,7 @@ def test_a_state_that_is_behind_is_refused() -> None:
 
 
 def _shape(dcp: int, interleave: int = 1) -> tuple[dict[str, object], int]:
-    """Return what a context parallel engine's chunks depend on, and the tokens of its blocks."""
+    """Return the facts of the chunks of a context parallel engine, and the tokens of its blocks."""
     shape = SHAPES["context-parallel"]
     config, cache = copy.deepcopy(make_configs(shape))
     config.parallel_config.decode_context_parallel_size = dcp
@@ -88,7 +100,7 @@ def _shape(dcp: int, interleave: int = 1) -> tuple[dict[str, object], int]:
 
 
 def test_a_block_is_as_long_as_all_ranks_shares_of_it() -> None:
-    """Under decode context parallelism; which of its tokens a rank has is part of what its bytes depend on."""
+    """Under decode context parallelism, the tokens of a block that a rank has are a fact of its bytes."""
     (alone, block), (two, blocks), (other, _) = _shape(1), _shape(2), _shape(2, 4)
     assert (block, blocks) == (16, 32)
     assert "context_parallel" not in alone
@@ -96,7 +108,7 @@ def test_a_block_is_as_long_as_all_ranks_shares_of_it() -> None:
 
 
 def test_a_rank_reports_which_tokens_it_holds() -> None:
-    """VLLM lengthens the stretch on ranks alone (`adjust_dcp_kv_cache_interleave_size`), when the scheduler is made."""
+    """VLLM changes the setting of consecutive tokens per rank only on ranks (`adjust_dcp_kv_cache_interleave_size`)."""
 
     def noted(dcp: int, interleave: int) -> list[object]:
         config, _ = copy.deepcopy(make_configs(SHAPES["context-parallel"]))
@@ -109,7 +121,7 @@ def test_a_rank_reports_which_tokens_it_holds() -> None:
 
 
 def test_a_state_is_found_within_blocks_of_attention() -> None:
-    """A unit is the block of a state and of vLLM's hashes, and blocks of attention end at every second one."""
+    """A unit is a block of states and one hash of vLLM. Every second unit ends a block of attention."""
     config, cache = make_configs(SHAPES["states-context-parallel"])
     geometry = make_geometry(cache, load_settings({"chunk_tokens": 128}), dcp=2)
     blocks, hashes = resolve_kv_cache_block_sizes(cache, config)
@@ -120,7 +132,7 @@ def test_a_state_is_found_within_blocks_of_attention() -> None:
 
 @pytest.mark.parametrize("shape", [name for name in SHAPES if "states" in name and name.endswith("hash-blocks")])
 def test_a_unit_of_states_is_several_hashes(shape: str) -> None:
-    """VLLM allows it, and a unit is a state's block all the same."""
+    """VLLM allows several hashes per block of states. A unit is still a block of states."""
     config, cache = copy.deepcopy(make_configs(SHAPES[shape]))
     config.cache_config.prefix_match_unit = cache.hash_block_size
     geometry = make_geometry(cache, load_settings({"chunk_tokens": 128}), dcp=SHAPES[shape].dcp)
@@ -133,7 +145,7 @@ WITHIN = [name for name, shape in SHAPES.items() if shape.states and shape.hashe
 
 @pytest.mark.parametrize("shape", WITHIN)
 def test_a_unit_is_a_hash_where_states_are_kept_within_blocks(shape: str) -> None:
-    """VLLM keeps none there where a block ends, and its own hits end at any hash: with drafts, or exported states."""
+    """With drafts or exported states, vLLM keeps no states at the ends of blocks, and its hits end at any hash."""
     config, cache = copy.deepcopy(make_configs(SHAPES[shape]))
     config.cache_config.prefix_match_unit = cache.hash_block_size
     settings, back = load_settings({"chunk_tokens": 128}), drafters.states_back(config)
@@ -151,24 +163,32 @@ def test_a_unit_is_a_hash_where_states_are_kept_within_blocks(shape: str) -> Non
 def test_states_within_blocks_at_which_no_hit_ends_are_refused(
     states_back: int, checkpoints: int, shape: str, aligned: int
 ) -> None:
-    """Beside a window, and where vLLM's hits end with blocks all the same; with a hash per block they are served."""
+    """States within blocks are refused beside a window, and where vLLM's hits end only with blocks.
+
+    The same states are accepted with one hash per block (`hash_block_size` 32).
+    """
     cache = copy.deepcopy(make_cache(SHAPES[shape]))
     cache.hash_block_size, cache.cache_hit_alignment_tokens = 8, aligned
     group = cache.kv_cache_groups[-1]
     group.kv_cache_spec = dataclasses.replace(group.kv_cache_spec, num_prefill_checkpoint_blocks=checkpoints)  # type: ignore[call-arg]
     geometry = make_geometry(cache, load_settings({"chunk_tokens": 128}), states_back=states_back)
     why = "speculative decoding" if states_back else "from within a step"
-    beside = " beside a window" if "window" in shape else ""
-    wording = f"^kvpipe: prefix_match_unit=8 with states every 32 tokens{beside} .*{why} .*; unset it$"
+    beside = " beside a sliding window" if "window" in shape else ""
+    wording = f"^kvpipe: prefix_match_unit=8 with recurrent states every 32 tokens{beside} .*{why} .*; unset it$"
     with pytest.raises(UnsupportedError, match=wording):
         hash_tokens(cache, geometry)
     cache.hash_block_size = 32
     assert hash_tokens(cache, geometry) == 32
 
 
-@pytest.mark.parametrize(("states_back", "remedy"), [(1, "unset speculative_config"), (0, "serve it without kvpipe")])
+@pytest.mark.parametrize(
+    ("states_back", "remedy"), [(1, "unset speculative_config"), (0, "serve the model without kvpipe")]
+)
 def test_what_does_not_help_is_not_recommended(states_back: int, remedy: str) -> None:
-    """A window's blocks may be shorter than a state's: then hashes are, too, with no prefix_match_unit set."""
+    """Short blocks of a window also make hashes short.
+
+    Then the remedy does not name `prefix_match_unit`, which is not set.
+    """
     cache = copy.deepcopy(make_cache(SHAPES["window-and-states"]))
     window, states = cache.kv_cache_groups[1:]
     window.kv_cache_spec = dataclasses.replace(window.kv_cache_spec, block_size=8)
@@ -181,7 +201,7 @@ def test_what_does_not_help_is_not_recommended(states_back: int, remedy: str) ->
 
 
 def test_a_load_never_begins_within_a_block() -> None:
-    """The engine has its beginning, and may share it with others: vLLM asks from where a block ends."""
+    """The beginning of the block is shared and computed, so vLLM asks kvpipe only from the end of the block on."""
     trial = Trial(SHAPES["states-context-parallel"])
     try:
         assert "block_aligned_local = (" in inspect.getsource(Scheduler.schedule)
@@ -193,7 +213,7 @@ def test_a_load_never_begins_within_a_block() -> None:
 
 @pytest.mark.parametrize("tokens", [129, 161, 193])
 def test_a_prompt_is_found_as_far_as_its_last_state(tokens: int) -> None:
-    """Wherever in a block of attention that is."""
+    """The state may be anywhere in a block of attention."""
     trial = Trial(SHAPES["states-context-parallel"])
     watched, trial.documents[0] = Watched(trial), list(range(200))
     try:
@@ -211,7 +231,10 @@ def test_a_prompt_is_found_as_far_as_its_last_state(tokens: int) -> None:
 @pytest.mark.parametrize("kind", ["drafter", "masks"])
 @pytest.mark.parametrize("scheduler", ["", "async-scheduler-"])
 def test_a_prompt_is_found_as_far_as_its_last_state_with_drafts(scheduler: str, kind: str, tokens: int) -> None:
-    """Which is a boundary before the last one, whether the drafter's KV is divided or every rank has all of it."""
+    """The prompt is found up to an earlier boundary than without drafts.
+
+    The drafter's KV may be divided, or whole on every rank.
+    """
     trial = Trial(SHAPES[f"{scheduler}states-context-parallel-{kind}"])
     watched, trial.documents[0] = Watched(trial), list(range(200))
     try:
@@ -228,7 +251,10 @@ def test_a_prompt_is_found_as_far_as_its_last_state_with_drafts(scheduler: str, 
 
 @pytest.mark.parametrize("shape", [name for name, shape in SHAPES.items() if shape.undropped])
 def test_a_repeated_prompt_is_found_as_far_as_its_last_state_where_none_is_dropped(shape: str) -> None:
-    """Of whatever length: vLLM keeps that of the last boundary behind which there is a token."""
+    """VLLM drops no block of a hit here.
+
+    It keeps the last state before the prompt's last token, so a hit ends there.
+    """
     trial = Trial(SHAPES[shape])
     watched, unit = Watched(trial), trial.side.geometry.unit_tokens
     try:
@@ -249,7 +275,10 @@ def test_a_repeated_prompt_is_found_as_far_as_its_last_state_where_none_is_dropp
 
 @pytest.mark.parametrize(("branches", "found"), [(True, 56), (False, 32)])
 def test_where_prompts_branch_a_state_is_found(branches: bool, found: int) -> None:
-    """Within a block where vLLM keeps that, else where the block before ends: it is the second that sees it."""
+    """The second prompt makes vLLM notice the branch, and the third hits there.
+
+    The state is within a block, or at the end of the block before if vLLM keeps none within.
+    """
     trial = Trial(SHAPES["states-masks"]._replace(hashes=8, dense=False, branches=branches))
     watched = Watched(trial)
     try:
@@ -266,7 +295,7 @@ def test_where_prompts_branch_a_state_is_found(branches: bool, found: int) -> No
 
 
 def test_a_drafter_that_every_rank_holds_whole_has_blocks_of_its_own_length() -> None:
-    """Beside the model's, which are as long as all ranks' shares: two of them are a unit."""
+    """The model's blocks are as long as all ranks' parts, so two blocks of the drafter are a unit."""
     config, cache = make_configs(SHAPES["async-scheduler-context-parallel-masks"])
     geometry = make_geometry(cache, load_settings({"chunk_tokens": 128}), dcp=2)
     assert [(group.block_tokens, group.ranks) for group in geometry.groups] == [(64, 2), (32, 1)]
@@ -275,7 +304,7 @@ def test_a_drafter_that_every_rank_holds_whole_has_blocks_of_its_own_length() ->
 
 
 def test_drafters_of_the_first_runner_are_refused_under_context_parallelism() -> None:
-    """They write as if one rank held all tokens."""
+    """Drafters of runner V1 write as if one rank held all tokens."""
     config, _ = copy.deepcopy(make_configs(SHAPES["context-parallel-drafter"]))
     check_engine(config)
     config.__class__ = VllmConfig
@@ -287,7 +316,7 @@ def test_drafters_of_the_first_runner_are_refused_under_context_parallelism() ->
 
 
 def _facts(**changed: object) -> dict[str, object]:
-    """Return what an engine's chunks depend on that serves adapters, with some of its settings changed."""
+    """Return the facts of the chunks of an engine with LoRA adapters and with `changed` settings."""
     config, cache = copy.deepcopy(make_configs(SHAPES["context-parallel"]))
     config.lora_config = LoRAConfig(lora_dtype=config.model_config.dtype)
     for name, value in changed.items():
@@ -304,13 +333,13 @@ def _facts(**changed: object) -> dict[str, object]:
     ],
 )  # fmt: skip
 def test_what_is_made_of_adapters_counts(changed: dict[str, object]) -> None:
-    """An adapter's files are another model where an engine leaves out some of its modules, or reads them otherwise."""
+    """An adapter's files make another model if the engine leaves out some of its modules or reads them differently."""
     assert _facts(**changed) != _facts()
     assert _facts(max_loras=4) == _facts() == _facts(lora_dtype="auto")
 
 
 def test_what_is_asked_of_quantization_counts() -> None:
-    """Of activations, too, of which weights show nothing."""
+    """A change to the quantization of activations changes the identity. The weights do not show this change."""
     config, cache = copy.deepcopy(make_configs(SHAPES["context-parallel"]))
     geometry, noted = make_geometry(cache, load_settings()), list[dict[str, object]]()
     for wanted in (None, {"linear": {"activation": "fp8"}}, {"linear": {"activation": "fp4"}}):
@@ -336,7 +365,10 @@ def test_what_is_asked_of_quantization_counts() -> None:
 def test_variables_that_change_what_weights_compute_count(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, usual: str | None
 ) -> None:
-    """Experts drawn by lot, activations in another precision, another order within a block; nothing else by default."""
+    """Such variables draw experts at random, or change the precision of activations or the order in a block.
+
+    Default values do not count.
+    """
     monkeypatch.delenv(name, raising=False)
     plain = _facts()
     monkeypatch.setenv(name, value)
@@ -347,7 +379,7 @@ def test_variables_that_change_what_weights_compute_count(
 
 
 def test_how_queries_are_quantized_counts() -> None:
-    """As of all activations: weights show nothing of it."""
+    """The weights do not show how queries and other activations are quantized."""
     config, cache = copy.deepcopy(make_configs(SHAPES["context-parallel"]))
     geometry, noted = make_geometry(cache, load_settings()), list[dict[str, object]]()
     for name in ("use_prefill_query_quantization", "disable_flashinfer_q_quantization"):
@@ -358,7 +390,7 @@ def test_how_queries_are_quantized_counts() -> None:
 
 
 def test_the_release_that_computes_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """VLLM's release, not its build."""
+    """VLLM's release counts, but not its build."""
     plain = _facts()
     for found, same in (("0.99.1", False), (f"{vllm.__version__}+cpu", True)):
         monkeypatch.setattr(compat, "installed_version", lambda found=found: found)

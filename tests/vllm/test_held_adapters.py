@@ -1,4 +1,7 @@
-"""An adapter has the digest of the files that vLLM has read. It is unique if the files changed meanwhile."""
+"""An adapter has the digest of the files that vLLM has read.
+
+If the files changed during the reading, the digest is unique.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import WorkerLoRAManager
 
-from kvpipe import adapter_files
-from kvpipe.adapter_files import FILES, AdapterFiles
 from kvpipe.connectors.vllm import held_adapters
+from kvpipe.threads import adapter_files
+from kvpipe.threads.adapter_files import FILES, AdapterFiles
 from kvpipe.trace.log import Counters
 from kvpipe.worker.adapters import HeldAdapters
 
@@ -25,7 +28,10 @@ class Adapter:
 
 
 class Manager:
-    """vLLM's manager of adapters, as far as kvpipe reads it. `list_adapters` is of its inner manager in vLLM."""
+    """The part of vLLM's manager of adapters that kvpipe reads.
+
+    In vLLM, `list_adapters` is a method of a manager inside this manager.
+    """
 
     def __init__(self) -> None:
         """Start without adapters."""
@@ -38,17 +44,17 @@ class Manager:
 
 
 class Loads:
-    """Loads of one adapter by vLLM. A function of the test takes the place of vLLM's reading."""
+    """Loads of one adapter by vLLM. A function of the test replaces vLLM's reading."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Write the adapter's files, and record from now on what vLLM loads."""
-        monkeypatch.setattr(adapter_files, "SETTLED_S", float("inf"))  # so that each reading reads the files
+        """Write the adapter's files, and record vLLM's loads from now on."""
+        monkeypatch.setattr(adapter_files, "SETTLED_S", float("inf"))  # so that each load reads the files
         self._folder, self._manager, self._held = folder, Manager(), HeldAdapters(Counters())
         self._read: Callable[[], object] = int
         self.write(b"first")
         (folder / CONFIG).write_bytes(b"{}")
         monkeypatch.setattr(WorkerLoRAManager, "_load_adapter", self._load)
-        held_adapters.watch(self._held)
+        held_adapters.record_loads(self._held)
 
     def _load(self, *_: object) -> Adapter:
         self._read()
@@ -64,7 +70,10 @@ class Loads:
             (self._folder / name).unlink()
 
     def load(self, read: Callable[[], object] = int) -> bytes:
-        """Load the adapter, and return the digest that the rank reports for it. `read` runs while vLLM reads it."""
+        """Load the adapter, and return the digest that the rank reports for the adapter.
+
+        `read` runs while vLLM reads the files.
+        """
         self._read = read
         load: Any = WorkerLoRAManager._load_adapter
         self._manager.adapters[NUMBER] = load(self._manager, LoRARequest("one", NUMBER, str(self._folder)))
@@ -72,7 +81,7 @@ class Loads:
 
     @property
     def on_disk(self) -> bytes:
-        """The digest of the files as they are now."""
+        """Return the digest of the present files."""
         return AdapterFiles().read(str(self._folder)).digest
 
 
@@ -83,7 +92,7 @@ def loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loads:
 
 
 def test_loaded_adapter_has_the_digest_of_its_files(loads: Loads) -> None:
-    """Each load digests the files anew."""
+    """Each load digests the files again."""
     first = loads.load()
     assert first == loads.on_disk
     loads.write(b"other")
@@ -91,13 +100,13 @@ def test_loaded_adapter_has_the_digest_of_its_files(loads: Loads) -> None:
 
 
 def test_loaded_adapter_is_unique_when_it_is_replaced_while_vllm_reads_it(loads: Loads) -> None:
-    """It shares KV with no other, because vLLM may have read the old weights, the new weights or a mixture."""
+    """Such an adapter shares KV with no other: vLLM may have read the old weights, the new weights or a mixture."""
     first = loads.on_disk
     digests = [loads.load(lambda: loads.write(b"other")), loads.load(lambda: loads.write(b"third"))]
     assert len({first, loads.on_disk, *digests}) == 4
 
 
 def test_loaded_adapter_is_unique_when_it_is_deleted_while_vllm_reads_it(loads: Loads) -> None:
-    """Its digest is not that of the files that were there before."""
+    """The adapter's digest is not that of the deleted files."""
     first = loads.on_disk
     assert loads.load(loads.remove) != first

@@ -1,4 +1,4 @@
-"""VLLM's ways of configuring its log apply to kvpipe's lines."""
+"""The ways to configure vLLM's log also apply to kvpipe's lines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VLLM = logging.getLogger("vllm")
 
 @pytest.fixture(autouse=True)
 def _kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Give vLLM's logger and kvpipe's back as they were."""
+    """Restore vLLM's and kvpipe's loggers afterwards."""
     monkeypatch.setattr(VLLM, "handlers", VLLM.handlers[:])
     monkeypatch.setattr(VLLM, "propagate", VLLM.propagate)
     monkeypatch.setattr(vllm.logger, "_vllm_process_info", ("EngineCore", os.getpid()))
@@ -33,7 +33,7 @@ def _kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def lines(capsys: pytest.CaptureFixture[str], **config: Any) -> list[str]:
-    """Configure vLLM's log, write two lines, and return what was printed: on vLLM's stream only."""
+    """Configure vLLM's log, write two lines, and return the output, which is only on vLLM's stream."""
     vllm.logger.configure_logging(LoggingConfig(configure_logging=True, **{"pylogging_config_file": None} | config))
     capsys.readouterr()
     log.configure("info")
@@ -45,7 +45,7 @@ def lines(capsys: pytest.CaptureFixture[str], **config: Any) -> list[str]:
 
 
 def test_lines_have_vllms_prefix_by_default(capsys: pytest.CaptureFixture[str]) -> None:
-    """The process's name and id, the level, the time, and the place in the source."""
+    """The prefix has the process's name and id, the level, the time, and the place in the source."""
     prefix = rf"\(EngineCore pid={os.getpid()}\) %s \S+ \S+ \[test_logging\.py:\d+\] "
     ready, odd = lines(capsys, log_level="INFO")
     assert re.fullmatch(prefix % "INFO" + "pool_ready slots=3", ready), ready
@@ -53,20 +53,20 @@ def test_lines_have_vllms_prefix_by_default(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_level_of_vllm_drops_lines_of_kvpipe(capsys: pytest.CaptureFixture[str]) -> None:
-    """VLLM_LOGGING_LEVEL sets that level."""
+    """VLLM_LOGGING_LEVEL sets this level."""
     (odd,) = lines(capsys, log_level="WARNING")
     assert odd.endswith("odd why='no space'")
 
 
 def test_json_lines_of_vllm_have_the_fields(capsys: pytest.CaptureFixture[str]) -> None:
-    """`--logging-config.formatter json`, for a log collector."""
+    """`--logging-config.formatter json` writes lines for a log collector."""
     ready, _ = map(json.loads, lines(capsys, log_level="INFO", formatter="json"))
     assert (ready["levelname"], ready["process"]) == ("INFO", os.getpid())
     assert ready["kvpipe"] == {"event": "pool_ready", "slots": 3}
 
 
 def test_logging_file_of_the_host_receives_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The file that VLLM_LOGGING_CONFIG_PATH names. A level for kvpipe's logger alone is kept, too."""
+    """VLLM_LOGGING_CONFIG_PATH names the file. A level for kvpipe's logger alone is kept, too."""
     file = tmp_path / "logging.json"
     config: dict[str, Any] = {
         "version": 1,

@@ -1,4 +1,4 @@
-"""What is part of a cache's identity of how images and such are prepared."""
+"""The preparation of images and other media is part of a cache's identity."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
-from kvpipe.connectors.vllm.media import media_facts
+from kvpipe.connectors.vllm.identity.media import media_facts
 
 
 def engine(
@@ -42,7 +42,10 @@ def engine(
 
 @pytest.fixture(autouse=True)
 def processor(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What `one` is, every model has as its processor; as long as it is nothing, none can be made."""
+    """Return an object whose attribute `one` is every model's processor.
+
+    While `one` is None, creating a processor raises.
+    """
     holder = SimpleNamespace(one=None)
 
     def create(model: object) -> object:
@@ -56,20 +59,20 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 class Normalize:
-    """As torchvision's: plain attributes, no `to_dict`."""
+    """A transformation like torchvision's, with plain attributes and without `to_dict`."""
 
     def __init__(self, mean: object) -> None:
-        """Of images."""
+        """Keep the mean for images."""
         self.mean = mean
 
 
 class Slotted:
-    """No `__dict__`."""
+    """A class without `__dict__`."""
 
     __slots__ = ("mean",)
 
     def __init__(self, mean: object) -> None:
-        """Of images."""
+        """Keep the mean for images."""
         self.mean = mean
 
 
@@ -77,15 +80,15 @@ Slotted.__module__ = "vllm.transformers_utils.processors.some"
 
 
 class Odd(Normalize):
-    """Classes and objects have a `to_dict` that wants something."""
+    """A class whose `to_dict` needs an argument."""
 
     def to_dict(self, what: object) -> dict[str, object]:
-        """Is never called."""
+        """Must not be called."""
         raise AssertionError(what)
 
 
 class PreTrainedTokenizerBase(Normalize):
-    """By its name a tokenizer."""
+    """A class with the name of a base class of tokenizers."""
 
 
 def _in_a_circle(mean: object) -> object:
@@ -119,7 +122,7 @@ WAYS: list[Any] = [
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_part_of_a_processor_counts(tmp_path: Path, processor: SimpleNamespace, way: Any) -> None:
-    """Also parts that are only objects of somebody's own classes; equal parts make the same."""
+    """Parts that are objects of unknown classes count, too. Equal parts give equal facts."""
     message = []
     for mean in (0, 1, 1):
         processor.one = Normalize(way(mean))
@@ -128,7 +131,7 @@ def test_every_part_of_a_processor_counts(tmp_path: Path, processor: SimpleNames
 
 
 def test_a_tokenizer_does_not_count(tmp_path: Path, processor: SimpleNamespace) -> None:
-    """Tokens are in every key."""
+    """A tokenizer does not change the facts, because tokens are already in every key."""
     message = set()
     for mean in (0, 1):
         processor.one = Normalize(PreTrainedTokenizerBase(mean))
@@ -137,7 +140,7 @@ def test_a_tokenizer_does_not_count(tmp_path: Path, processor: SimpleNamespace) 
 
 
 def test_deep_and_broken_parts_are_survived(tmp_path: Path, processor: SimpleNamespace) -> None:
-    """The engine starts, whatever a processor is made of."""
+    """The engine starts, whatever a processor consists of."""
 
     class Broken:
         @property
@@ -156,7 +159,7 @@ _ALONE = """
 import functools, threading
 from pathlib import Path
 from types import SimpleNamespace
-from kvpipe.connectors.vllm.media import described
+from kvpipe.connectors.vllm.identity.media import described
 one = SimpleNamespace(
     names={"a", "b", "c", ("d", 1)}, path=Path("/x/y"), lock=threading.Lock(), key=object(), call=lambda: 0,
     more=functools.partial(print, object()), objects={object(), SimpleNamespace, print},
@@ -167,7 +170,7 @@ print(described(lambda: one))
 
 
 def test_every_process_shows_the_same() -> None:
-    """No address, and no order of a set, gets into it."""
+    """The facts contain no address and do not depend on the order of a set."""
     message = {
         subprocess.run(
             [sys.executable, "-c", _ALONE],
@@ -185,7 +188,7 @@ def test_every_process_shows_the_same() -> None:
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("name", ["preprocessor_config.json", "processing_some.py", "image_processor.py"])
 def test_files_count_beside_a_processor(tmp_path: Path, processor: SimpleNamespace, name: str, known: bool) -> None:
-    """What is in a processor's files and code is part of the identity, whether the processor can be made or not."""
+    """The contents of a processor's files and code are part of the identity, even if the processor cannot be made."""
     processor.one = Normalize(1) if known else None
     file = tmp_path / name
     file.write_text("size = 224", encoding="utf-8")
@@ -196,7 +199,7 @@ def test_files_count_beside_a_processor(tmp_path: Path, processor: SimpleNamespa
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    """Is another than none; the engine starts."""
+    """An unreadable file differs from a missing file, and the engine starts."""
     before = media_facts(engine(tmp_path))
     (tmp_path / "preprocessor_config.json").symlink_to(tmp_path / "nowhere")
     (tmp_path / "processor.json").mkdir()
@@ -205,7 +208,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_the_commit_of_a_hub_counts(processor: SimpleNamespace) -> None:
-    """What lies in no folder of its own is known by its revision, and by the commit that this was."""
+    """A model from a hub is identified by its revision and by the commit of that revision."""
     processor.one = Normalize(1)
     message = [
         media_facts(engine("org/model", commit="1")),
@@ -216,12 +219,15 @@ def test_the_commit_of_a_hub_counts(processor: SimpleNamespace) -> None:
 
 
 def test_settings_count(tmp_path: Path) -> None:
-    """Those that only limit what is taken do not."""
+    """Settings that only limit the accepted inputs do not count."""
     plain = media_facts(engine(tmp_path / "org" / "model"))
     assert media_facts(engine(tmp_path / "org" / "model", limit_per_prompt={"image": 2})) == plain
     assert media_facts(engine(tmp_path / "org" / "model", video_pruning_rate=0.5)) != plain
 
 
 def test_models_whose_images_attend_in_both_directions_have_a_namespace_of_their_own(tmp_path: Path) -> None:
-    """Older versions stored KV that was computed over images that a step had cut. Other models keep their namespace."""
+    """Older versions stored KV that was computed over images that a step had divided.
+
+    Other models keep their namespace.
+    """
     assert media_facts(engine(tmp_path, both_directions=True)) != media_facts(engine(tmp_path))

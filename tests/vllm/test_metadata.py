@@ -1,4 +1,4 @@
-"""What the scheduler's side sends arrives as it was sent."""
+"""Metadata that the scheduler's side sends arrives unchanged."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from kvpipe.connectors.vllm.metadata import PlanMetadata
-from kvpipe.messages import Claim, Job, StepPlan, TierOrder
+from kvpipe.protocol.messages import Claim, Job, StepPlan, TierOrder
 
 _JOB = Job(1, 0, "r", 1, b"\0" * 16)
 
@@ -24,5 +24,5 @@ _JOB = Job(1, 0, "r", 1, b"\0" * 16)
     ids=lambda plan: str(plan.step),
 )
 def test_a_plan_arrives(plan: StepPlan) -> None:
-    """Whole, in few bytes, and without a class of kvpipe's but its own."""
+    """The plan arrives complete, in few bytes, and with only one class of kvpipe."""
     assert pickle.loads(pickle.dumps(PlanMetadata(plan))).plan == plan  # noqa: S301

@@ -39,7 +39,10 @@ def _hashes(
 
 
 def test_what_counts_in_each_place_is_in_the_hash() -> None:
-    """Embeddings that are ignored for tokens, and the same as they are: from the block on in which they differ."""
+    """Hashes differ from the first block in which tokens differ, or embeddings that are used.
+
+    Unused embeddings do not count.
+    """
     tokens, embedded, some = [0] * len(ROWS), [False] * len(ROWS), [False] * BLOCK + [True] * BLOCK + [False] * BLOCK
     one, other = _hashes(ROWS, tokens, embedded), _hashes(ROWS, tokens, some)
     assert len(one) == len(ROWS) // BLOCK
@@ -49,13 +52,13 @@ def test_what_counts_in_each_place_is_in_the_hash() -> None:
 
 
 def test_of_which_type_embeddings_are_is_in_the_hash() -> None:
-    """The same bytes are other numbers."""
+    """Equal bytes of another type are different numbers."""
     assert set(_hashes(ROWS)).isdisjoint(_hashes(ROWS.view(torch.float16)))
     assert _hashes(ROWS) == _hashes(ROWS.clone())
 
 
 def test_prompts_of_tokens_are_hashed_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A router that knows vLLM's own hashes finds them."""
+    """A router that knows vLLM's own hashes finds these prompts."""
     remedied = _hashes(None, range(len(ROWS)))
     wrapped = kv_cache_utils._gen_prompt_embeds_extra_hash_keys
     monkeypatch.setattr(kv_cache_utils, "_gen_prompt_embeds_extra_hash_keys", wrapped.__wrapped__)

@@ -1,4 +1,4 @@
-"""What vLLM states of prefixes, and what kvpipe makes of it."""
+"""The statements of vLLM's configuration about prefixes decide which models kvpipe serves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from vllm.platforms import CpuArchEnum, current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, UniformTypeKVCacheSpecs
 
-from kvpipe.connectors.vllm import models
+from kvpipe.connectors.vllm.identity import models
 from kvpipe.errors import UnsupportedError
 
 PLAIN = {
@@ -28,7 +28,7 @@ def _config(*, mm_encoder_only: bool = False, **model: Any) -> Any:
 
 
 def test_a_plain_model_is_served() -> None:
-    """Nothing speaks against a decoder, nor where the engine has no model."""
+    """A decoder is served, and so is an engine without a model."""
     models.check_model(_config())
     models.check_model(SimpleNamespace(model_config=None))  # type: ignore[arg-type]
 
@@ -62,7 +62,7 @@ def test_a_plain_model_is_served() -> None:
     ],
 )
 def test_each_statement_refuses(config: Any, named: str) -> None:
-    """The sentence names what vLLM applies it to, and the remedy, however the prefix cache is set."""
+    """The message names the feature of vLLM and the remedy, whether the prefix cache is on or off."""
     with pytest.raises(UnsupportedError, match=named) as caught:
         models.check_model(config)
     assert str(caught.value).startswith("kvpipe: ")
@@ -70,7 +70,7 @@ def test_each_statement_refuses(config: Any, named: str) -> None:
 
 
 def test_riscv_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """VLLM's CPU backend has no context of a prefill there."""
+    """On RISC-V, vLLM's CPU backend cannot compute a prefill with context."""
     monkeypatch.setattr(type(current_platform), "get_cpu_architecture", classmethod(lambda _: CpuArchEnum.RISCV))
     with pytest.raises(UnsupportedError, match="RISC-V"):
         models.check_model(_config())
@@ -92,14 +92,14 @@ def _cache(*non_causal: bool) -> Any:
 
 @pytest.mark.parametrize("tags", [(True,), (False, True), (True, False)])
 def test_one_layer_that_looks_ahead_is_enough(tags: tuple[bool, ...]) -> None:
-    """A non-causal layer is found alone, and among others in a group of several specifications."""
+    """A non-causal layer is found, both alone and in a group with several specifications."""
     models.check_specs(_cache(*(False for _ in tags)))
     with pytest.raises(UnsupportedError, match="non-causal attention"):
         models.check_specs(_cache(*tags))
 
 
 def test_batch_invariance_without_hits_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Backends that keep vLLM's promise of batch invariance only without hits are refused where it is made."""
+    """Backends that are batch invariant only without hits are refused if batch invariance is switched on."""
     models.check_backends(["FLASHINFER", "TRITON_MLA"])
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     models.check_backends(["FLASH_ATTN", "CPU_ATTN", ""])

@@ -1,4 +1,4 @@
-"""What vLLM needs of a prompt's tokens beside their KV, and does not have after a hit, is refused."""
+"""Features of vLLM that need more than the KV of a prompt's tokens are refused, because a hit has only KV."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from vllm.config import KVTransferConfig
 from vllm.config.multimodal import MultiModalConfig
 from vllm.distributed.aux_output_connector.connector import AuxOutputConnectorMetadata, PackedBlockHashes
 from vllm.distributed.aux_output_connector.routed_experts import RoutedExpertsBuffer
@@ -21,13 +22,13 @@ from vllm.distributed.aux_output_connector.store import (
 )
 from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector, PendingAuxOutput
 
-from kvpipe.connectors.vllm import models
+from kvpipe.connectors.vllm.identity import models
 from kvpipe.connectors.vllm.support import check_engine
 from kvpipe.connectors.vllm.trial.shapes import SHAPES, make_configs
 from kvpipe.errors import UnsupportedError
 
 BLOCK, EXPERTS = 32, (2, 4)
-"""Tokens per block; layers, and experts of a token in each."""
+"""The number of tokens per block. The numbers of layers, and of experts per token in each layer."""
 
 
 def _config() -> Any:
@@ -35,7 +36,7 @@ def _config() -> Any:
 
 
 def test_experts_that_are_returned_are_refused() -> None:
-    """VLLM returns those of every token of a prompt, wherever its KV is from."""
+    """With this option vLLM returns the experts of every token of a prompt, even if the token's KV was loaded."""
     config = _config()
     check_engine(config)
     config.aux_output_config.enable_return_routed_experts = True
@@ -43,9 +44,23 @@ def test_experts_that_are_returned_are_refused() -> None:
         check_engine(config)
 
 
+def test_a_connector_that_makes_kv_up_is_refused() -> None:
+    """Kvpipe would store invented KV under ordinary keys, also in tiers that other engines use."""
+    config = _config()
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="MultiConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={
+            "connectors": [{"kv_connector": "KVPipeConnector"}, {"kv_connector": "DecodeBenchConnector"}]
+        },
+    )
+    with pytest.raises(UnsupportedError, match=r"^kvpipe: DecodeBenchConnector beside .*; remove it, or kvpipe$"):
+        check_engine(config)
+
+
 @contextmanager
 def _rank() -> Iterator[AuxOutputWorkerConnector]:
-    """What collects the experts on a rank, without its model."""
+    """Yield the connector that collects experts on a rank, without the rank's model."""
     rank: AuxOutputWorkerConnector = object.__new__(AuxOutputWorkerConnector)
     size = BLOCK * int(np.prod(EXPERTS))
     store = BlockObjectStore(max_bytes=8 * size, object_nbytes=size)
@@ -71,7 +86,10 @@ def _step(rank: AuxOutputWorkerConnector, request: str, computed: int, scheduled
 
 
 def test_vllm_itself_ends_where_it_has_no_experts_of_a_hit() -> None:
-    """It has those of tokens that this engine has computed. When this fails, hits may be served beside them."""
+    """The connector of vLLM has experts only of tokens that this engine has computed.
+
+    When this test fails, hits can be served in such engines.
+    """
     with _rank() as rank:
         assert _step(rank, "cold", 0, 70)["cold"].rows.shape == (70, *EXPERTS)
         assert _step(rank, "local hit", 2 * BLOCK, 6)["local hit"].rows.shape == (70, *EXPERTS)
@@ -85,7 +103,10 @@ def test_vllm_itself_ends_where_it_has_no_experts_of_a_hit() -> None:
 def test_pruned_videos_are_refused(
     monkeypatch: pytest.MonkeyPatch, rate: float | None, rotary: bool, refused: bool
 ) -> None:
-    """Where positions of what follows a video depend on what is left of it, which only its embeddings say."""
+    """Positions after a video may depend on the parts of the video that are kept.
+
+    Only the video's embeddings show these parts.
+    """
     monkeypatch.setattr(models, "check_model", lambda _: None)
     config = _config()
     media = MultiModalConfig(video_pruning_rate=rate)

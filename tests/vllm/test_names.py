@@ -1,10 +1,10 @@
-"""What traces call an engine."""
+"""Replicas of an engine have names of their own in traces."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvpipe.connectors.vllm.support import engine_name
+from kvpipe.connectors.vllm.started import traced_engine_name
 
 
 @pytest.mark.parametrize(
@@ -17,5 +17,5 @@ from kvpipe.connectors.vllm.support import engine_name
     ],
 )
 def test_replicas_have_names_of_their_own(given: str, called: str) -> None:
-    """A random id is cut; the user's own is not, nor which replica it is."""
-    assert engine_name(given) == called
+    """A random id is shortened. An id that the user has set, and the number of the replica, are not shortened."""
+    assert traced_engine_name(given) == called

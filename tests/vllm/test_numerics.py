@@ -1,4 +1,4 @@
-"""How an engine computes: which settings, variables and results are part of the name of its chunks."""
+"""Tests of the settings, variables and results of an engine's computation that are part of its chunks' names."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from vllm.config import CacheConfig, KVEventsConfig, LoRAConfig
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 
-from kvpipe.config import load_settings
-from kvpipe.connectors.vllm import numerics
-from kvpipe.connectors.vllm.computed import Computed, settings
+from kvpipe.config.settings import load_settings
 from kvpipe.connectors.vllm.doctor_facts import first_hash
+from kvpipe.connectors.vllm.identity import numerics
+from kvpipe.connectors.vllm.identity.computed import Computed, settings
+from kvpipe.connectors.vllm.identity.spaces import Spaces
 from kvpipe.connectors.vllm.metadata import Introduction
-from kvpipe.connectors.vllm.spaces import Spaces
 from kvpipe.connectors.vllm.support import make_geometry
 from kvpipe.connectors.vllm.trial.shapes import SHAPES, make_configs
 
@@ -51,7 +51,7 @@ def _of(change: Callable[[Any], object]) -> Computed:
     ids=["additional_config", "attention", "compilation", "kernels", "model_impl", "cache"],
 )
 def test_a_field_counts_when_it_changes_what_is_computed(change: Callable[[Any], object]) -> None:
-    """Also a field of a configuration within a configuration."""
+    """A field of a nested configuration counts, too."""
     assert _of(change).alone != settings(_config()).alone
 
 
@@ -74,7 +74,10 @@ def test_a_field_does_not_count_when_it_is_irrelevant(change: Callable[[Any], ob
 
 
 def test_how_ranks_add_up_counts_for_one_layout_only() -> None:
-    """Engines with other numbers of ranks add up in another order anyway."""
+    """Settings of the sums over ranks are left out of the common namespace.
+
+    Engines with other numbers of ranks add up in another order anyway.
+    """
     changed = _of(lambda config: setattr(config.compilation_config.pass_config, "fuse_allreduce_rms", True))
     plain = settings(_config())
     assert changed.alone == plain.alone
@@ -82,7 +85,7 @@ def test_how_ranks_add_up_counts_for_one_layout_only() -> None:
 
 
 def test_a_field_counts_when_it_is_unknown() -> None:
-    """A newer vLLM has fields that nobody has reviewed."""
+    """A newer vLLM has fields that are not reviewed yet."""
     made = dataclasses.make_dataclass("Newer", [("new", int, 1)], bases=(CacheConfig,))
 
     def change(config: Any) -> None:
@@ -93,7 +96,7 @@ def test_a_field_counts_when_it_is_unknown() -> None:
 
 
 def test_a_variable_counts_when_it_is_unknown_and_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its value may be a secret, so it is noted as a digest. Unset, it has no say."""
+    """A variable's value may be a secret, so only its digest is kept. An unset variable does not count."""
     monkeypatch.setitem(envs.environment_variables, "VLLM_NEW", lambda: "a default")
     assert "VLLM_NEW" not in settings(_config()).alone
     monkeypatch.setenv("VLLM_NEW", "secret")
@@ -103,7 +106,7 @@ def test_a_variable_counts_when_it_is_unknown_and_set(monkeypatch: pytest.Monkey
 
 
 def test_variables_of_libraries_count() -> None:
-    """Those of precision, instruction set and kernels; not those of logs, caches and threads."""
+    """Variables of precision, instruction set and kernels count. Variables of logs, caches and threads do not."""
     counts = {
         "ONEDNN_DEFAULT_FPMATH_MODE": "BF16", "DNNL_MAX_CPU_ISA": "AVX2", "NVIDIA_TF32_OVERRIDE": "0",
         "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "MKL_CBWR": "COMPATIBLE", "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
@@ -126,7 +129,7 @@ def _precision() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_precision")
 def test_switches_of_torch_count() -> None:
-    """They are read when they are asked for: an engine sets some while it starts."""
+    """The switches are read when the facts are computed, because an engine sets some of them while it starts."""
     before = numerics.switches()
     assert not [name for name, value in before.items() if value.endswith("Error")]
     torch.set_float32_matmul_precision("medium")
@@ -134,7 +137,7 @@ def test_switches_of_torch_count() -> None:
 
 
 def test_results_are_equal_for_any_number_of_threads() -> None:
-    """Engines with more ranks have fewer threads each, and share chunks."""
+    """Engines with more ranks have fewer threads per rank, and share chunks."""
     before, found = torch.get_num_threads(), set()
     try:
         for threads in (1, 2, 5):
@@ -147,7 +150,7 @@ def test_results_are_equal_for_any_number_of_threads() -> None:
 
 @pytest.mark.parametrize("name", ["linear", "matmul", "softmax", "norm", "silu", "tiny"])
 def test_one_other_bit_of_a_result_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of every operation, in every type."""
+    """For each operation, a changed bit in a result changes the fact."""
     usual, operations = numerics.measured(CPU, [torch.bfloat16]), numerics._operations
 
     def changed(device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
@@ -162,7 +165,7 @@ def test_one_other_bit_of_a_result_counts(name: str, monkeypatch: pytest.MonkeyP
 
 
 def test_an_operation_that_fails_counts_by_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine serves, and finds what equal engines have stored, which fail alike."""
+    """The engine starts, and finds chunks of engines in which the operation fails in the same way."""
 
     def fails(*_: object, error: type[Exception]) -> torch.Tensor:
         raise error(str(object()))
@@ -176,30 +179,31 @@ def test_an_operation_that_fails_counts_by_its_error(monkeypatch: pytest.MonkeyP
 
 
 def _spaces(*how: str, memory: str = "m") -> str:
-    """Return the namespace of an engine whose ranks compute like this."""
+    """Return the namespace of an engine with one rank per entry of `how`, which is the rank's result."""
     config, cache = copy.deepcopy(make_configs(SHAPES["sync"]))
     config.parallel_config.world_size = len(how)
     geometry = make_geometry(cache, load_settings())
     spaces = Spaces(config, cache, geometry, tiers=True, bound=lambda *_: None)
+    assert spaces.also("weights") == ""  # no rank has reported its layout
     spaces.agree([Introduction(i, "digest", "m=s", 8, common="c", numerics=one) for i, one in enumerate(how)])
     return spaces.space(":".join(f"{memory}{i}=s" for i in range(len(how))))
 
 
 def test_a_namespace_is_of_one_way_to_compute() -> None:
-    """Ranks that compute alike share with any number of ranks."""
+    """Ranks with equal results share chunks with engines of any number of ranks."""
     assert _spaces("a") == _spaces("a") == _spaces("a", "a")
     assert _spaces("a") != _spaces("b")
 
 
 def test_ranks_that_differ_share_with_their_own_layout_only() -> None:
-    """The namespace then has the weights that each rank holds in memory, and which rank computes how."""
+    """If ranks compute different results, the namespace has the weights and the results of each rank."""
     assert len({_spaces("a"), _spaces("a", "b"), _spaces("b", "a"), _spaces("b")}) == 4
     assert _spaces("a", "b") != _spaces("a", "b", memory="other")
     assert _spaces("a", "a") == _spaces("a", "a", memory="other")
 
 
 def test_the_first_hash_is_seeded_for_every_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """VLLM's chains begin with it: an environment variable decides who shares, also with sha256."""
+    """The hash chains begin with this hash. An environment variable decides which engines share, also with sha256."""
     monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"", raising=False)
     monkeypatch.setattr(kv_cache_utils, "_NONE_HASH_SEED", None)
     for algorithm in ("sha256", "xxhash"):

@@ -1,4 +1,4 @@
-"""What goes on with KV or embeddings of weights that are gone: nobody takes it over, and vLLM keeps none of it."""
+"""No request reuses KV or embeddings of old weights, and vLLM keeps none of them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from kvpipe.connectors.vllm import support
-from kvpipe.connectors.vllm.adapter import ManagedBlocks, Remedies
+from kvpipe.connectors.vllm.engine_protocols import ManagedBlocks, Remedies
+from kvpipe.connectors.vllm.identity import engine_facts
 from kvpipe.connectors.vllm.remedies.admission import LoadAdmission
 from kvpipe.connectors.vllm.remedies.encoded import Encoded
 from kvpipe.connectors.vllm.remedies.stale import Stale
-from kvpipe.connectors.vllm.trial.scheduler_world import make_geometry
+from kvpipe.connectors.vllm.trial.scheduler_world import geometry_of_windows
 from kvpipe.connectors.vllm.trial.shapes import SHAPES
 from kvpipe.connectors.vllm.trial.trial import Trial
 from kvpipe.errors import UnsupportedError
@@ -21,7 +21,7 @@ from kvpipe.trace.log import Counters
 
 
 class _Manager:
-    """As much of vLLM's cache manager as is asked."""
+    """The part of vLLM's cache manager that is used."""
 
     def __init__(self) -> None:
         self.block_pool = SimpleNamespace(num_gpu_blocks=10)
@@ -32,7 +32,7 @@ class _Manager:
         self.evicted: list[set[int]] = []
 
     def evict_blocks(self, blocks: set[int]) -> None:
-        """Note it."""
+        """Record the blocks."""
         self.evicted.append(blocks)
 
     def give(self, request: str, *blocks: int) -> Any:
@@ -46,13 +46,16 @@ def _living(*names: str, prompt: int = 40) -> list[Any]:
 
 
 def test_requests_that_go_on_with_old_kv() -> None:
-    """What rests on blocks of a stale request is stale; what was preempted, or takes nothing over, is not."""
+    """A *stale* request has KV of old weights.
+
+    A request that reuses its blocks is stale, too. A preempted request is not, because its KV is computed again.
+    """
     stale, manager = Stale([32]), _Manager()
     blocks = ManagedBlocks(manager)  # type: ignore[arg-type]
     stale.plan_step([], _living("old"), blocks)
     assert manager.evicted == []
     manager.give("old", 0, 1, 2)
-    stale.begin(["old", "waiting"], blocks)
+    stale.weights_changed(["old", "waiting"], blocks)
     assert manager.evicted.pop() == set(range(10))
     assert not stale.rests_on("new", manager.give("new", 0, 3, 4), blocks)
     assert stale.rests_on("heir", manager.give("heir", 1, 5), blocks)
@@ -77,11 +80,14 @@ def test_requests_that_go_on_with_old_kv() -> None:
 
 
 def test_the_block_that_an_old_prompt_ends_in() -> None:
-    """VLLM offers it anew in every step, if hashes are shorter than blocks; who takes it over has a copy of it."""
+    """With hashes shorter than blocks, vLLM offers this block in every step.
+
+    A request that reuses the block gets a copy of the block.
+    """
     stale, manager = Stale([32]), _Manager()
     blocks = ManagedBlocks(manager)  # type: ignore[arg-type]
     manager.give("old", 1, 2, 3, 4)
-    stale.begin(["old"], blocks)
+    stale.weights_changed(["old"], blocks)
     manager.cached["old"] = 3
     for _ in range(2):
         stale.plan_step([], _living("old", prompt=40), blocks)
@@ -96,8 +102,8 @@ def _copy(source: int, copy: int) -> tuple[Any, Any]:
 
 
 def test_stale_kv_that_cannot_be_forgotten_keeps_no_load_from_failing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the step would read too early is reported all the same, and the next step forgets what this one has not."""
-    geometry, manager, counters = make_geometry((None,), 16, 8), _Manager(), Counters()
+    """A step's early reads are reported although stale blocks are not evicted; the next step evicts the blocks."""
+    geometry, manager, counters = geometry_of_windows((None,), 16, 8), _Manager(), Counters()
     remedies = Remedies(geometry, LoadAdmission(geometry, 64, 64))
     remedies.bind(ManagedBlocks(manager), counters)  # type: ignore[arg-type]
     manager.give("old", 1, 2)
@@ -117,22 +123,25 @@ def test_stale_kv_that_cannot_be_forgotten_keeps_no_load_from_failing(monkeypatc
 
 
 def test_embeddings_of_weights_that_are_gone() -> None:
-    """Until vLLM forgets them nothing that has any is kept, nor what takes its blocks over; text is."""
-    geometry, manager = make_geometry((None,), 16, 8), _Manager()
+    """Until vLLM drops them, nothing is kept of requests with images, or of requests that reuse their blocks.
+
+    Requests with text only are kept.
+    """
+    geometry, manager = geometry_of_windows((None,), 16, 8), _Manager()
     remedies = Remedies(geometry, LoadAdmission(geometry, 64, 64))
     remedies.bind(ManagedBlocks(manager), Counters())  # type: ignore[arg-type]
 
     def admitted(request: str, *blocks: int) -> bool:
         return remedies.admitted(request, manager.give(request, *blocks))
 
-    remedies.weights_changed([])  # there was no image yet
+    remedies.weights_changed([])  # no request had an image yet
     remedies.encoded.began("first")
     assert not admitted("first", 1)
     remedies.finished("first", loading=False)
     remedies.weights_changed([])
     remedies.encoded.began("image")
     assert admitted("image", 2)
-    assert admitted("image", 3)  # it was preempted
+    assert admitted("image", 3)  # the request was preempted
     assert admitted("heir", 3)
     assert not admitted("text", 4)
     remedies.encoded.reset()
@@ -141,16 +150,19 @@ def test_embeddings_of_weights_that_are_gone() -> None:
     for request in ("image", "again"):
         remedies.finished(request, loading=False)
     remedies.encoded.reset()
-    remedies.weights_changed([])  # nothing is there
+    remedies.weights_changed([])  # no request is left
     remedies.encoded.began("late")
     assert not admitted("late", 6)
     remedies.encoded.reset()
     remedies.weights_changed(["late"])
-    assert admitted("late", 7)  # which has brought back its own
+    assert admitted("late", 7)  # the request has brought its own image
 
 
 def test_embeddings_since_weights_were_doubted() -> None:
-    """VLLM resets its caches before an update or after it, and the ranks answer only when requests run again."""
+    """VLLM may drop its embeddings before or after the doubt begins.
+
+    In both cases, embeddings after that are new. Ranks answer the doubt only in steps.
+    """
     for before, after in ((True, False), (False, True), (True, True), (False, False)):
         encoded = Encoded()
         encoded.began("first")
@@ -171,8 +183,8 @@ def test_embeddings_since_weights_were_doubted() -> None:
 
 
 def test_embeddings_of_an_adapters_encoder() -> None:
-    """VLLM keeps them by the adapter's name, whatever it was called before: nothing of such a request is kept."""
-    geometry, manager = make_geometry((None,), 16, 8), _Manager()
+    """Such embeddings are cached by the adapter's name, even if its bytes change. So the request's KV is not kept."""
+    geometry, manager = geometry_of_windows((None,), 16, 8), _Manager()
     for adapts in (False, True):
         remedies = Remedies(geometry, LoadAdmission(geometry, 64, 64), adapts_encoder=adapts)
         remedies.bind(ManagedBlocks(manager), Counters())  # type: ignore[arg-type]
@@ -188,10 +200,10 @@ def test_embeddings_of_an_adapters_encoder() -> None:
 
 
 def test_an_image_in_a_later_input_of_a_session() -> None:
-    """It is of the old weights if vLLM has it still: nothing more of the session is kept, here or in vLLM's cache."""
+    """If vLLM still has the image of old weights, nothing more of the session is kept by kvpipe or vLLM."""
     trial = Trial(SHAPES["sync"])
     assert trial.kvpipe is not None
-    encoded, pool = trial.kvpipe._remedies.encoded, trial.scheduler.kv_cache_manager.block_pool
+    encoded, pool = trial.kvpipe.scheduler_role._remedies.encoded, trial.scheduler.kv_cache_manager.block_pool
     try:
         encoded.began("before")
         encoded.ended("before")
@@ -218,27 +230,27 @@ def test_images_that_are_numbered() -> None:
         cache_config=SimpleNamespace(enable_prefix_caching=False, prefix_caching_hash_algo="sha256"),
     )
     with pytest.raises(UnsupportedError, match="multimodal"):
-        support.check_hashes(config)
+        engine_facts.check_hashes(config)
     config.cache_config.enable_prefix_caching = True
-    support.check_hashes(config)
+    engine_facts.check_hashes(config)
 
 
 @pytest.mark.parametrize("consumes", [True, False])
 def test_embeddings_that_another_engine_makes(*, consumes: bool) -> None:
-    """Its weights may change while this engine's stay: refused with tiers."""
+    """The other engine's weights may change while this engine's weights stay, so this engine is refused with tiers."""
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(multimodal_config=None),
         cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"),
         ec_transfer_config=SimpleNamespace(is_ec_consumer=consumes),
     )
     with pytest.raises(UnsupportedError, match="another engine's encoder") if consumes else nullcontext():
-        support.check_hashes(config)
+        engine_facts.check_hashes(config)
 
 
 @pytest.mark.parametrize("steps", [1, 3, 6])
 @pytest.mark.parametrize("shape", ["sync", "states-hash-blocks", "states-exported", "async-scheduler-states-exported"])
 def test_vllm_keeps_nothing_of_requests_that_go_on_with_old_kv(shape: str, steps: int) -> None:
-    """Neither full blocks nor what a prompt ends in, while they run and when they are over."""
+    """While such requests run, and after their end, vLLM keeps neither their full blocks nor their last block."""
     trial = Trial(SHAPES[shape])
     pool = trial.scheduler.kv_cache_manager.block_pool
     trial.documents[0] = list(range(200))

@@ -1,4 +1,4 @@
-"""States that vLLM offers under the key of a boundary at which no step has ended."""
+"""VLLM offers a state under the key of a boundary at which no step has ended."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvpipe.connectors.vllm.remedies.overrun import overrun
-from kvpipe.geometry import Geometry, Group, Layer
+from kvpipe.protocol.geometry import Geometry, Group, Layer
 
 GEOMETRY = Geometry(
     (Group((Layer("a", 64),), 32), Group((Layer("s", 64),), 32, state=True)), 128, 64 * 4096, match_tokens=8
@@ -18,19 +18,19 @@ GEOMETRY = Geometry(
 @pytest.mark.parametrize(
     ("start", "scheduled", "tokens", "prompt", "wrong"),
     [
-        (8, 32, 32, 81, True),  # begins within the block, and goes on behind it
-        (8, 24, 32, 81, False),  # ends with it
-        (40, 8, 40, 81, False),  # copied before the step goes on
-        (8, 93, 80, 101, False),  # exported
-        (0, 40, 32, 81, False),  # begins with a block: exported, or not offered
+        (8, 32, 32, 81, True),  # the step begins within the block, and continues after it
+        (8, 24, 32, 81, False),  # the step ends with the block
+        (40, 8, 40, 81, False),  # the state is copied before the step continues
+        (8, 93, 80, 101, False),  # the state is exported
+        (0, 40, 32, 81, False),  # the step begins with a block, so the state is exported or not offered
         (31, 4, 32, 20, False),  # drafts of a decode
-        (40, 60, 64, 50, True),  # a preempted request's answer
+        (40, 60, 64, 50, True),  # the answer of a preempted request
     ],
 )
 def test_a_step_that_went_on_behind_its_block(
     start: int, scheduled: int, tokens: int, prompt: int, *, wrong: bool
 ) -> None:
-    """It left no state there."""
+    """The step left no state at the boundary."""
     computed = start + (1 if start == 31 else scheduled)
     request: Any = SimpleNamespace(
         request_id="one", num_computed_tokens=start, num_prompt_tokens=prompt, num_tokens=max(prompt, computed)

@@ -1,4 +1,4 @@
-"""Requests whose `kv_transfer_params` are none: a front end other than vLLM's own may pass anything."""
+"""Requests whose `kv_transfer_params` are not a dict: a front end other than vLLM's own may pass anything."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from kvpipe.connectors.vllm.trial.shapes import BLOCK, SHAPES, make_configs
 
 @pytest.mark.parametrize("parameters", ["x", ["x"], 3, 0.5], ids=repr)
 def test_what_are_no_parameters_ends_no_engine(parameters: object) -> None:
-    """After the connector vLLM's scheduler asks them for a key, and an engine's process ends with what that raises."""
+    """After the connector, vLLM's scheduler reads a key from the parameters.
+
+    An exception there would end the engine's process.
+    """
     config, cache = make_configs(SHAPES["sync"])
     config = copy.deepcopy(config)
     scheduler: Any = Scheduler(

@@ -1,4 +1,4 @@
-"""What every vLLM process of an environment runs: it refuses early what kvpipe cannot serve, and breaks nobody else."""
+"""Every vLLM process of an environment runs the plugin, which refuses unsupported engines before they start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.executor.abstract import Executor
 
 from kvpipe.connectors.vllm import plugin, support
-from kvpipe.errors import UnsupportedError
+from kvpipe.errors import ConfigError, UnsupportedError
+from kvpipe.testing.logged import capture_logs
 
 CHOSEN = type("Chosen", (), {})
 
@@ -31,15 +32,15 @@ def _plugged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Config(SimpleNamespace):
-    """An engine's configuration, whose constructor asks for the executor as vLLM's does."""
+    """An engine's configuration, whose constructor reads the executor's class as vLLM's does."""
 
     def __init__(self, transfer: object) -> None:
-        """`async_scheduling` is the user's own, so that it is set from the first."""
+        """Set `async_scheduling`, which is set by the user, from the beginning."""
         super().__init__(kv_transfer_config=transfer, scheduler_config=SimpleNamespace(async_scheduling=True))
         self.__post_init__()
 
     def __post_init__(self) -> None:
-        """Ask."""
+        """Read the executor's class."""
         self.chosen = Executor.get_class(self)  # type: ignore[arg-type]
 
 
@@ -48,11 +49,26 @@ def _transfer(*names: str) -> Any:
 
 
 def test_an_engine_is_checked_when_its_configuration_is_made() -> None:
-    """Not in the midst of its constructor, whatever is set there already."""
+    """The check does not run within the constructor, because the configuration is not complete there."""
     config: Any = Config(_transfer(plugin.NAME))
     assert config.chosen is CHOSEN
     with pytest.raises(UnsupportedError, match="kvpipe: no"):
         Executor.get_class(config)
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_both"])
+def test_producer_that_would_store_nothing_is_refused_early(monkeypatch: pytest.MonkeyPatch, role: str) -> None:
+    """The producer is refused before its model is loaded."""
+    monkeypatch.setattr(support, "check_engine", lambda _: None)
+    extra = {"tiers": ["/mnt/kv?store=second_use"]}
+    config: Any = SimpleNamespace(
+        kv_transfer_config=KVTransferConfig(kv_connector=plugin.NAME, kv_role=role, kv_connector_extra_config=extra)
+    )
+    if role == "kv_both":
+        assert Executor.get_class(config) is CHOSEN
+    else:
+        with pytest.raises(ConfigError, match=r"store='second_use' .* set store='all', or kv_role='kv_both'"):
+            Executor.get_class(config)
 
 
 def _raises(_: object) -> bool:
@@ -71,12 +87,12 @@ def _raises(_: object) -> bool:
     ids=["another connector", "none", "older", "raises", "no such field"],
 )
 def test_an_engine_without_kvpipe_is_left_alone(config: Any) -> None:
-    """Also one of a vLLM whose configuration is another, or that raises when it is asked."""
+    """A vLLM with another configuration, or one that raises on access, is also not changed."""
     assert Executor.get_class(config) is CHOSEN
 
 
 def test_a_check_that_fails_refuses_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connector checks once more when it is made."""
+    """The connector repeats the check when it is made."""
     monkeypatch.setattr(support, "check_engine", _raises)
     config: Any = SimpleNamespace(kv_transfer_config=_transfer(plugin.NAME))
     assert Executor.get_class(config) is CHOSEN
@@ -91,7 +107,7 @@ def test_a_check_that_fails_refuses_nobody(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_a_vllm_that_lacks_a_module_starts(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
-    """What can be done is done all the same."""
+    """The registration does everything that is possible without the missing module."""
     monkeypatch.setattr(KVConnectorFactory, "_registry", {})
     monkeypatch.setitem(sys.modules, module, None)  # type: ignore[arg-type]
     plugin.register()
@@ -110,7 +126,10 @@ def test_a_vllm_that_lacks_a_module_starts(monkeypatch: pytest.MonkeyPatch, modu
 def test_whether_clients_send_embeddings_is_left_to_the_user(
     connector: str, encoder: Any, *, taken: bool, wanted: bool
 ) -> None:
-    """With kvpipe alone. VLLM lets those of an engine that is sent all KV, or all embeddings, leave them out."""
+    """With kvpipe as the only connector, the user decides.
+
+    If an engine gets all KV or all embeddings from elsewhere, vLLM lets clients leave out tokens.
+    """
     media = SimpleNamespace(allow_missing_mm_embeddings=True, enable_mm_embeds=wanted)
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(multimodal_config=media),
@@ -121,28 +140,118 @@ def test_whether_clients_send_embeddings_is_left_to_the_user(
     assert (media.allow_missing_mm_embeddings, media.enable_mm_embeds) == (taken, taken or wanted)
 
 
-def _offloading(connector: str | None) -> Any:
-    """Return what the user has set beside `kv_offloading_size`, as vLLM's configuration has it."""
-    extra: dict[str, Any] = {"connectors": [{"kv_connector": plugin.NAME}]} if connector == "MultiConnector" else {}
+def _offloading(connector: str | None, pool: Any = None, ranks: int = 1, **cache: Any) -> Any:
+    """Return the settings beside `kv_offloading_size`, in the form of vLLM's configuration."""
+    extra: dict[str, Any] = {"pool_bytes_max": pool} if pool is not None else {}
+    if connector == "MultiConnector":
+        child = {"kv_connector": plugin.NAME} | ({"kv_connector_extra_config": extra} if extra else {})
+        extra = {"connectors": [{"kv_connector": "Another"}, child]}
     transfer = KVTransferConfig(kv_connector=connector, kv_role="kv_both", kv_connector_extra_config=extra)
-    cache = CacheConfig(kv_offloading_size=1.0)
-    return SimpleNamespace(cache_config=cache, kv_transfer_config=transfer if connector else None)
+    return SimpleNamespace(
+        cache_config=CacheConfig(**{"kv_offloading_size": 1.5, **cache}),
+        kv_transfer_config=transfer if connector else None,
+        parallel_config=SimpleNamespace(world_size=ranks),
+    )
+
+
+def _pool(config: Any) -> Any:
+    """Return kvpipe's `pool_bytes_max` in vLLM's configuration. The connector is still the user's."""
+    transfer = config.kv_transfer_config
+    extra = transfer.kv_connector_extra_config
+    if transfer.kv_connector == "MultiConnector":
+        other, child = extra["connectors"]
+        assert (other, set(extra)) == ({"kv_connector": "Another"}, {"connectors"})
+        extra = child.get("kv_connector_extra_config", {})
+    else:
+        assert transfer.kv_connector == plugin.NAME
+    return extra.get("pool_bytes_max")
 
 
 @pytest.mark.parametrize("connector", [plugin.NAME, "MultiConnector"])
-def test_an_option_that_would_replace_kvpipe_is_refused(connector: str) -> None:
-    """VLLM takes a connector of its own then, silently, whichever the user has named."""
-    config = _offloading(connector)
-    with pytest.raises(UnsupportedError, match=r"^kvpipe: kv_offloading_size=1\.0 .*, and set pool_bytes_max$"):
+def test_offloading_size_sets_the_pool_of_each_rank(connector: str) -> None:
+    """The size is for all ranks together. vLLM may build its configuration a second time from the same parts."""
+    config = _offloading(connector, ranks=2)
+    for _ in range(2):
         VllmConfig._post_init_kv_transfer_config(config)
-    config.cache_config.kv_offloading_size = None
+        assert _pool(config) == 3 << 28
+    config = _offloading(connector, kv_offloading_size=None)
     VllmConfig._post_init_kv_transfer_config(config)
-    assert config.kv_transfer_config.kv_connector == connector
+    assert _pool(config) is None
+
+
+def test_offloading_size_leaves_the_users_dictionary_unchanged() -> None:
+    """The user may start a second engine with the dictionary and another size."""
+    config = _offloading(plugin.NAME, "1.5GiB")
+    extra = config.kv_transfer_config.kv_connector_extra_config
+    VllmConfig._post_init_kv_transfer_config(config)
+    assert (_pool(config), extra) == (3 << 29, {"pool_bytes_max": "1.5GiB"})
+
+
+@pytest.mark.parametrize("connector", [plugin.NAME, "MultiConnector"])
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"pool": "4GiB"}, r"pool_bytes_max=4\.0GiB contradicts kv_offloading_size \(1\.5 GiB, 1 ranks\); set only"),
+        ({"kv_offloading_size": 0.0}, r"kv_offloading_size=0\.0 is not valid; give GiB"),
+        ({"kv_offloading_size": float("nan")}, "kv_offloading_size=nan is not valid; give GiB"),
+        ({"kv_offloading_size": float("inf")}, "kv_offloading_size=inf is not valid; give GiB"),
+        (
+            {"kv_offloading_backend": "lmcache"},
+            "kv_offloading_backend='lmcache' cannot be used with the connector KVPipeConnector; le",
+        ),
+    ],
+    ids=["another pool", "zero", "nan", "inf", "lmcache"],
+)
+def test_offloading_size_is_refused_when_it_cannot_be_the_pool(connector: str, wrong: dict[str, Any], why: str) -> None:
+    """Otherwise vLLM would silently use its own connector, whichever connector the user has named."""
+    with pytest.raises(ConfigError, match=f"^kvpipe: {why}"):
+        VllmConfig._post_init_kv_transfer_config(_offloading(connector, **wrong))
+
+
+@pytest.mark.parametrize(
+    ("policy", "role", "warned"),
+    [("fail", "kv_both", True), ("fail", "kv_producer", False), ("recompute", "kv_both", False)],
+)
+def test_failed_loads_that_end_requests_are_warned_of(
+    policy: Any, role: Any, warned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The warning has the JSON to add. An engine that loads nothing needs no policy."""
+    monkeypatch.setattr(support, "check_engine", lambda _: None)
+    transfer = KVTransferConfig(kv_connector=plugin.NAME, kv_role=role, kv_load_failure_policy=policy)
+    config: Any = SimpleNamespace(kv_transfer_config=transfer, parallel_config=SimpleNamespace(data_parallel_size=1))
+    with capture_logs() as lines:
+        Executor.get_class(config)
+    said = [line for line in lines if line["event"] == "failed_loads_end_requests"]
+    assert [line["remedy"] for line in said] == [
+        'add "kv_load_failure_policy":"recompute" to --kv-transfer-config' for _ in range(warned)
+    ]
+
+
+@pytest.mark.parametrize(("replicas", "refused"), [(1, True), (2, False)])
+@pytest.mark.parametrize("multi", [False, True])
+def test_keys_that_cannot_be_used_are_refused_before_weights_are_loaded(
+    replicas: int, refused: bool, multi: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler of a data parallel replica may run on another machine, where its own connector checks the keys."""
+    monkeypatch.setattr(support, "check_engine", lambda _: None)
+    extra: dict[str, Any] = {"manage": "127.0.0.1:1"}
+    if multi:
+        extra = {"connectors": [{"kv_connector": plugin.NAME, "kv_connector_extra_config": extra}]}
+    transfer = KVTransferConfig(
+        kv_connector="MultiConnector" if multi else plugin.NAME, kv_role="kv_both", kv_connector_extra_config=extra
+    )
+    parallel = SimpleNamespace(data_parallel_size=replicas)
+    config: Any = SimpleNamespace(kv_transfer_config=transfer, parallel_config=parallel)
+    if refused:
+        with pytest.raises(ConfigError, match=r"^kvpipe: manage='127\.0\.0\.1:1' without a token"):
+            Executor.get_class(config)
+    else:
+        assert Executor.get_class(config) is CHOSEN
 
 
 @pytest.mark.parametrize("connector", [None, "Another"])
-def test_who_uses_vllms_offloading_gets_it(connector: str | None) -> None:
-    """As without kvpipe."""
+def test_offloading_size_gives_vllms_own_connector_when_kvpipe_is_not_configured(connector: str | None) -> None:
+    """VLLM uses its own connector for `--kv-offloading-size`, as without the plugin."""
     config = _offloading(connector)
     VllmConfig._post_init_kv_transfer_config(config)
     assert config.kv_transfer_config.kv_connector == "OffloadingConnector"

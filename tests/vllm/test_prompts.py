@@ -1,4 +1,4 @@
-"""An operator's prompt has the hashes of a request's."""
+"""A prompt from an operator has the same hashes as a request's prompt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvpipe.manage.models import AdapterOf, Prompt
 
 
 def blocks(algorithm: str, *, lora: bool = True) -> PromptBlocks:
-    """Of an engine with blocks of 16 tokens."""
+    """Return the prompt blocks of an engine with blocks of 16 tokens."""
     config: Any = SimpleNamespace(
         cache_config=SimpleNamespace(prefix_caching_hash_algo=algorithm),
         model_config=SimpleNamespace(max_model_len=5000),
@@ -31,7 +31,10 @@ def blocks(algorithm: str, *, lora: bool = True) -> PromptBlocks:
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 16 * BLOCKS_PER_TURN, 4999])
 @pytest.mark.parametrize(("salt", "adapter"), [(None, None), ("tenant", None), (None, "x"), ("tenant", "x")])
 def test_the_hashes_are_vllms(algorithm: str, tokens: int, salt: str | None, adapter: str | None) -> None:
-    """With salt, adapter, both and neither, however long; and never many in one turn."""
+    """The hashes are equal with a salt, an adapter, both or neither, for any length.
+
+    One turn computes only a few hashes.
+    """
     hash_of = get_hash_fn_by_name(algorithm)
     kv_cache_utils.init_none_hash(hash_of)
     ids = [(7 * at) % 1000 for at in range(tokens)]
@@ -47,9 +50,9 @@ def test_the_hashes_are_vllms(algorithm: str, tokens: int, salt: str | None, ada
 
 
 def test_what_the_engine_would_not_take() -> None:
-    """A prompt that is too long, or of an adapter where none is served."""
+    """A prompt is refused if it is too long, or if it names an adapter that is not served."""
     with pytest.raises(BadRequestError, match="5001 are more than this engine's 5000"):
         next(blocks("sha256")(Prompt(tokens=[1] * 5001)))
     adapted = Prompt(tokens=[1], adapter=AdapterOf(name="x", number=1, path="/x"))
-    with pytest.raises(BadRequestError, match="serves none"):
+    with pytest.raises(BadRequestError, match="serves no adapters"):
         next(blocks("sha256", lora=False)(adapted))

@@ -1,4 +1,4 @@
-"""A pool with quotas: who gives a slot, who gets none, and who is notified of what."""
+"""Tests of a pool with quotas: which quota loses a slot, which quota gets no slot, and which policy is notified."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from kvpipe.cache.catalog import Chunk, Owner, Piece
-from kvpipe.cache.hints import Action, Hint
+from kvpipe.cache.chunks import Chunk, Owner, Piece
 from kvpipe.cache.policy import Lru, Sessions
 from kvpipe.cache.policy.base import Evictable, Policy
+from kvpipe.cache.policy.hints import Action, Hint
 from kvpipe.cache.quotas import Accounts, SharedCatalog
 from kvpipe.cache.tenants import ANYBODY, Tenant
-from kvpipe.config import load_settings
+from kvpipe.config.settings import load_settings
 from kvpipe.connectors.vllm.metrics import Meter
-from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
+from kvpipe.connectors.vllm.trial.scheduler_world import SchedulerWorld
 from kvpipe.errors import ConfigError
-from kvpipe.manage.engine import ManagedEngine
-from kvpipe.quota_spec import parse_quotas
+from kvpipe.inputs.quota_spec import parse_quotas
+from kvpipe.manage import reads
 from kvpipe.scheduler.gauges import quota_totals, totals
 from kvpipe.testing.catalog_integrity import check_integrity
 from kvpipe.trace.log import Counters
@@ -33,7 +33,7 @@ QUOTAS = [
 
 
 class _Pool:
-    """A catalog of `SLOTS` slots, and what was put into it."""
+    """A catalog of `SLOTS` slots, and the chunks that were saved."""
 
     def __init__(self, quotas: list[dict[str, Any]] = QUOTAS, make: Callable[[int], Policy] = Lru) -> None:
         self.accounts = Accounts(parse_quotas(quotas), SLOTS, make)
@@ -41,7 +41,7 @@ class _Pool:
         self.puts = 0
 
     def put(self, tenant: Tenant, count: int = 1, *, land: bool = True) -> list[Chunk]:
-        """Save so many chunks. Returns those that got a slot."""
+        """Save `count` chunks. Returns the chunks that got a slot."""
         out = []
         for _ in range(count):
             chunk = self.catalog.reserve(0, tenant)
@@ -55,12 +55,12 @@ class _Pool:
 
     @property
     def used(self) -> dict[str, int]:
-        """The slots of each account."""
+        """The used slots of each account."""
         return {account.spec.name: account.used for account in self.accounts.all}
 
 
-def test_who_is_above_its_share_gives() -> None:
-    """Free slots are anybody's; after that who is most above its share gives, down to its share and no further."""
+def test_quota_furthest_above_its_share_loses_slots() -> None:
+    """Free slots go to any quota. Then the quota furthest above its share loses slots, down to its share."""
     pool = _Pool()
     pool.put(EVE, SLOTS)
     assert pool.used == {"alice": 0, "bob": 0, "others": SLOTS}
@@ -75,8 +75,8 @@ def test_who_is_above_its_share_gives() -> None:
     assert len(list(pool.catalog.chunks())) == SLOTS
 
 
-def test_nobody_gives_what_is_within_its_share() -> None:
-    """Where all others are within theirs, who asks gives its own, or gets nothing."""
+def test_quota_within_its_share_loses_no_slot_to_another_quota() -> None:
+    """If all others are within their shares, a quota loses its own chunk or gets no slot."""
     pool = _Pool([{"name": "alice", "salt": "a", "share": 0.5}, {"name": "bob", "salt": "b", "share": 0.5}])
     first = pool.put(ALICE, 4)
     pool.put(BOB, 4)
@@ -88,7 +88,10 @@ def test_nobody_gives_what_is_within_its_share() -> None:
 
 
 def test_a_limit_is_not_passed() -> None:
-    """At its limit it gives its own, though slots are free; where all its own are held it gets nothing."""
+    """At its limit a quota loses its own chunk even if slots are free.
+
+    If all its chunks are held, the quota gets no slot.
+    """
     pool = _Pool()
     assert len(pool.put(BOB, 6)) == 6
     assert pool.used == {"alice": 0, "bob": 4, "others": 0}
@@ -101,8 +104,11 @@ def test_a_limit_is_not_passed() -> None:
     assert pool.used == {"alice": 0, "bob": 4, "others": 4}
 
 
-def test_what_is_held_is_used() -> None:
-    """What is leased or written counts, and is not taken; an evicted chunk counts until its reader has left."""
+def test_held_chunks_count_as_used_slots() -> None:
+    """Leased chunks, and chunks that are being written, count as used and are not evicted.
+
+    An evicted chunk counts until its reader has ended.
+    """
     pool = _Pool()
     held = pool.put(EVE, 4, land=False)
     pool.put(EVE, 1)
@@ -127,7 +133,10 @@ def _piece(chunk: Chunk) -> Any:
 
 
 def test_shares_are_of_the_pool_that_there_is() -> None:
-    """When a rank's pool is smaller than was thought, so are shares and limits; what is not ready yet is nobody's."""
+    """If a rank's pool is smaller than expected, shares and limits are smaller, too.
+
+    Slots that are not ready belong to no quota.
+    """
     pool = _Pool()
     pool.catalog.limit(4)
     assert [(one.sure, one.most) for one in pool.accounts.all] == [(2, 4), (1, 2), (0, 4)]
@@ -141,7 +150,7 @@ def test_shares_are_of_the_pool_that_there_is() -> None:
 
 
 def test_shares_are_of_what_is_in_memory() -> None:
-    """As long as a pool is only begun, none has all of it for being within its share of the rest."""
+    """While only a part of the pool is ready, shares are of the ready slots."""
     late = SharedCatalog(SLOTS, 1, Accounts(parse_quotas(QUOTAS), SLOTS, Lru), Counters(), ready=4)
     for tenant, puts in ((ALICE, 4), (BOB, 2)):
         for put in range(puts):
@@ -149,10 +158,12 @@ def test_shares_are_of_what_is_in_memory() -> None:
             assert chunk is not None
             late.landed(late.write(chunk, 1, f"{tenant.salt}/{put}".encode(), keep=False))
     assert [(one.used, one.sure) for one in late.accounts.all] == [(2, 2), (2, 1), (0, 0)]
+    late.use_more(SLOTS)
+    assert [one.sure for one in late.accounts.all] == [4, 2, 0], "shares grow with the slots that become ready"
 
 
 class _Told(Lru):
-    """A policy that remembers what it was given."""
+    """A policy that records its calls."""
 
     def __init__(self, slots: int) -> None:
         super().__init__()
@@ -170,7 +181,7 @@ class _Told(Lru):
 
 
 def test_each_has_a_policy_of_its_own() -> None:
-    """Each is notified of its own chunks alone, and first what time it is and whether a request is over."""
+    """Each policy is notified of its own chunks only. Before that it gets the time and the request's end."""
     pool = _Pool(make=_Told)
     noted: dict[str, _Told] = {one.spec.name: one.policy for one in pool.accounts.all}  # type: ignore[misc]
     assert [one.slots for one in noted.values()] == [8, 4, 8]
@@ -190,7 +201,7 @@ def test_each_has_a_policy_of_its_own() -> None:
 
 
 def test_a_policy_that_wants_no_hints_gets_none() -> None:
-    """It is as without quotas: who gives hints is shown that they are ignored."""
+    """With and without quotas, a client's hints are reported as ignored if the policy takes no hints."""
     assert not _Pool().catalog.takes_hints
     assert _Pool().catalog._request is None
     assert _Pool().catalog._answered is None
@@ -201,7 +212,7 @@ def test_a_policy_that_wants_no_hints_gets_none() -> None:
 
 @pytest.mark.parametrize("states", [(), (1,)])
 def test_a_scheduler_with_quotas(states: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests of one salt leave those of another what is theirs, however many there are."""
+    """Many requests of one salt do not take the other salt's share."""
     monkeypatch.setenv("KVPIPE_QUOTAS", '[{"name": "alice", "salt": "a", "share": 0.5}]')
     world = SchedulerWorld(windows=(None, None) if states else (None,), states=states, chunk_units=4, slots=16)
     mine = world.request("mine", 16)
@@ -212,10 +223,9 @@ def test_a_scheduler_with_quotas(states: tuple[int, ...], monkeypatch: pytest.Mo
         world.publish(world.request(f"other {i}", 16))
         assert world.found(mine) == held == 16
     assert world.side.catalog.used == 16
-    engine = ManagedEngine(
-        world.side, "e", hash_tokens=UNIT, hash_prompt=lambda _: iter(()), set_freeze=print, set_bypass=print
-    )
-    alice, others = engine._pool().quotas
+    order = world.side.orders.queue_read(lambda: reads.snapshot(world.side, 0))
+    world.step()
+    alice, others = order.result.totals.pool.quotas
     assert (alice.name, alice.slots_sure, alice.slots_max) == ("alice", 8, 16)
     assert (others.name, others.slots_sure, others.slots_max) == ("others", 0, 16)
     assert alice.slots + others.slots == 16
@@ -226,7 +236,10 @@ def test_a_scheduler_with_quotas(states: tuple[int, ...], monkeypatch: pytest.Mo
 
 
 def test_quotas_are_reported_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metrics have one series per quota and one for all others, however many salts come; none shows a salt."""
+    """Metrics have one series per quota and one for all other salts, for any number of salts.
+
+    No series shows a salt.
+    """
     monkeypatch.setenv("KVPIPE_QUOTAS", '[{"name": "alice", "salt": "SECRET", "share": 0.5, "limit": 0.75}]')
     world = SchedulerWorld(chunk_units=4, slots=16)
     side, size = world.side, world.side.geometry.slot_bytes
@@ -248,7 +261,7 @@ def test_quotas_are_reported_by_their_names(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_refusals_are_counted_by_quota() -> None:
-    """At the limit, and where nobody can give."""
+    """A slot is refused at a quota's limit, or if no quota has an evictable chunk."""
     pool = _Pool()
     pool.put(BOB, 5, land=False)
     pool.put(EVE, 6, land=False)
@@ -256,24 +269,24 @@ def test_refusals_are_counted_by_quota() -> None:
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "no list": ({"name": "a"}, "quotas is no list but of type dict; write a list such as"),
+    "no list": ({"name": "a"}, "quotas is of type dict, not a list; write a list such as"),
     "no JSON": ("alice", "quotas is not JSON (Expecting value at line 1, column 1); write"),
     "no table": (["a"], "entry 1 is of type str; write a table such as"),
     "a key": ([{"name": "a", "sallt": "SECRET"}], "entry 1: unknown key 'sallt'; did you mean 'salt'?"),
     "no name": ([{"salt": "SECRET"}], "entry 1: name is missing; name means:"),
     "a name": ([{"name": "a b", "salt": "SECRET"}], "entry 1: name='a b' is not valid (use letters, digits,"),
-    "no salt": ([{"name": "a"}], "entry 1: give its salt by one of salt and salt_env"),
-    "two salts": ([{"name": "a", "salt": "SECRET", "salt_env": "X"}], "give its salt by one of salt and salt_env"),
+    "no salt": ([{"name": "a"}], "entry 1: set exactly one of salt and salt_env"),
+    "two salts": ([{"name": "a", "salt": "SECRET", "salt_env": "X"}], "set exactly one of salt and salt_env"),
     "an empty salt": ([{"name": "a", "salt": ""}], "entry 1: salt='' is not valid ("),
     "a number": ([{"name": "a", "salt": 4711}], "entry 1: salt is not valid (Input should be a valid string)"),
-    "others": ([{"name": "others", "salt": "SECRET"}], "others has no salt: leave out salt and salt_env, or"),
+    "others": ([{"name": "others", "salt": "SECRET"}], "others has no salt: remove salt and salt_env, or"),
     "a share": ([{"name": "others", "share": 1.5}], "share=1.5 is not valid (Input should be less than or equal to 1)"),
     "a truth": ([{"name": "others", "limit": True}], "limit=True is not valid (expected a number, not true or false)"),
     "a limit": ([{"name": "others", "share": 0.5, "limit": 0.4}], "limit=0.4 is less than share=0.5; raise limit"),
-    "one name": ([{"name": "a", "salt": "SECRET"}] * 2, "quotas: two are called 'a'; give each its own name"),
+    "one name": ([{"name": "a", "salt": "SECRET"}] * 2, "quotas: two quotas have the name 'a'; give each its own name"),
     "too much": (
         [{"name": "a", "salt": "SECRET", "share": 0.7}, {"name": "others", "share": 0.4}],
-        "quotas: the shares come to 1.1 of the pool; lower them to 1 at most",
+        "quotas: the shares add up to 1.1 of the pool; lower them to at most 1",
     ),
     "too many": ([{}] * 257, "quotas has 257 entries; give at most 256"),
 }
@@ -281,7 +294,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_bad_quotas(name: str) -> None:
-    """Each is refused in a sentence with the remedy, and shows no salt."""
+    """Each error is refused in one sentence with the remedy. The sentence shows no salt."""
     given, sentence = REFUSED[name]
     with pytest.raises(ConfigError) as refused:
         load_settings({"quotas": given})
@@ -291,12 +304,12 @@ def test_bad_quotas(name: str) -> None:
 
 
 def test_salts_are_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither in settings that are printed, nor in what refuses them; a variable may hold one."""
+    """Printed settings and error messages show no salt. A variable's name may be a salt, too."""
     monkeypatch.setenv("ALICE_SALT", "SECRET")
     one, two = {"name": "alice", "salt_env": "ALICE_SALT"}, {"name": "bob", "salt": "SECRET"}
     settings = load_settings({"quotas": [one, two]})
     assert "SECRET" not in f"{settings!r}{settings.model_dump()}{settings.model_dump_json()}"
-    with pytest.raises(ConfigError, match="alice and bob have the same salt; leave one of them out") as refused:
+    with pytest.raises(ConfigError, match="alice and bob have the same salt; remove one of them") as refused:
         Accounts(settings.quotas, 8, Lru)
     assert "SECRET" not in str(refused.value)
     assert Accounts(settings.quotas[:1], 8, Lru).of(Tenant("SECRET")).spec.name == "alice"
@@ -310,7 +323,10 @@ def test_salts_are_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("others", ["refused", "live"])
 def test_what_a_reset_has_forgotten_goes_before_anything_else(others: str) -> None:
-    """Its slot is not among the first that are taken apart: nobody is refused for that, nor loses what is found."""
+    """A chunk that a reset has dropped may still occupy its slot.
+
+    This slot is used first, so no chunk that can be found is evicted.
+    """
     accounts = Accounts(parse_quotas([{"name": "a", "salt": "a"}]), 4, Lru)
     catalog = SharedCatalog(4, 1, accounts, Counters())
     catalog.sweep_slots = 1

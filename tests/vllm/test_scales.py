@@ -1,4 +1,4 @@
-"""Scales of single tokens and heads in the pages of a quantized KV cache: vLLM's first step leaves what was loaded."""
+"""Scales per token and head in the pages of a quantized KV cache: vLLM's first step keeps loaded scales."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ LOADED = slice(1, 3)
 
 
 def _impl(*, scaled: bool) -> TritonAttentionImpl:
-    """Of a layer that has not attended yet."""
+    """Return the attention of a layer that has not attended yet."""
     impl: TritonAttentionImpl = object.__new__(TritonAttentionImpl)
     impl._is_per_token_head_quant = scaled
     return impl
 
 
 def _cache(order: str) -> torch.Tensor:
-    """Four blocks of 16 tokens of 2 heads, as vLLM shows them to connectors, heads or tokens first in memory."""
+    """Return a cache of four blocks of 16 tokens of 2 heads, with heads or tokens first in memory."""
     content = 2 * (HEAD_SIZE + SCALE_BYTES)
     if order == "HND":
         return torch.zeros(4, 2, 16, content, dtype=torch.int8)
@@ -30,24 +30,27 @@ def _cache(order: str) -> torch.Tensor:
 
 
 def _load(cache: torch.Tensor) -> torch.Tensor:
-    """Load two blocks from somewhere; return what they hold."""
+    """Load two blocks, and return their content."""
     cache[LOADED] = torch.randint(-100, 100, cache[LOADED].shape, dtype=torch.int8)
     return cache[LOADED].clone()
 
 
 @pytest.mark.parametrize("order", ["HND", "NHD"])
 def test_what_is_loaded_before_the_first_step_keeps_its_scales(order: str) -> None:
-    """The layer attends later, and finds them as they were loaded."""
+    """The layer attends later and finds the loaded scales."""
     impl, cache = _impl(scaled=True), _cache(order)
     set_scales({"layer": SimpleNamespace(impl=impl)}, {"layer": cache})
     assert cache.any()
     loaded = _load(cache)
-    impl._ensure_scale_caches(cache)  # as its first step does
+    impl._ensure_scale_caches(cache)  # the layer's first step makes this call
     assert torch.equal(cache[LOADED], loaded)
 
 
 def test_vllm_itself_sets_them_in_the_first_step() -> None:
-    """When this fails, vLLM needs the remedy no more."""
+    """Without the remedy, vLLM's first step overwrites loaded scales.
+
+    When this test fails, the remedy is not needed any more.
+    """
     impl, cache = _impl(scaled=True), _cache("HND")
     loaded = _load(cache)
     impl._ensure_scale_caches(cache)
@@ -55,7 +58,10 @@ def test_vllm_itself_sets_them_in_the_first_step() -> None:
 
 
 def test_other_layers_are_left_alone() -> None:
-    """Those without scales, of other backends, without attention, and of names that vLLM does not know."""
+    """Layers without scales, or without attention, are not changed.
+
+    Layers of other backends, and layers with names that vLLM does not know, are not changed either.
+    """
     caches = {name: _cache("HND") for name in ("unscaled", "other backend", "a state", "unknown")}
     other = SimpleNamespace(impl=SimpleNamespace())
     layers = {"unscaled": SimpleNamespace(impl=_impl(scaled=False)), "other backend": other, "a state": object()}

@@ -1,4 +1,4 @@
-"""How KV lies over ranks: what is recognised, and that everything else is bound to its layout."""
+"""Tests of how KV is divided over ranks. KV with an unknown division is shared only with engines of the same layout."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from vllm import envs
 from vllm.model_executor.layers.linear import QKVParallelLinear
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, MLAAttentionSpec
 
-from kvpipe.connectors.vllm.shares import BOUND_BY, bound_by, common_facts, shares, without_layout
-from kvpipe.geometry import Geometry, Group, Layer
+from kvpipe.connectors.vllm.identity.shares import BOUND_BY, bound_by, common_facts, shares, without_layout
+from kvpipe.protocol.geometry import Geometry, Group, Layer
 from kvpipe.tiers.parts import Share
 
 TOKENS, SIZE, BLOCKS = 16, 8, 3
@@ -20,11 +20,11 @@ BOUND = (Share(),)
 
 
 class _Attention(torch.nn.Module):
-    """Stands for vLLM's."""
+    """A stand-in for vLLM's class of attention layers."""
 
 
 def _block(total: int, ranks: int, rank: int) -> Any:
-    """An attention block of a rank: the layer, and the one that makes its queries, keys and values."""
+    """An attention block of a rank: the attention layer, and the layer that computes its queries, keys and values."""
     qkv = QKVParallelLinear.__new__(QKVParallelLinear)
     torch.nn.Module.__init__(qkv)
     qkv.tp_size, qkv.tp_rank = ranks, rank
@@ -42,7 +42,7 @@ class World:
     """One rank of an engine with one layer."""
 
     def __init__(self, total: int = 4, ranks: int = 2, rank: int = 1, order: str = "LBHNC", **spec: Any) -> None:
-        """`total`: KV heads of the layer."""
+        """Create a rank. `total` is the number of KV heads of the layer."""
         heads = max(1, total // ranks)
         self.block, self.order, self.rank = _block(total, ranks, rank), order, rank
         self.ranks = self.world = ranks
@@ -54,11 +54,11 @@ class World:
 
     @property
     def geometry(self) -> Geometry:
-        """What the core knows of it."""
+        """Return the geometry of the rank's layer, as kvpipe's core has it."""
         return Geometry((Group((Layer("a", self.spec.page_size_bytes),), TOKENS),), 64, 1 << 20)
 
     def found(self) -> tuple[Share, ...]:
-        """How it lies."""
+        """Return how the layer's KV is divided."""
         parallel = SimpleNamespace(
             tensor_parallel_size=self.ranks, world_size=self.world, rank=self.rank,
             decode_context_parallel_size=self.dcp, prefill_context_parallel_size=self.pcp,
@@ -71,12 +71,12 @@ class World:
         return shares(config, cache, self.geometry, self.caches, [self.block])
 
     def facts(self) -> dict[str, Any]:
-        """What its pages are, however many ranks there are."""
+        """Return the facts of the pages, which do not depend on the number of ranks."""
         return common_facts(self.found(), self.geometry, self.caches, ["x86", ["a", "CPU", 1, [], []]], self.ranks)
 
 
 def test_heads_and_rows() -> None:
-    """Heads of all ranks are counted; a head's bytes are one run of a page, or one per token."""
+    """Heads of all ranks are counted. The bytes of a head are one run in a page, or one run per token."""
     assert World().found() == (Share(4, (1,)),)
     assert World(order="LBNHC").found() == (Share(4, (TOKENS,)),)
     assert World(total=2, ranks=4, rank=3).found() == (Share(2, (1,)),)
@@ -86,7 +86,7 @@ def test_heads_and_rows() -> None:
 
 
 def test_latents_count_as_one_head() -> None:
-    """What every rank holds alike needs no layer for that."""
+    """Latents need no layer of queries, keys and values, because every rank holds the same latents."""
     latents = World()
     latents.spec = MLAAttentionSpec(**_spec(1))
     latents.block = torch.nn.Module()
@@ -100,7 +100,7 @@ def test_latents_count_as_one_head() -> None:
     ids=lambda some: f"{some[0]} heads, {some[1]} ranks",
 )
 def test_the_facts_of_every_number_of_ranks_are_the_same(total_ranks: tuple[int, int]) -> None:
-    """Engines of other layouts, of one order and encoding, call the same bytes by the same name."""
+    """Engines with other layouts, but equal order and encoding, have the same names for the same bytes."""
     total, ranks = total_ranks
     assert World(total, ranks, ranks - 1).facts() == World(total, 1, 0).facts() != {}
     assert World(total, ranks, ranks - 1, "LBNHC").facts() != World(total, 1, 0).facts()
@@ -151,7 +151,7 @@ def _unknown_order(world: World) -> None:
 
 
 def _another_order(world: World) -> None:
-    world.order = "LBNHC"  # by the setting; the cache is heads first
+    world.order = "LBNHC"  # by the setting; the cache has heads first
 
 
 def _gaps(world: World) -> None:
@@ -172,22 +172,25 @@ def _of_no_model(world: World) -> None:
     ],
 )  # fmt: skip
 def test_what_is_not_recognised_is_bound(spoil: Any) -> None:
-    """Anything that is otherwise than in attention that is known leaves the group to its layout, without facts."""
+    """If kvpipe does not recognise how a layer divides its heads, only engines of one layout share the group's chunks.
+
+    Then the layer has no facts for the common namespace.
+    """
     world = World()
     spoil(world)
     assert world.found() == BOUND
     assert world.facts() == {}
 
 
-def test_batch_invariance_wants_every_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks add up in another order than one rank: who asks for every bit gets only what its own layout computes."""
+def test_engines_with_batch_invariance_share_with_equal_layouts_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several ranks add up in another order than one rank. So with batch invariance only equal layouts share."""
     monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True)
     assert World().facts() == {}
     assert World().found() == (Share(4, (1,)),)
 
 
-def test_facts_of_ranks_go() -> None:
-    """What is left of an engine's facts shows nothing of its ranks."""
+def test_facts_without_layout_show_nothing_of_the_ranks() -> None:
+    """The facts without layout show nothing of the ranks of an engine."""
     facts = {"model_dtype": "x", "tensor_parallel_size": 2, "ranks": 2, "groups": [], "layouts": [], "weights": ""}
     assert without_layout(facts) == {"model_dtype": "x"}
 
@@ -203,7 +206,7 @@ def _config(*, ranks: int = 2, world: int = 2, lora: object = None, quantization
 
 
 def test_why_an_engine_shares_with_its_own_layout_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each reason has a name and a sentence; the first that holds is reported."""
+    """Each reason has a name and a sentence. The first reason in the list that applies is reported."""
     noted = {
         bound_by(_config(world=4), "", "s"),
         bound_by(_config(lora=object()), "", ""),

@@ -1,4 +1,4 @@
-"""From which weights a model was loaded: whole tensors on their way in, and nothing where any of that is in doubt."""
+"""The source of a model's weights is the digest of the whole tensors that were loaded. In doubt there is no source."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from vllm.config import LoadConfig
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
-from kvpipe.connectors.vllm.model import LoadedModel
-from kvpipe.connectors.vllm.source import LoadedFrom, Source, end_observing, loaded_from, watch_loading
+from kvpipe.connectors.vllm.identity.model import LoadedModel
+from kvpipe.connectors.vllm.identity.source import LoadedFrom, Source, end_observing, loaded_from, watch_loading
 
 TENSORS = {"a.weight": torch.arange(12.0).reshape(3, 4), "b": torch.ones(5), "of a part of the model": torch.zeros(2)}
 
 
 class _Model(torch.nn.Module):
-    """Takes its part of the tensors that it is given, as a rank of several does."""
+    """A model that takes its part of each tensor, like one of several ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class _Model(torch.nn.Module):
         self.skips = ""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
-        """Take parts, and report of which parameters."""
+        """Take the parts, and return the names of the loaded parameters."""
         names = set()
         for _, (name, tensor) in zip(range(self.takes), weights, strict=False):
             if name != self.skips:
@@ -38,7 +38,7 @@ class _Model(torch.nn.Module):
 
 
 def _parallel(**changes: Any) -> Any:
-    """Two ranks, that share heads."""
+    """Return the configuration of two ranks that share heads."""
     sizes = {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1, "data_parallel_size": 1}
     experts = {"enable_expert_parallel": False, "enable_ep_weight_filter": False}
     ranks = {"world_size": 2, "tensor_parallel_size": 2, "worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"}
@@ -46,7 +46,7 @@ def _parallel(**changes: Any) -> Any:
 
 
 class _MergingLoader(DummyModelLoader):
-    """Whatever it does to a model when it has been loaded."""
+    """A loader of another package. kvpipe cannot know how this loader changes a loaded model."""
 
 
 register_model_loader("merging")(_MergingLoader)
@@ -63,7 +63,7 @@ def _loaded(
     load_format: str = "auto",
     **how: Any,
 ) -> str:
-    """Return what is received while a model is loaded."""
+    """Return the source that is recorded while a model is loaded."""
     model = _Model()
     for name, value in how.items():
         setattr(model, name, value)
@@ -88,7 +88,7 @@ def _loaded(
 
 
 def test_whole_tensors_decide() -> None:
-    """The same tensors come to the same, in any order and by any number of calls; any other byte, name or type not."""
+    """Equal tensors give an equal source, in any order and number of calls. Another byte, name or type does not."""
     whole = _loaded()
     assert whole
     assert whole == _loaded(dict(reversed(TENSORS.items()))) == _loaded(calls=2)
@@ -124,43 +124,43 @@ def test_whole_tensors_decide() -> None:
     ids=str,
 )
 def test_what_is_in_doubt_is_unknown(how: dict[str, Any]) -> None:
-    """A parameter that was not loaded, tensors that were not taken, scales of a rank's own: then nothing is known."""
+    """A missing parameter, an unused tensor, or scales that a rank computes make the source unknown."""
     assert _loaded(**how) == ""
 
 
 def test_a_model_that_nobody_knows() -> None:
-    """A model that another loader has made is unknown."""
+    """The source of a model that another loader has made is unknown."""
     assert end_observing(_Model()) == ""
 
 
 def test_weights_that_change_in_memory() -> None:
-    """What was loaded is known as long as memory is what it was at first; with it back, again."""
+    """The source of weights is reported while the memory has its first content, and again when this content returns."""
     source = Source(["loaded"])
-    first = source.report("memory")
+    first = source.digests("memory")
     assert loaded_from(first).source
     assert loaded_from(first).memory == "memory"
-    assert source.report("other") == "other"
-    assert source.report("memory") == first
-    assert Source(["loaded", ""]).report("memory") == "memory"
-    assert Source([]).report("memory") == "memory"
+    assert source.digests("other") == "other"
+    assert source.digests("memory") == first
+    assert Source(["loaded", ""]).digests("memory") == "memory"
+    assert Source([]).digests("memory") == "memory"
 
 
 def test_a_reading_that_fails_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody knows then what memory was when the model had just been loaded: what is there later is not believed."""
+    """After a failed reading, the content of memory after the load is unknown, so later content has no source."""
     layer = torch.nn.Linear(2, 2)
     engine = torch.nn.Sequential(layer)
     model = LoadedModel({"layer": layer}, lambda: None)
     assert model.roots == [engine]
     model._source = Source(["loaded"])
     with monkeypatch.context() as patch:
-        patch.setattr("kvpipe.connectors.vllm.model.tensors_digest", lambda _: 1 / 0)
+        patch.setattr("kvpipe.connectors.vllm.identity.model.tensors_digest", lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             model.digest()
     assert not loaded_from(model.digest()).source
 
 
 def test_ranks_must_agree() -> None:
-    """Ranks that were loaded from different tensors, or of which one does not know, have no source together."""
+    """Ranks have no common source if they were loaded from different tensors, or if the source of one is unknown."""
     assert loaded_from("m0=s:m1=s") == LoadedFrom("m0:m1", "s")
     for noted in ("m0=s:m1=t", "m0=s:m1", "m0:m1"):
         assert loaded_from(noted) == LoadedFrom("m0:m1", "")

@@ -1,4 +1,4 @@
-"""Images whose tokens attend in both directions, under vLLM's real scheduler: no hit and no save of kvpipe's is cut."""
+"""Images whose tokens attend in both directions, under vLLM's real scheduler: no hit and no save divides them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from kvpipe.connectors.vllm.trial.shapes import BLOCK, KVPIPE, SHAPES, make_conf
 from kvpipe.connectors.vllm.trial.trial import Trial
 
 FIRST, LENGTH = 100, 68
-"""An image of tokens 100 to 167. A chunk, four blocks, ends inside it."""
+"""An image of tokens [100, 168). A chunk of four blocks ends inside the image."""
 CHUNK = 4 * BLOCK
 
 
 @pytest.fixture(params=[True, False], ids=["both directions", "causal"])
 def trial(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Return an engine of a model with images, as it is on a GPU. `whole`: its images attend in both directions."""
+    """Yield a trial of a model with images, as on a GPU. With `whole` the images attend in both directions."""
     shape = SHAPES["sync"]._replace(blocks=40, seqs_max=2)
     monkeypatch.setattr(ModelConfig, "is_mm_prefix_lm", request.param)
     monkeypatch.setattr(make_configs(shape, KVPIPE)[0].scheduler_config, "disable_chunked_mm_input", request.param)
@@ -40,7 +40,7 @@ def trial(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def _add(trial: Any, name: str, tokens: int, *, first: int = FIRST, length: int = LENGTH, text: int = 0) -> Request:
-    """Add a request with an image, or without one if `length` is 0. Equal `text`: the same tokens."""
+    """Add a request with an image, or without one if `length` is 0. Equal `text` means equal tokens."""
     prompt = [(text + at) % 500 for at in range(tokens)]
     one = trial.live[name] = Live(name, trial._sequence(prompt, 0, 0), 1, 0, 0)
     trial._remember(one, one.sequence, 1)
@@ -56,13 +56,16 @@ def _add(trial: Any, name: str, tokens: int, *, first: int = FIRST, length: int 
 
 
 def _held(trial: Any, request: Request) -> int:
-    """Return how many tokens of the request can be found, in units of a block."""
+    """Return how many tokens of the request can be found, in whole blocks."""
     index = trial.side.catalog.index(0)
     return max((at for at, key in enumerate(request.block_hashes, 1) if key in index), default=0) * BLOCK
 
 
 def test_a_hit_ends_before_an_image_that_it_would_cut(trial: Any) -> None:
-    """Then vLLM computes the image in one step. Behind a hit inside it, it would split the rest."""
+    """After such a hit vLLM computes the image in one step.
+
+    After a hit inside the image, vLLM would split the rest of the image.
+    """
     first = _add(trial, "first", 200)
     trial.do(("drain",))
     assert _held(trial, first) == 6 * BLOCK
@@ -84,7 +87,7 @@ def test_a_hit_ends_before_an_image_that_it_would_cut(trial: Any) -> None:
 
 
 def test_nothing_of_an_image_is_saved_that_vllm_has_cut(trial: Any) -> None:
-    """Its own prefix cache ends inside the image, and another request leaves no room for the rest in the step."""
+    """VLLM's own hit ends inside the image. Another request leaves too little room in the step for the image's rest."""
     first = _add(trial, "first", 200)
     trial.do(("drain",))
     trial.side.reset()
@@ -111,7 +114,7 @@ def _is_of(block: Any, request: Request, blocks: int) -> bool:
 
 
 def test_sound_is_no_span() -> None:
-    """Runners of vLLM let sound attend to earlier tokens alone."""
+    """VLLM's runners let sound attend only to earlier tokens."""
     of = spans_of(SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=True)))  # type: ignore[arg-type]
     assert of is not None
     image, sound = (
@@ -123,5 +126,5 @@ def test_sound_is_no_span() -> None:
 
 
 def test_a_causal_model_has_no_spans() -> None:
-    """Nobody looks for any."""
+    """A causal model needs no spans, so the function is None."""
     assert spans_of(SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=False))) is None  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: the ranks of each stage carry their own layers, and a chunk is there when all have it."""
+"""Pipeline parallelism: the ranks of each stage copy their own layers. A chunk is found when all stages have it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-from kvpipe.config import load_settings
-from kvpipe.connectors.vllm import drafters
+from kvpipe.config.settings import load_settings
+from kvpipe.connectors.vllm.identity import drafters
 from kvpipe.connectors.vllm.support import check_engine, make_geometry
-from kvpipe.connectors.vllm.trial.nightly import run
+from kvpipe.connectors.vllm.trial.nightly import run_moves
 from kvpipe.connectors.vllm.trial.shapes import KVPIPE, SHAPES
 from kvpipe.connectors.vllm.trial.trial import Trial
 from kvpipe.errors import UnsupportedError
@@ -22,7 +22,7 @@ SHAPE = SHAPES["pipeline-2"]
 
 @pytest.mark.parametrize("prefault", ["ahead", "use"])
 def test_the_catalog_is_as_large_as_the_smallest_pool(prefault: str) -> None:
-    """A stage with more layers has larger slots, and fewer: none is used that not every rank has."""
+    """A stage with more layers has larger and fewer slots. A slot that some rank does not have is not used."""
     trial = Trial(SHAPE, connector=KVPIPE._replace(extra=f'{{"prefault": "{prefault}"}}'))
     first, last = (rank.kvpipe.geometry for rank in trial.ranks)
     catalog = trial.side.catalog
@@ -36,7 +36,7 @@ def test_the_catalog_is_as_large_as_the_smallest_pool(prefault: str) -> None:
 
 
 def test_found_when_the_last_stage_has_it() -> None:
-    """The first stage has landed what it saves, and reported that, and the other not: that is not found."""
+    """The first stage has landed and reported its save, but the second stage has not. So the chunk is not found."""
     trial = Trial(SHAPE._replace(device=True), 1)
     try:
         index, jobs = trial.side.catalog.index(0), trial.side.jobs.in_flight
@@ -79,23 +79,26 @@ def _engine(**changes: Any) -> Any:
     ids=str,
 )
 def test_stages_that_would_not_be_followed_are_refused(changes: dict[str, Any], wording: str) -> None:
-    """VLLM's runner V1 does not end the steps of a first stage that drafts; its first Ray executor is notified last."""
+    """Runner V1 does not end the steps of a first stage that drafts.
+
+    vLLM's first Ray executor is notified last.
+    """
     with pytest.raises(UnsupportedError, match=wording):
         check_engine(_engine(**changes))
 
 
 def test_a_state_that_an_earlier_stage_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where vLLM keeps states of answers it offers one before the first stage has moved it: therefore it is refused."""
+    """States of answers are offered by vLLM before the first stage has moved them, so keeping them is refused."""
     monkeypatch.setattr(drafters, "check_states", lambda _: None)
     shape = SHAPES["async-scheduler-pipeline-2-states-drafter"]
     moves = [("embed", 0, 0, 0, 31), ("probe",)]
-    assert not run(shape, 1, moves).broken
-    (broken,) = run(shape._replace(dense=True), 1, moves).broken
+    assert not run_moves(shape, 1, moves).broken
+    (broken,) = run_moves(shape._replace(dense=True), 1, moves).broken
     assert "rank 0, layer g1.l0: 32 of 32 tokens" in broken
 
 
 def test_loads_within_a_step_are_refused() -> None:
-    """VLLM computes the next steps of a pipeline before it knows of a load that has failed, and takes their output."""
+    """Before vLLM learns that a load has failed, it computes the next steps of a pipeline and uses their output."""
     wording = "kvpipe: load='sync' with pipeline_parallel_size=2 is not supported; set load to 'auto' or 'async'"
     with pytest.raises(UnsupportedError, match=f"^{wording}$"):
         Trial(SHAPE._replace(load="sync"))

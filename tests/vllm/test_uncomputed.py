@@ -1,4 +1,4 @@
-"""Blocks that vLLM has given a key for a step that does not compute them."""
+"""Blocks to which vLLM has given a key for a step that does not compute them are removed from its cache."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvpipe.connectors.vllm import connector
+from kvpipe.connectors.vllm import scheduler_role
 from kvpipe.connectors.vllm.remedies.uncomputed import forget_uncomputed
 from kvpipe.connectors.vllm.trial.invariants import Watched
 from kvpipe.connectors.vllm.trial.shapes import BLOCK, SHAPES
@@ -15,14 +15,14 @@ from kvpipe.connectors.vllm.trial.trial import Trial
 from kvpipe.trace.log import Counters
 
 FIRST, SHORT, LAST = 29, 2, 1
-"""By how many tokens answers are longer than one: priorities follow from that."""
+"""The lengths of the answers minus one. Priorities follow from these lengths."""
 
 
 def _preempted_when_scheduled() -> Trial:
     """Return a trial in which a prefill was preempted in the pass that had scheduled two more blocks of it.
 
-    Of 14 blocks a first request has 5, the prefill 6 and a short one 1. The prefill takes the last 2; then the short
-    one, which is behind it and ends with that, needs another.
+    The cache has 14 blocks: a first request holds 5, the prefill 6 and a short request 1. The prefill takes the last 2
+    blocks. Then the short request, which runs behind the prefill and finishes in this step, needs another block.
     """
     trial = Trial(SHAPES["priorities-long-prefills"])
     trial.documents[:3] = [list(range(at, at + tokens)) for at, tokens in ((0, 150), (200, 250), (10, BLOCK - 1))]
@@ -40,8 +40,8 @@ def _preempted_when_scheduled() -> Trial:
     return trial
 
 
-def test_nobody_reads_what_no_step_has_computed() -> None:
-    """Of a request that is preempted in the pass that has scheduled it, the prefix cache keeps what was computed."""
+def test_prefix_cache_keeps_no_block_that_no_step_has_computed() -> None:
+    """If a request is preempted in the pass that scheduled it, the prefix cache keeps only its computed blocks."""
     trial = _preempted_when_scheduled()
     try:
         manager, watched = trial.scheduler.kv_cache_manager, Watched(trial)
@@ -53,9 +53,12 @@ def test_nobody_reads_what_no_step_has_computed() -> None:
         trial.close()
 
 
-def test_vllm_itself_offers_what_no_step_has_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the remedy: when this fails, vLLM needs it no more."""
-    monkeypatch.setattr(connector, "forget_uncomputed", lambda *_: None)
+def test_vllm_itself_keeps_blocks_that_no_step_has_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the remedy, vLLM keeps uncomputed blocks.
+
+    When this test fails, vLLM does not need the remedy any more.
+    """
+    monkeypatch.setattr(scheduler_role, "forget_uncomputed", lambda *_: None)
     trial = _preempted_when_scheduled()
     try:
         watched = Watched(trial)
@@ -67,7 +70,7 @@ def test_vllm_itself_offers_what_no_step_has_computed(monkeypatch: pytest.Monkey
 
 
 def test_blocks_that_cannot_be_forgotten() -> None:
-    """Cost a fault, and are given back all the same; those of requests that are over are left alone."""
+    """The failure is counted as a fault, and the blocks are freed. Blocks of finished requests are left alone."""
     from vllm.v1.request import RequestStatus
 
     freed, asked, counters = list[str](), list[set[int]](), Counters()

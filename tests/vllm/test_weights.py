@@ -1,4 +1,4 @@
-"""Which weights an engine has: read from what is in memory, doubted whenever they may have changed, asked for again."""
+"""An engine's weights are digested in memory, are in doubt after a possible change, and are then digested again."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import pytest
 import torch
 from vllm.model_executor.offloader import base, prefetch
 
-from kvpipe.connectors.vllm import model as model_module
-from kvpipe.connectors.vllm.model import LoadedModel
-from kvpipe.connectors.vllm.weights import HARMLESS, Watch, suspect
+from kvpipe.connectors.vllm.identity import model as model_module
+from kvpipe.connectors.vllm.identity.model import LoadedModel
+from kvpipe.connectors.vllm.identity.weights import HARMLESS, WeightCalls, suspect
 from kvpipe.scheduler.weights import Weights
 from kvpipe.trace.log import Counters
 
 
 class _Attention(torch.nn.Module):
-    """Stands for vLLM's."""
+    """A stand-in for vLLM's class of attention layers."""
 
 
 class _Model(torch.nn.Module):
-    """Two layers and an embedding that is tied."""
+    """A model of two layers and a tied embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,18 +36,21 @@ class _Model(torch.nn.Module):
         self.loaded = 0
 
     def load_weights(self, weights: object) -> object:
-        """Load nothing."""
+        """Do nothing."""
         self.loaded += 1
         return weights
 
     @property
     def layers(self) -> dict[str, Any]:
-        """What vLLM's configuration knows of the model."""
+        """Return the model's layers in the form of vLLM's configuration."""
         return {f"layers.{i}": layer for i, layer in enumerate(self.attention)}
 
 
 def test_the_model_is_found() -> None:
-    """The module that holds an engine's attention layers is its model; others' are not, nor one that holds a part."""
+    """The module that holds an engine's attention layers is its model.
+
+    Parts of this model, and other engines' models, are not.
+    """
     mine, other, reported = _Model(), _Model(), list[int]()
     loaded = LoadedModel(mine.layers, lambda: reported.append(1))
     assert loaded.roots == [mine]
@@ -62,7 +65,7 @@ def test_the_model_is_found() -> None:
 
 
 def test_code_of_others_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a plugin, Transformers, or the model's own folder, wherever that is; a model of vLLM's has none."""
+    """`code` covers a plugin, Transformers and the model's own folder. vLLM's models have no other code."""
 
     def code(folder: str, text: str, module: str = "folder.modeling", release: str = "1") -> str:
         file = tmp_path / folder / "modeling.py"
@@ -83,7 +86,7 @@ def test_code_of_others_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_every_tensor_counts() -> None:
-    """Parameters and buffers, whoever changed them in whatever way, make other weights; back again, the same ones."""
+    """A change of a parameter or buffer, by any code, changes the digest. Changing it back restores the digest."""
     model = _Model()
     loaded = LoadedModel(model.layers, gc.collect)
     before = loaded.digest()
@@ -94,12 +97,15 @@ def test_every_tensor_counts() -> None:
         assert loaded.digest() not in {before, ""}
         tensor.data.copy_(kept)
         assert loaded.digest() == before
-    model.head.weight = torch.nn.Parameter(model.embed.weight.detach().clone())  # tied no more
+    model.head.weight = torch.nn.Parameter(model.embed.weight.detach().clone())  # not tied any more
     assert loaded.digest() != before
 
 
 def test_weights_that_wait_on_the_host_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With prefetched offloading (`offload_group_size`) layers take turns in a buffer: what is in it does not count."""
+    """With prefetched offloading (`offload_group_size`) layers share a buffer.
+
+    The weights on the host are digested instead.
+    """
     monkeypatch.setattr(prefetch, "should_pin_memory", lambda: False)
     model = _Model()
     norms = [torch.nn.RMSNorm(4) for _ in range(3)]
@@ -124,19 +130,25 @@ def test_weights_that_wait_on_the_host_count(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class _Packs:
-    """Packs a layer's weights away, as vLLM's kernels for CPUs do."""
+    """A quantization method that replaces a layer's weight by an empty tensor after loading.
+
+    Packing by vLLM's CPU kernels does the same.
+    """
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Leave nothing to read."""
+        """Replace the weight by an empty tensor."""
         layer.weight = torch.nn.Parameter(torch.empty(0))
 
     def unpack(self, layer: Any, value: float) -> None:
-        """Load weights once more."""
+        """Load the weights again."""
         layer.weight = torch.nn.Parameter(torch.full((3, 3), value))
 
 
 def test_weights_that_are_packed_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are read before, and whenever they are loaded again; packed away unread, nothing is known."""
+    """Weights are digested before they are packed, at each load.
+
+    If weights were packed without being digested, the digest is unknown.
+    """
     from vllm.model_executor.layers.quantization import base_config
 
     monkeypatch.setattr(base_config, "QuantizeMethodBase", _Packs)
@@ -153,7 +165,7 @@ def test_weights_that_are_packed_away(monkeypatch: pytest.MonkeyPatch) -> None:
             loaded = LoadedModel(model.layers, gc.collect)
             if seen:
                 model_module._watch_layer(model.attention[0])
-            for _ in range(2):  # the second time there is less left to read
+            for _ in range(2):  # the second load has fewer weights to read
                 packs.process_weights_after_loading(model.attention[0])
             for tensor in model.parameters():
                 tensor.data.fill_(0.0)
@@ -171,26 +183,27 @@ def _doubts(weights: Weights) -> bool:
 
 
 def _asked(weights: Weights) -> int:
-    question = weights.ask()
-    assert weights.ask() == 0
+    question = weights.next_question()
+    assert weights.next_question() == 0
     return question
 
 
 def test_doubt_and_answers() -> None:
-    """A suspicion is doubt until every rank has answered the last question; each answer shows whether they changed."""
+    """Weights stay in doubt until every rank has answered the last question. Each answer shows whether they changed."""
     weights = Weights(2, Counters())
     assert not weights.know(["b", "a"])
     assert weights.know(["a", "b"])
     assert not weights.know(["a", "b"])
     assert not _doubts(weights)
-    assert weights.ask() == 0
+    assert weights.next_question() == 0
     weights.suspect()
     first = _asked(weights)
     weights.suspect("reload_weights")
     second = _asked(weights)
     assert weights.answered({0: (first, "x"), 1: (first, "b")})
     assert _doubts(weights)
-    assert weights.answered({0: (second, "a"), 1: (second, "b")})  # back, but steps were computed in between
+    # the same weights as before, but steps were computed in between
+    assert weights.answered({0: (second, "a"), 1: (second, "b")})
     assert not _doubts(weights)
     weights.suspect()
     assert not weights.answered({0: (_asked(weights), "a"), 1: (second + 1, "b")})
@@ -198,7 +211,7 @@ def test_doubt_and_answers() -> None:
 
 @pytest.mark.parametrize("noted", [{0: "a"}, {0: "a", 1: ""}, {0: "b", 1: "a"}])
 def test_answers_that_are_not_the_same(noted: dict[int, str]) -> None:
-    """A rank that is silent, that does not know, or two that have swapped their weights: they are others."""
+    """A rank that does not answer, a rank without a digest, and two ranks with exchanged weights count as a change."""
     weights = Weights(2, Counters())
     weights.know(["a", "b"])
     weights.suspect()
@@ -208,11 +221,11 @@ def test_answers_that_are_not_the_same(noted: dict[int, str]) -> None:
 
 
 def test_calls_of_the_executor() -> None:
-    """Whatever vLLM's workers are asked that is not known to be harmless is a suspicion, of that engine alone."""
+    """A call to vLLM's workers that is not known to be harmless puts the weights of that engine alone in doubt."""
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
     class Executor(UniProcExecutor):
-        """One without workers."""
+        """An executor without workers."""
 
         def __init__(self, config: Any) -> None:
             self.vllm_config = config
@@ -223,7 +236,7 @@ def test_calls_of_the_executor() -> None:
     mine, other = (SimpleNamespace(cache_config=SimpleNamespace()) for _ in range(2))
     weights, adapters = Weights(1, Counters()), list[int]()
     side: Any = SimpleNamespace(weights=weights, adapter_called=adapters.append)
-    watch = Watch(mine, side)  # type: ignore[arg-type]
+    watch = WeightCalls(mine, side)  # type: ignore[arg-type]
     assert Executor(mine).collective_rpc("execute_model") == [8]
     assert Executor(other).collective_rpc("update") == [7]
     suspect(other, "loaded")  # type: ignore[arg-type]
@@ -250,7 +263,7 @@ def test_calls_of_the_executor() -> None:
 
 
 def test_what_is_harmless_exists() -> None:
-    """Each name that is taken for harmless is a method of vLLM's workers that does not change weights."""
+    """Each name in the list of harmless calls is a method of vLLM's workers that does not change weights."""
     from vllm.v1.worker import worker_base
     from vllm.v1.worker.gpu_worker import Worker
 

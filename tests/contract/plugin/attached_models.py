@@ -1,4 +1,4 @@
-"""The models that vLLM's tests of its scheduler name, as folders with just what a scheduler wants to know."""
+"""The models that vLLM's tests of its scheduler name, as folders with only the files that a scheduler reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""vLLM's own tests that cannot pass with kvpipe attached, each with the reason. One that passes fails the run."""
+"""vLLM's own tests that cannot pass with kvpipe attached, each with the reason.
+
+A listed test that passes fails the run.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ AFTER_RESET = (
     "test_reset_prefix_cache_priority_does_not_over_admit_worker_slot",
     "test_reset_prefix_cache_same_step_resume_purges_then_re_adds",
 )
-"""They pass where a reset leaves no doubt of the weights, which is tested. After the wait KV can be saved."""
+"""Tests that pass if a reset leaves no doubt of the weights, which another test checks.
+
+After the wait, KV can be saved.
+"""
 
 EXPECTED: dict[str, str] = {
     "test_reset_connector_cache_no_connector_is_no_op_success": "asserts that there is no connector",
@@ -27,9 +33,15 @@ EXPECTED: dict[str, str] = {
     "test_cpu_encoder_input_updates_resume_and_abort": "wants an image encoded anew after a reset of vLLM's own cache:"
     " kvpipe still holds the KV of its tokens, and loads it",
 }
-"""By name, of all its arguments or of some."""
+"""Why these tests of vLLM must fail with kvpipe. A key is a test's name, or the name with one case's `[arguments]`."""
 
 BY_MACHINE: dict[str, str] = {
     "test_async_scheduling_pp_allows_rescheduling_with_output_placeholders": "needs Triton, for vLLM's second runner",
 }
-"""Those that fail on some machines, with and without kvpipe."""
+"""Tests that fail on some machines, with and without kvpipe."""
+
+BLASTS = frozenset({
+    "standard-None-True", "preemption-1-True", "standard-5-True", "preemption-None-False", "standard-1-False",
+    "preemption-5-False",
+})  # fmt: skip
+"""Cases of vLLM's test with thousands of steps: half of its cases, with every pair of values of its arguments."""

@@ -1,0 +1,54 @@
+"""Runs vLLM's own tests in forks of this process, so that many runs import vLLM once.
+
+`python -m attached_forks` reads lines of JSON, `[log, folder, arguments]`. A fork with `folder` on its path runs pytest
+with `arguments` and writes to the file `log`. Then this process prints the exit status.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+
+IMPORTED = (
+    "attached", "vllm.multimodal.inputs", "vllm.sampling_params", "vllm.v1.core.sched.async_scheduler",
+    "vllm.v1.core.sched.scheduler", "vllm.v1.structured_output", "kvpipe.connectors.vllm.connector",
+)  # fmt: skip
+
+
+def _run(log: str, folder: str, arguments: list[str]) -> None:
+    """Run pytest in this fork, and end the fork."""
+    with Path(log).open("ab") as file, Path(os.devnull).open("rb") as nothing:
+        for standard, other in enumerate((nothing, file, file)):
+            os.dup2(other.fileno(), standard)
+    status = int(pytest.ExitCode.INTERNAL_ERROR)
+    try:
+        sys.path.append(folder)
+        status = int(pytest.main(arguments))
+    except BaseException:  # noqa: BLE001  (a fault that was put into kvpipe may raise anything)
+        traceback.print_exc()
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # so that no fork searches, and thereby copies, the imported modules
+    for line in sys.stdin:
+        log, folder, arguments = json.loads(line)
+        if not (child := os.fork()):
+            _run(log, folder, arguments)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
