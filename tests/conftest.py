@@ -1,16 +1,37 @@
-"""What is not collected with the other tests; Hypothesis profiles are known before they are imported."""
+"""Hypothesis profiles are registered before a test module is imported."""
 
 import atexit
 import gc
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 
 from property_tests.profiles import register
 
 register()
-collect_ignore = ["third_party_tier"]
+gc.disable()  # until all tests are imported: modules are no garbage, and every search through them takes time
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Collect garbage in the controller of pytest-xdist, which imports no tests."""
+    if not hasattr(session.config, "workerinput") and session.config.getoption("numprocesses", None):
+        gc.enable()
 
 
 def pytest_collection_finish() -> None:
     """Keep what is imported by now, which stays, out of every collection of garbage to come."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     atexit.register(gc.unfreeze)
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """Return a temporary folder for Unix sockets, whose paths have about 100 bytes at most."""
+    folder = Path(tempfile.mkdtemp(prefix="kvp", dir="/tmp"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)

@@ -14,7 +14,7 @@ LEFT_OUT = {"nixl-cu13", "torchaudio", "torchcodec", "torchvision"}
 
 
 def test_lock_lists_what_its_packages_need() -> None:
-    """It is installed without dependency resolution, so pip does not add what the lock lacks."""
+    """The lock must be complete, because it is installed without dependency resolution."""
     lines = (ROOT / "requirements" / "cpu.lock").read_text(encoding="utf-8").split()
     pinned = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
     wanted = [

@@ -12,31 +12,33 @@ from pathlib import Path
 
 import pytest
 
-from kvpipe.testing.environments import environment, run
+from tests.rigs.environments import environment, run
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 DISCOVER = """
-import importlib.metadata, json, kvpipe.connectors
+import importlib.metadata, json, sys, kvpipe.cli.main, kvpipe.connectors
+status = kvpipe.cli.main.main(["doctor"])
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.plugins import load_plugins_by_group
 load_plugins_by_group("vllm.general_plugins")["kvpipe"]()
 connector = KVConnectorFactory.get_connector_class_by_name("KVPipeConnector")
 found = importlib.metadata.distribution("kvpipe").locate_file("kvpipe")
 print("\\n" + json.dumps([str(found), kvpipe.__path__[0], kvpipe.connectors.__path__[0], connector.__module__]))
+sys.exit(status)
 """
 
 
 @pytest.fixture(scope="module", params=["kvpipe-*.tar.gz", "kvpipe-*-py3-none-any.whl"], ids=["sdist", "wheel"])
 def site(request: pytest.FixtureRequest, dist: Path) -> Path:
-    """The folder of packages of an environment into which one of the two is installed."""
+    """Return the folder of packages of an environment into which the sdist or the wheel is installed."""
     (package,) = dist.glob(request.param)
     return environment(dist / request.param.rpartition(".")[2], package)
 
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the sdist and the wheel of this tree."""
+    """Build the sdist and the wheel of this tree, and return their folder."""
     folder = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "hatchling", "build", "-d", folder, cwd=ROOT)
     return folder
@@ -48,7 +50,7 @@ def _files(top: Path, *, links: bool) -> Iterator[str]:
 
 
 def test_package_has_every_file_of_the_tree(site: Path) -> None:
-    """The files behind the tree's links are files of the package, which has no link."""
+    """The package has every file of the tree. Files behind the tree's links are ordinary files there."""
     tree = sorted(_files(ROOT / "kvpipe", links=True))
     assert {"connectors/vllm/plugin.py", "statemachine/core.py", "trace/timeline.html", "py.typed"} <= {*tree}
     assert sorted(_files(site / "kvpipe", links=False)) == tree
@@ -56,7 +58,7 @@ def test_package_has_every_file_of_the_tree(site: Path) -> None:
 
 
 def test_package_has_every_entry_point(site: Path) -> None:
-    """The command, the plug-in and what kvpipe registers are those of `pyproject.toml`."""
+    """The package has the command and the entry points of `pyproject.toml`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = project["entry-points"] | {"console_scripts": project["scripts"]}
     (info,) = site.glob("kvpipe-*.dist-info")
@@ -65,20 +67,24 @@ def test_package_has_every_entry_point(site: Path) -> None:
 
 
 def test_check_accepts_the_defaults(site: Path, tmp_path: Path) -> None:
-    """The installed command loads the policy that is the default."""
+    """The installed `kvpipe check` accepts the default configuration."""
     assert "policy = sessions\n" in run(site.parents[2] / "bin" / "kvpipe", "check", "{}", cwd=tmp_path)
 
 
-def test_doctor_finds_the_plugin(site: Path, tmp_path: Path) -> None:
-    """A machine without kvpipe's repository passes every check."""
-    said = run(site.parents[2] / "bin" / "kvpipe", "doctor", cwd=tmp_path)
-    assert "kvpipe.connectors.vllm.plugin:register loads, vLLM knows KVPipeConnector" in said
-    assert "kvpipe works here" in said
+@pytest.fixture(scope="module")
+def printed(site: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return what `kvpipe doctor` and then vLLM's own discovery print, in one process, because each imports vLLM."""
+    return run(site.parents[2] / "bin" / "python", "-c", DISCOVER, cwd=tmp_path_factory.mktemp("elsewhere"))
 
 
-def test_vllm_discovers_the_installed_connector(site: Path, tmp_path: Path) -> None:
+def test_doctor_finds_the_plugin(printed: str) -> None:
+    """The installed `kvpipe doctor` finds the plug-in without kvpipe's repository."""
+    assert "kvpipe.connectors.vllm.plugin:register loads, vLLM knows KVPipeConnector" in printed
+    assert "kvpipe works here" in printed
+
+
+def test_vllm_discovers_the_installed_connector(site: Path, printed: str) -> None:
     """VLLM's own discovery runs the plug-in of the new environment, not of this tree."""
-    said = run(site.parents[2] / "bin" / "python", "-c", DISCOVER, cwd=tmp_path)
     house = str(site / "kvpipe")
     wanted = [house, house, f"{house}/connectors", "kvpipe.connectors.vllm.connector"]
-    assert json.dumps(wanted) in said.splitlines()
+    assert json.dumps(wanted) in printed.splitlines()

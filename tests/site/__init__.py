@@ -1,1 +1,1 @@
-"""Tests of that room."""
+"""Tests of the site that is made of the pages."""

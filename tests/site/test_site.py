@@ -29,7 +29,7 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert "<svg" in machine
     assert "PREEMPTED</text>" in machine
     policies = (tmp_path / "generated" / "kvpipe.cache.policy.html").read_text(encoding="utf-8")
-    assert "Evicts from the chain that promises the fewest hits" in policies
+    assert 'id="kvpipe.cache.policy.sessions.Sessions"' in policies
     reference = (tmp_path / "generated" / "kvpipe.cache.html").read_text(encoding="utf-8")
     assert 'id="kvpipe.cache.catalog.Catalog"' in reference
     for picture in ("timeline", "host", "tier_redis"):
@@ -37,21 +37,29 @@ def test_the_site_builds(tmp_path: Path) -> None:
     assert "preempted" in (tmp_path / "_static" / "timeline.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    ("text", "warning"),
-    [
-        ("[there](nowhere.md)", "nowhere.md"),
-        ("[there](index.md#no-such-heading)", "no-such-heading"),
-        ("![picture](nothing.svg)", "nothing.svg"),
-        ("`kvpipe/nowhere.py`", "there is no file kvpipe/nowhere.py"),
-        ("`kvpipe.cache.catalog.Nothing`", "there is no kvpipe.cache.catalog.Nothing"),
-    ],
-)
-def test_what_is_not_there_fails_the_build(text: str, warning: str, tmp_path: Path) -> None:
-    """A broken link, a heading, a picture, a file or a name that the repository does not have."""
-    (tmp_path / "index.md").write_text(f"# Page\n\n`kvpipe/cache/catalog.py`, {text}\n", encoding="utf-8")
+ABSENT = {
+    "page": ("[there](nowhere.md)", "nowhere.md"),
+    "heading": ("[there](index.md#no-such-heading)", "no-such-heading"),
+    "picture": ("![picture](nothing.svg)", "nothing.svg"),
+    "file": ("`kvpipe/nowhere.py`", "there is no file kvpipe/nowhere.py"),
+    "name": ("`kvpipe.cache.catalog.Nothing`", "there is no kvpipe.cache.catalog.Nothing"),
+}
+"""For each kind of thing that a page can name: the name of an absent one, and the warning."""
+
+
+def test_broken_reference_fails_the_build(tmp_path: Path) -> None:
+    """A broken link, heading, picture, file or name gives one warning, and any warning fails the build."""
+    index = "# Index\n\n```{toctree}\n" + "\n".join(ABSENT) + "\n```\n"
+    (tmp_path / "index.md").write_text(index, encoding="utf-8")
+    for page, (text, _) in ABSENT.items():
+        lines = f"# Page\n\n`kvpipe/cache/catalog.py`, {text}\n"
+        (tmp_path / f"{page}.md").write_text(lines, encoding="utf-8")
     options = ("-c", str(ROOT / "docs"), "-D", "html_static_path=", "-D", "html_extra_path=")
     done = _build(tmp_path, tmp_path / "out", *options)
     assert done.returncode == 1
-    assert warning in done.stderr
-    assert "catalog.py" not in done.stderr.replace(warning, "")
+    found = [line for line in done.stderr.splitlines() if "WARNING" in line]
+    assert len(found) == len(ABSENT), done.stderr
+    for page, (_, warning) in ABSENT.items():
+        (line,) = (one for one in found if f"{tmp_path / page}.md" in one)
+        assert warning in line
+        assert "catalog.py" not in line.replace(warning, "")

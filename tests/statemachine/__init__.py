@@ -1,1 +1,1 @@
-"""Tests of that room."""
+"""Tests of the state machines."""

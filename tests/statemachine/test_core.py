@@ -1,4 +1,4 @@
-"""The machines do what is in their tables, cell by cell, and a table that is not total is refused."""
+"""The machines do what their tables say, cell by cell. A table that is not total is refused."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from unittest.mock import Mock, call
 
 import pytest
 
-from kvpipe.cache.catalog import Chunk
-from kvpipe.scheduler.jobs import JobInFlight, Reported
+from kvpipe.cache.chunks import Chunk
+from kvpipe.scheduler.in_flight import JobInFlight
+from kvpipe.scheduler.reported import Reported
 from kvpipe.statemachine import chunk, copy
 from kvpipe.statemachine.copy import LOAD, SAVE, LayerCursor
 from kvpipe.statemachine.core import (
@@ -102,7 +103,7 @@ def test_every_state_is_reached_by_events_alone(machine: Machine, layers: int) -
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda m: m.name)
 def test_tables_are_total_and_reasoned(machine: Machine) -> None:
-    """Each table has every cell; finals only stay or reject; nothing stays or rejects without a reason."""
+    """Each table has every cell. Final states only stay or reject. Every stay and every reject has a reason."""
     for state, event in itertools.product(machine.states, machine.events):
         cell = machine.table[state][event]
         if isinstance(cell, (Stay, Reject)):
@@ -113,7 +114,10 @@ def test_tables_are_total_and_reasoned(machine: Machine) -> None:
 
 @pytest.mark.parametrize("layers", [1, 2, 6])
 def test_a_save_is_final_only_after_its_steps_end(layers: int) -> None:
-    """All layers landed is LANDED; only the step's end makes it FINALIZED, and a fault before it makes it FAILED."""
+    """A save with all layers landed is LANDED.
+
+    Only the step's end makes it FINALIZED; an earlier fault makes it FAILED.
+    """
     cursor = LayerCursor(SAVE.compile(layers), 1)
     for k in range(layers):
         assert cursor.landed(k).moves
@@ -130,7 +134,7 @@ def test_a_save_is_final_only_after_its_steps_end(layers: int) -> None:
 @pytest.mark.parametrize("machine", [SAVE, LOAD], ids=lambda m: m.name)
 @pytest.mark.parametrize(("layers", "first"), [(n, k) for n in (1, 2, 6) for k in range(n + 1)])
 def test_landings_and_the_confirmation_come_in_either_order(machine: Machine, layers: int, first: int) -> None:
-    """With `first` layers landed before the confirmation, a job is FINALIZED by the last of the two, not before."""
+    """A job is FINALIZED by the later of its last landing and its confirmation. `first` layers land before that."""
     cursor = LayerCursor(machine.compile(layers), 1)
     for k in range(first):
         cursor.landed(k)
@@ -164,7 +168,7 @@ def test_landed_picks_the_right_column(machine: Machine, layers: int) -> None:
 
 @pytest.mark.parametrize("machine", [SAVE, LOAD], ids=lambda m: m.name)
 def test_a_redelivery_after_the_end_changes_nothing(machine: Machine) -> None:
-    """Any layer reported again to a FINALIZED job stays, as in the table."""
+    """If a layer is reported again to a FINALIZED job, the job stays FINALIZED."""
     compiled = machine.compile(3)
     for layer in range(3):
         cursor = LayerCursor(compiled, 0)
@@ -179,14 +183,14 @@ def test_an_unknown_event_is_a_key_error() -> None:
 
 
 def test_each_class_of_cursors_has_code_of_its_own() -> None:
-    """It is the same, but what the interpreter keeps in it is of one class alone."""
+    """The code objects are equal, but the interpreter's caches in each of them belong to only one class."""
     codes = [cls.fire.__code__ for cls in (Cursor, LayerCursor, Chunk, Reported, JobInFlight)]
     assert len({id(code) for code in codes}) == len(codes)
     assert len(set(codes)) == 1
 
 
 def test_a_watch_is_notified_of_each_edge() -> None:
-    """Who watches is notified where it was taken, and why it came, rejections included."""
+    """A watch is called for each edge and each rejected event, with the state, the edge and the reason."""
     compiled, watch = _machine().compile(), Mock()
     cursor = Cursor(compiled, 0, watch)
     cursor.fire("e", "first")
@@ -198,7 +202,7 @@ def test_a_watch_is_notified_of_each_edge() -> None:
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda m: m.name)
 def test_no_event_changes_the_tables(machine: Machine) -> None:
-    """What a cursor has taken is not in what others take: a compiled machine is as it was made, whatever is fired."""
+    """Firing events does not change the compiled machine that cursors share."""
     compiled = machine.compile(3 if machine.layered else 0)
     made = _parts(compiled)
     for state, event in itertools.product(compiled.states.values(), machine.events):
@@ -210,7 +214,7 @@ def test_no_event_changes_the_tables(machine: Machine) -> None:
 
 
 def _parts(compiled: Compiled) -> list[object]:
-    """Return everything that the states and edges hold, slot by slot."""
+    """Return everything that the slots of states and edges hold."""
     states = list(compiled.states.values())
     edges = [edge for state in states for edge in state.on.values()]
     held = [getattr(one, name) for one in states for name in State.__slots__ if name != "on"]
@@ -218,7 +222,7 @@ def _parts(compiled: Compiled) -> list[object]:
 
 
 def test_a_move_between_families_keeps_the_layer() -> None:
-    """`Go` from one layered family to another leads to the same layer of it."""
+    """`Go` from one layered family to another leads to the same layer of the other family."""
     compiled = _twofold().compile(4)
     cursor = Cursor(compiled, 0)
     for event, state in (("e", "L_0"), ("e", "L_1"), ("f", "M_1"), ("e", "M_2"), ("e", "B")):
@@ -227,7 +231,7 @@ def test_a_move_between_families_keeps_the_layer() -> None:
 
 
 def test_compile_refuses_the_wrong_kind_of_size() -> None:
-    """A layered machine needs layers, the others have none."""
+    """A layered machine needs a number of layers; other machines must have none."""
     with pytest.raises(ValueError, match="needs at least one layer"):
         SAVE.compile(0)
     with pytest.raises(ValueError, match="has no layers"):
@@ -275,6 +279,13 @@ def test_a_broken_table_is_refused(changes: dict[str, Any], problem: str) -> Non
         _machine(**changes)
 
 
+@pytest.mark.parametrize("of", [_machine(), *(_machine().table["A"].values())], ids=["machine", "cell"])
+def test_machine_and_its_cells_cannot_be_changed(of: Any) -> None:
+    """A table is validated once, when the machine is made, and cannot be changed afterwards."""
+    with pytest.raises(ValueError, match="Instance is frozen"):
+        of.name = of.to = "B"
+
+
 def _twofold(**rows: Any) -> Machine:
     """Two families, L and M."""
     table = {
@@ -299,7 +310,7 @@ def _twofold(**rows: Any) -> Machine:
     ],
 )
 def test_a_layer_from_nowhere_is_refused(rows: dict[str, Any], problem: str) -> None:
-    """Only a family's own states and those before every layer advance; only families move to families."""
+    """Only states of a family and states before every layer may advance. Only families may move to families."""
     assert _twofold().layered
     with pytest.raises(ValueError, match=problem):
         _twofold(**rows)

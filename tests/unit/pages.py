@@ -1,29 +1,38 @@
-"""The tables of `docs/` that are made from the code. `python -m tests.unit.pages` writes them anew."""
+"""Writes the tables of `docs/` that are made from the code: `python -m tests.unit.pages`.
+
+`python -m tests.unit.pages counters.md` writes the tables of one page. Only the tables of `tracing.md` need vLLM.
+"""
 
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from kvpipe import config, config_errors, counters, plugins
-from kvpipe.cache.miss_reasons import REASONS
-from kvpipe.quota_spec import QuotaSpec
-from kvpipe.scheduler import hints
-from kvpipe.testing import doc_tables
+import yaml
+
+from kvpipe.config import settings as config
+from kvpipe.connectors.vllm.trial import doc_tables
+from kvpipe.features import hints
+from kvpipe.inputs import config_errors, plugins
+from kvpipe.inputs.quota_spec import QuotaSpec
 from kvpipe.tiers.registry import spec_of
 from kvpipe.tiers.spec import TierSpec
+from kvpipe.trace import counters
 from kvpipe.trace.events import Event
+from kvpipe.trace.miss_reasons import REASONS
 from kvpipe.trace.transitions import EVENTS, Transition
 from kvpipe.transfer.layouts import ADAPTERS, BETWEEN, INSIDE, OPAQUE, REFUSALS
 
 DOCS: Final = Path(__file__).parents[2] / "docs"
+RULES: Final = DOCS.parent / "deploy" / "prometheus" / "kvpipe.rules.yml"
 
 
 def _table(*rows: str) -> str:
-    """Return a table in Markdown. The first row is its head."""
+    """Return a table in Markdown. The first of `rows` is the table's head."""
     return "\n".join([rows[0], "|---" * (rows[0].count("|") - 1) + "|", *rows[1:]]) + "\n"
 
 
@@ -56,17 +65,28 @@ def _of_layouts() -> dict[str, str]:
     }
 
 
+def _of_operations() -> dict[str, str]:
+    rows = []
+    for rule in yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"][0]["rules"]:
+        words, expr = rule["annotations"], rule["expr"].replace("|", "\\|")
+        summary = re.sub(r"\{\{ \$labels\.(\w+) \}\}", r"`\1`", words["summary"])
+        page = words["docs"].removeprefix("operations.md")
+        what = f"{words['remedy']} [More]({page})"
+        rows.append(f"| `{rule['alert']}` | {summary} | `{expr}` | {rule.get('for', '')} | {what} |")
+    return {"alerts": _table("| alert | means | condition | for | what to do |", *rows)}
+
+
 def _of_tiers() -> dict[str, str]:
     every = TierSpec.model_fields
-    out = {"keys": config_errors.table({key: field for key, field in every.items() if key != "kind"})}
+    out = {"keys": config_errors.keys_table({key: field for key, field in every.items() if key != "kind"})}
     for kind in plugins.own(plugins.TIERS):
         fields = spec_of(plugins.TIERS, kind).model_fields
-        out[f"keys-{kind}"] = config_errors.table({key: one for key, one in fields.items() if key not in every})
+        out[f"keys-{kind}"] = config_errors.keys_table({key: one for key, one in fields.items() if key not in every})
     return out
 
 
 def _of_tracing() -> dict[str, str]:
-    from kvpipe.connectors.vllm.metrics import METRICS, PREFIX
+    from kvpipe.connectors.vllm.metrics import METRICS
 
     rows = []
     for name, kind in EVENTS.items():
@@ -77,12 +97,11 @@ def _of_tracing() -> dict[str, str]:
     reasons = (f"| `{why}` | {sentence} |" for why, sentence in REASONS.items())
     metrics = []
     for name, one in METRICS.items():
-        full, label = PREFIX + name + "_total" * (one.kind == "counter"), f"`{one.label}`" * bool(one.label)
-        metrics.append(f"| `{full}` | {label} | {one.text} |")
+        metrics.append(f"| `{one.full_name(name)}` | {one.kind} | {f'`{one.label}`' * bool(one.label)} | {one.text} |")
     return {
         "events": _table("| event | level | meaning | its own fields |", *rows),
         "reasons": _table("| reason | it means |", *reasons),
-        "metrics": _table("| metric | its own label | what it is |", *metrics),
+        "metrics": _table("| metric | kind | its own label | what it is |", *metrics),
     }
 
 
@@ -91,19 +110,20 @@ PAGES: Final[Mapping[str, Callable[[], dict[str, str]]]] = {
     "counters.md": _of_counters,
     "hints.md": _of_hints,
     "layouts.md": _of_layouts,
-    "quotas.md": lambda: {"keys": config_errors.table(QuotaSpec.model_fields)},
+    "operations.md": _of_operations,
+    "quotas.md": lambda: {"keys": config_errors.keys_table(QuotaSpec.model_fields)},
     "tiers.md": _of_tiers,
     "tracing.md": _of_tracing,
 }
-"""What makes the tables of each page, by their names."""
+"""The function that makes the tables of a page, by the name of the page."""
 
 
 def fresh(page: str) -> str:
-    """Return the text of a page with its tables as the code has them."""
-    return doc_tables.fill((DOCS / page).read_text(encoding="utf-8"), PAGES[page]())
+    """Return the text of a page with the tables that the code gives now."""
+    return doc_tables.fill_tables((DOCS / page).read_text(encoding="utf-8"), PAGES[page]())
 
 
 if __name__ == "__main__":
-    for page in PAGES:
+    for page in sys.argv[1:] or PAGES:
         (DOCS / page).write_text(fresh(page), encoding="utf-8")
         sys.stdout.write(f"{DOCS / page}\n")

@@ -1,4 +1,4 @@
-"""Which numbers of users the benchmark of coding agents tries."""
+"""Tests of the search for the number of users in the benchmark of coding agents."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.agents import FINER, USERS_MAX, Search, Tried, main
 
 
 def _search(most: int, first: int, given: list[int] | None = None) -> list[int]:
-    """Return what is tried where up to `most` users are served in time."""
+    """Return the numbers that the search tries if up to `most` users are served in time."""
     search = Search(1.0, first, given or [])
     while users := search.next():
         assert len(search.tried) < 100, "it does not end"
@@ -19,7 +19,7 @@ def _search(most: int, first: int, given: list[int] | None = None) -> list[int]:
 @pytest.mark.parametrize("most", [1, 2, 5, 30, 63, 64, 200, 777, USERS_MAX - 1])
 @pytest.mark.parametrize("first", [4, 130, 1000])
 def test_the_most_users_in_time_are_found(most: int, first: int) -> None:
-    """To a tenth, from wherever the search begins, and no number is tried twice."""
+    """The search finds the largest number of users in time to within a tenth, and tries no number twice."""
     tried = _search(most, first)
     best = max(users for users in tried if users <= most)
     assert best + max(1, best // FINER) > most
@@ -27,13 +27,13 @@ def test_the_most_users_in_time_are_found(most: int, first: int) -> None:
 
 
 def test_it_ends_where_nobody_is_late_or_everybody_is() -> None:
-    """With the most users that are tried, or with one."""
+    """The search ends with the largest number of users, or with one user."""
     assert _search(USERS_MAX, 4)[-1] == USERS_MAX
     assert _search(0, 4) == [4, 2, 1]
 
 
 def test_given_numbers_are_tried_as_they_come() -> None:
-    """Whether they are in time or not."""
+    """Given numbers of users are tried in their order, whether or not the users are served in time."""
     assert _search(10, 4, [12, 8, 40]) == [12, 8, 40]
 
 
@@ -51,7 +51,7 @@ def test_given_numbers_are_tried_as_they_come() -> None:
 def test_an_argument_that_is_no_engine_with_users_is_refused(
     argument: str, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before anything starts, with what is wrong, and which engines there are."""
+    """The refusal comes before anything starts. It names the wrong argument and the known engines."""
     with pytest.raises(SystemExit) as stops:
         main([argument])
     assert stops.value.code == 2

@@ -1,14 +1,15 @@
-"""Where settings come from, and what a user reads when one is wrong."""
+"""Tests of the sources of settings, and of the messages for wrong settings."""
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvpipe.config import Settings, load_settings, markdown_table, parse_extra
+from kvpipe.config.settings import Settings, check_stores, load_settings, markdown_table, parse_extra
 from kvpipe.errors import ConfigError
 
 
@@ -47,7 +48,7 @@ def test_the_file_may_be_named_by_the_environment(tmp_path: Path, monkeypatch: p
 
 
 def test_the_environments_case_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lower-case variable is checked like any other and wins over the file."""
+    """A lower-case variable is checked like any other variable, and takes precedence over the file."""
     monkeypatch.setenv("kvpipe_mode", "layerwise")
     assert load_settings({"config_file": _yaml(tmp_path, "mode: step")}).mode == "layerwise"
     monkeypatch.setenv("kvpipe_moode", "step")
@@ -55,7 +56,7 @@ def test_the_environments_case_does_not_matter(tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_same_call_without_arguments_gives_the_defaults() -> None:
-    """Nothing given, nothing changed."""
+    """A call without arguments returns the default settings."""
     fields = Settings.model_fields
     assert load_settings().model_dump() == {key: field.default for key, field in fields.items()}
     assert load_settings({}) == load_settings(None)
@@ -67,8 +68,8 @@ def test_the_same_call_without_arguments_gives_the_defaults() -> None:
         ("chunk_sizee", "chunk_tokens"),
         ("chunk_size", "chunk_tokens"),
         ("chunk-tokens", "chunk_tokens"),
-        ("pool", "pool_bytes_max"),
-        ("max_pool", "pool_bytes_max"),
+        ("pool_bytes", "pool_bytes_max"),
+        ("max_pool", "pool"),
         ("POLICY", "policy"),
         ("polcy", "policy"),
         ("freze", "freeze"),
@@ -77,7 +78,7 @@ def test_the_same_call_without_arguments_gives_the_defaults() -> None:
     ],
 )
 def test_an_unknown_key_names_the_nearest(wrong: str, meant: str) -> None:
-    """A misspelt key is refused with the key that was meant."""
+    """A misspelt key is refused, and the message names the most similar key."""
     assert _refusal({wrong: 1}) == (
         f"kvpipe: unknown key {wrong!r} in the kv_connector_extra_config; did you mean {meant!r}?"
     )
@@ -91,14 +92,14 @@ def test_retired_key_is_refused_with_what_replaces_it(monkeypatch: pytest.Monkey
 
 
 def test_an_unknown_key_like_no_other_lists_all() -> None:
-    """A key that resembles none is refused with every valid key."""
+    """A key that resembles no valid key is refused, and the message names all valid keys."""
     message = _refusal({"zzz": 1})
     assert "unknown key 'zzz'" in message
     assert all(key in message for key in Settings.model_fields)
 
 
 def test_an_unknown_variable_is_named_as_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The remedy for a wrong variable is a variable."""
+    """The message for a wrong variable names a variable as the remedy."""
     monkeypatch.setenv("KVPIPE_CHUNK_TOKEN", "4")
     assert _refusal({}) == (
         "kvpipe: unknown key 'KVPIPE_CHUNK_TOKEN' in the environment; did you mean 'KVPIPE_CHUNK_TOKENS'?"
@@ -114,7 +115,7 @@ SERVICE = {
 
 @pytest.mark.parametrize("service", ["KVPIPE_", "KVPIPE_REDIS_", "KVPIPE_MANAGE_"])
 def test_a_service_in_kubernetes_may_have_its_name(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every container of the namespace gets such variables; what only looks like one is refused as ever."""
+    """Variables that Kubernetes sets for a service are accepted. Variables that only resemble them are refused."""
     before = load_settings()
     for end, value in SERVICE.items():
         monkeypatch.setenv(service + end, value)
@@ -156,33 +157,55 @@ def test_an_unknown_key_in_the_file_names_the_file(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_value_names_key_value_and_remedy(key: str, value: object, why: str) -> None:
-    """A wrong value is refused with the key, the value, the reason, what the key means and its default."""
+    """A wrong value is refused with the key, the value, the reason, the key's meaning and the key's default."""
     message = _refusal({key: value})
     assert f"kvpipe: {key}={value!r} is not valid" in message
     assert why in message
-    assert f"{key} means: {Settings.model_fields[key].description}" in message
+    description = re.sub(r" \(\[[^\]]+\]\([^)]+\)\)", "", str(Settings.model_fields[key].description))  # without links
+    assert f"{key} means: {description}" in message
     assert "Default: " in message
     assert "Value error" not in message
 
 
+def test_pool_dir_is_refused_when_it_is_too_long_for_a_socket() -> None:
+    """A Unix socket's path has at most about 100 bytes."""
+    load_settings({"pool_dir": "/" + "x" * 87})
+    message = _refusal({"pool_dir": "/" + "x" * 88})
+    assert "kvpipe: pool_dir='/xxx" in message
+    assert "expected a path of at most 88 bytes" in message
+
+
 def test_a_wrong_variable_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong value in the environment gets the same sentence."""
+    """A wrong value of an environment variable gets the same message as a wrong value of a key."""
     monkeypatch.setenv("KVPIPE_CHUNK_TOKENS", "many")
     assert "chunk_tokens='many' is not valid" in _refusal({})
 
 
 def test_a_huge_value_does_not_flood_the_message() -> None:
-    """The shown value is cut, the message stays readable."""
+    """The message shows only the beginning of a long value, so that the message stays readable."""
     assert len(_refusal({"chunk_tokens": "9" * 5000})) < 400
 
 
 def test_a_contradiction_is_refused() -> None:
-    """Bypass and freeze together name both keys and the remedy."""
+    """The refusal of `bypass` together with `freeze` names both keys and the remedy."""
     message = _refusal({"bypass": True, "freeze": True})
     assert "bypass=true contradicts freeze=true" in message
     assert "set only one of them" in message
     assert load_settings({"bypass": True}).bypass
     assert load_settings({"freeze": True}).freeze
+
+
+def test_producer_is_refused_when_a_tier_stores_only_what_is_used_again() -> None:
+    """A producer loads nothing, so it would store nothing. The message names tier, field, value, role and remedy."""
+    settings = load_settings({"tiers": ["/mnt/kv", "redis://h?store=second_use"]})
+    with pytest.raises(ConfigError) as caught:
+        check_stores(settings, loads=False)
+    assert str(caught.value) == (
+        "kvpipe: tier 2 (redis): store='second_use' would store nothing with kv_role='kv_producer' (it loads no chunk, "
+        "so it uses none a second time); set store='all', or kv_role='kv_both'"
+    )
+    check_stores(settings, loads=True)
+    check_stores(load_settings({"tiers": ["/mnt/kv", "redis://h?store=never"]}), loads=False)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +220,7 @@ def test_a_contradiction_is_refused() -> None:
     ],
 )
 def test_a_bad_file_names_the_file_and_the_remedy(tmp_path: Path, content: bytes | None, why: str) -> None:
-    """A file that is absent, no YAML, no text or no mapping is a ConfigError with what to write."""
+    """A file that does not exist, is no YAML, no text or no mapping raises a ConfigError with the remedy."""
     path = tmp_path / "bad.yaml"
     if content is not None:
         path.write_bytes(content)
@@ -216,7 +239,7 @@ def test_a_bad_file_names_the_file_and_the_remedy(tmp_path: Path, content: bytes
     ],
 )
 def test_a_key_that_is_given_twice_in_the_file_is_refused(tmp_path: Path, text: str) -> None:
-    """Else the last one would count, and the other be forgotten."""
+    """Without the refusal the last value would count, and the first would be ignored without a message."""
     path = _yaml(tmp_path, text)
     message = _refusal({"config_file": path})
     key = next(key for key in ("freeze", "path", "mode") if text.count(f"{key}") > 1)
@@ -224,7 +247,7 @@ def test_a_key_that_is_given_twice_in_the_file_is_refused(tmp_path: Path, text: 
 
 
 def test_a_key_that_is_given_twice_in_json_is_refused() -> None:
-    """As `kvpipe check` reads it. VLLM's own reader keeps the last one, and nobody sees the other."""
+    """`kvpipe check` refuses a key that is given twice. VLLM's own reader silently keeps the last value."""
     for extra in ('{"freeze": true, "mode": "step", "freeze": false}', '{"tiers": [{"freeze": 1, "freeze": 2}]}'):
         with pytest.raises(ConfigError, match=r"^kvpipe: extra: the key 'freeze' is given twice; keep one of them$"):
             parse_extra(extra)
@@ -246,18 +269,18 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
     ("text", "size"), [("8GiB", 8 << 30), ("512 MiB", 512 << 20), ("1GB", 10**9), ("4096", 4096), (4096, 4096)]
 )
 def test_byte_sizes_take_units(text: str | int, size: int) -> None:
-    """pool_bytes_max reads binary and decimal units and plain bytes."""
+    """`pool_bytes_max` accepts plain bytes, and binary and decimal units."""
     assert load_settings({"pool_bytes_max": text}).pool_bytes_max == size
 
 
 def test_settings_are_frozen() -> None:
-    """Nobody changes the configuration of a running engine by accident."""
+    """Settings cannot be changed while an engine runs."""
     with pytest.raises(ValueError, match="frozen"):
         load_settings().chunk_tokens = 5
 
 
 def test_the_table_has_a_row_per_key() -> None:
-    """The table names every key with its default."""
+    """The table names every key with the key's default."""
     lines = markdown_table().splitlines()
     assert len(lines) == 2 + len(Settings.model_fields)
     assert any(line.startswith("| `pool_bytes_max` | `4.0GiB` |") for line in lines)

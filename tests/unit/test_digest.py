@@ -1,14 +1,17 @@
-"""Digests of tensors: every bit counts, and where it lies, on a CPU and in the words that a device adds up."""
+"""Tests of tensor digests: every bit and its position count, on a CPU and in the sums that a device computes."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
 import torch
 
-from kvpipe import digest
-from kvpipe.digest import device_digest, tensor_digest, tensors_digest
+from kvpipe.connectors.vllm.identity import digest
+from kvpipe.connectors.vllm.identity.digest import device_digest, tensor_digest, tensors_digest
 
 DIGESTS = pytest.mark.parametrize("digest_of", [tensor_digest, device_digest])
 Digest = Callable[[torch.Tensor], str]
@@ -22,7 +25,7 @@ def _random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 @DIGESTS
 def test_every_bit_counts(digest_of: Digest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each bit that is flipped makes another digest: in the first word, at the seam of two pieces, in a torn end."""
+    """A flipped bit changes the digest: in the first word, at the seam of two pieces, or in an incomplete last word."""
     monkeypatch.setattr(digest, "PIECE_BYTES", 64)
     data = _random(135, dtype=torch.uint8)
     found = {digest_of(data)}
@@ -35,7 +38,7 @@ def test_every_bit_counts(digest_of: Digest, monkeypatch: pytest.MonkeyPatch) ->
 
 @DIGESTS
 def test_places_count(digest_of: Digest) -> None:
-    """Rows, columns and words that change places, and words whose sum stays, make another digest."""
+    """The digest changes if rows, columns or words are exchanged, or if words change without changing their sum."""
     data = _random(16, 16, dtype=torch.int64)
     added = data.clone()
     added[0, 0] += 1
@@ -51,7 +54,7 @@ def test_places_count(digest_of: Digest) -> None:
     "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.bool, torch.complex64]
 )
 def test_types_and_gaps(digest_of: Digest, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every type is read; one with gaps what lies in the gaps does not count."""
+    """A tensor of every type can be digested. In a tensor with gaps, the bytes in the gaps do not count."""
     monkeypatch.setattr(digest, "PIECE_BYTES", 100)
     data = _random(13, 9, dtype=torch.uint8) % 2
     data = data.to(dtype)
@@ -66,14 +69,14 @@ def test_types_and_gaps(digest_of: Digest, dtype: torch.dtype, monkeypatch: pyte
 
 @DIGESTS
 def test_scalars_and_nothing(digest_of: Digest) -> None:
-    """A tensor of no dimension has bytes; an empty one and one that is nowhere have none."""
+    """A tensor without dimensions has bytes. An empty tensor and a meta tensor have no bytes."""
     assert digest_of(torch.tensor(1.0)) != digest_of(torch.tensor(2.0))
     assert tensor_digest(torch.empty(0)) == ""
     assert tensor_digest(torch.empty(3, device="meta")) == "meta"
 
 
 def test_names_and_shapes_count() -> None:
-    """Tensors that change names, types or shapes make other weights; the order in which they are given does not."""
+    """A tensor with another name, type or shape changes the digest of the weights. The order of tensors does not."""
     a, b = _random(4, 4), _random(4, 4) + 1
     reported = tensors_digest([("a", a), ("b", b)])
     assert reported == tensors_digest([("b", b), ("a", a)])
@@ -88,3 +91,27 @@ def test_names_and_shapes_count() -> None:
         [("a", a), ("b", b), ("c", torch.empty(0))],
     ):
         assert tensors_digest(other) != reported
+
+
+_COMPARE = """
+import contextlib
+import functools
+import torch
+from kvpipe.connectors.vllm.identity import digest, digest_kernel
+
+torch.cuda.device = contextlib.nullcontext
+digest_kernel.PROGRAMS = 3
+constants = *map(digest._signed, digest._LANES), *(digest._signed(factor) for _, factor in digest._MIXES)
+host = torch.device("cpu")
+add = functools.partial(digest_kernel.add_words, constants)
+assert all(digest._agree(host, add, *case) for case in digest._CASES)
+assert not digest._agree(host, lambda sums, words, before: None, 0, 0)
+"""
+
+
+def test_the_kernel_gives_the_sums_of_pytorch() -> None:
+    """Engines with and without the kernel share chunks. Triton's interpreter runs the kernel here."""
+    command = [sys.executable, "-W", "ignore", "-c", _COMPARE]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr

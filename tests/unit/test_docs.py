@@ -1,23 +1,25 @@
-"""The documents describe what the code does."""
+"""The documents describe the present code."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
-from kvpipe import counters, plugins
-from kvpipe.cache.miss_reasons import REASONS
-from kvpipe.config import markdown_table
+from kvpipe.config.settings import markdown_table
 from kvpipe.connectors.vllm.trial.invariants import INVARIANTS, LAWS, SEEN_BY_TRIALS
 from kvpipe.connectors.vllm.trial.mutants import MUTANTS
-from kvpipe.connectors.vllm.trial.page import PAGE, PROPOSED, VERDICTS, fill
-from kvpipe.scheduler import hints
+from kvpipe.connectors.vllm.trial.mutants.page import PAGE, PROPOSED, VERDICTS, fill_conformance
+from kvpipe.features import hints
+from kvpipe.inputs import plugins
 from kvpipe.tiers.registry import spec_of
+from kvpipe.trace import counters
+from kvpipe.trace.miss_reasons import REASONS
 from kvpipe.trace.transitions import EVENTS
 from kvpipe.transfer import layouts
 from tests.unit import pages
@@ -27,7 +29,7 @@ TIERS = plugins.own(plugins.TIERS)
 
 
 def test_the_readme_has_keys_that_there_are() -> None:
-    """With the defaults that the whole table has."""
+    """The keys in the readme exist and have the defaults of the whole table."""
     rows = (ROOT / "README.md").read_text(encoding="utf-8").split("## Configuration")[1].split("\n## ")[0]
     named = re.findall(r"^\| `(\w+)` \| `?(\w+)`? \|", rows, re.MULTILINE)
     assert len(named) > 5
@@ -39,8 +41,8 @@ def test_the_readme_has_keys_that_there_are() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    """Every relative link and every file named in the README and the docs exists."""
-    for page in [ROOT / "README.md", *ROOT.glob("docs/**/*.md")]:
+    """Every relative link, and every file that a page names, exists. Pages at the top and in `docs/` are checked."""
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
         text = page.read_text(encoding="utf-8")
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
             assert (page.parent / target).exists(), f"{page}: {target}"
@@ -48,8 +50,21 @@ def test_links_lead_somewhere() -> None:
             assert (ROOT / named).exists(), f"{page}: {named}"
 
 
+def test_reading_the_code_names_what_the_files_have() -> None:
+    """Each numbered part of the page has a file. Every name in code font is in that file, or names another file."""
+    text = (ROOT / "docs" / "reading.md").read_text(encoding="utf-8").split("\n## After")[0]
+    parts = re.findall(r"^## \d+\. `([\w/.]+)`(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    assert len(parts) == 8
+    for file, part in parts:
+        named = [*re.findall(r"`([\w/.]+)`", part), *re.findall(r"\b([A-Z]{4,})\b", part)]
+        others = [one for one in named if "/" in one]
+        code = "\n".join((ROOT / one).read_text(encoding="utf-8") for one in (file, *others))
+        words = {word for one in named if one not in others for word in one.split(".")}
+        assert {word for word in words if not re.search(rf"\b{word}\b", code)} == set(), file
+
+
 def test_decisions_are_numbered() -> None:
-    """From 1 on, without a gap and no number twice; a page's title has the number of its file."""
+    """The numbers begin at 1, without a gap and without repetition. A page's title has the number of its file name."""
     pages = sorted((ROOT / "docs" / "decisions").glob("0*.md"))
     assert [int(page.name[:4]) for page in pages] == list(range(1, len(pages) + 1))
     titles = [page.read_text(encoding="utf-8").split(maxsplit=2)[1] for page in pages]
@@ -57,16 +72,16 @@ def test_decisions_are_numbered() -> None:
 
 
 def test_the_fuzzing_page_is_fresh() -> None:
-    """Its tables are those of the code and of the last runs, and `make mutants` has killed every mutant."""
+    """The tables are those of the code and of the last runs, and `make mutants` has killed every mutant."""
     verdicts, proposed = (json.loads((ROOT / file).read_text(encoding="utf-8")) for file in (VERDICTS, PROPOSED))
     text = (ROOT / PAGE).read_text(encoding="utf-8")
-    assert fill(text, verdicts, proposed) == text, "python -m kvpipe.connectors.vllm.trial.page"
+    assert fill_conformance(text, verdicts, proposed) == text, "python -m kvpipe.connectors.vllm.trial.mutants.page"
     assert {one["name"] for one in verdicts} == set(MUTANTS), "make mutants"
     assert all(one["by"] for one in verdicts)
 
 
 def test_the_threat_model_names_what_there_is() -> None:
-    """Every row has a test, an invariant or a mutant that exists by that name, or has what remains."""
+    """Every row names a test, an invariant or a mutant that exists, or it states the remaining risk."""
     text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
     files = [file for folder in ("tests", "property_tests") for file in (ROOT / folder).rglob("test_*.py")]
     there = {name for file in files for name in re.findall(r"def (test_\w+)\(", file.read_text(encoding="utf-8"))}
@@ -79,14 +94,14 @@ def test_the_threat_model_names_what_there_is() -> None:
 
 
 def test_every_law_is_held_by_an_invariant() -> None:
-    """And no invariant holds a law that there is not."""
+    """Every invariant's laws exist, too."""
     held = {law for one in INVARIANTS.values() for law in one.laws} | {law for law, _ in SEEN_BY_TRIALS.values()}
     assert held == set(LAWS)
 
 
 @pytest.mark.parametrize("page", pages.PAGES)
 def test_the_page_is_fresh(page: str) -> None:
-    """They are those that the code gives."""
+    """The tables of the page are those that the code gives."""
     assert pages.fresh(page) == (pages.DOCS / page).read_text(encoding="utf-8"), "python -m tests.unit.pages"
 
 
@@ -101,33 +116,78 @@ def test_the_page_is_fresh(page: str) -> None:
     ],
 )
 def test_the_tables_name_all_there_is(page: str, names: Iterable[str]) -> None:
-    """Every name has a row."""
+    """Every name has a row in the tables."""
     text = (pages.DOCS / page).read_text(encoding="utf-8")
     assert [name for name in names if f"`{name}`" not in text] == []
 
 
 def test_the_map_has_every_room() -> None:
-    """Each folder of code is in the tree of `docs/architecture.md`, and each line of the tree is a folder."""
+    """Every folder of code is in the tree of `docs/architecture.md`, and every line of the tree is a folder."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     tree = text[text.index("<!-- rooms:begin -->") : text.index("<!-- rooms:end -->")]
-    named = re.findall(r"^([\w/]+)/ +\w", tree, re.MULTILINE)
+    named = re.findall(r"^([\w/]+)/ +\S", tree, re.MULTILINE)
     tops = (ROOT / "statemachine", ROOT / "kvpipe", ROOT / "connectors")
-    there = {str(file.parent.relative_to(ROOT)) for top in tops for file in top.rglob("__init__.py")}
+    there = {str(file.parent.relative_to(ROOT)) for top in tops for file in top.rglob("__init__.py")} - {"kvpipe"}
     assert sorted(named) == sorted(
         one for one in there if one.split("/")[1:2] not in (["statemachine"], ["connectors"])
     )
 
 
 def test_every_counter_has_a_sentence() -> None:
-    """What a type checker lets through is what the page lists, and each is either a fault or not."""
-    assert set(counters.FAULTS) == set(get_args(counters.Fault))
-    assert set(counters.COUNTS) == set(get_args(counters.Count))
+    """The tables of counters list exactly the names of their types, and no name is in both tables."""
+    assert set(counters.FAULTS) == set(get_args(counters.FaultName))
+    assert set(counters.COUNTS) == set(get_args(counters.CountName))
     assert not set(counters.FAULTS) & set(counters.COUNTS)
 
 
 def test_every_counter_is_used() -> None:
-    """A name that nothing counts is no counter."""
+    """The code counts every counter."""
     folders = ("kvpipe", "connectors", "statemachine")
     files = [file for folder in folders for file in (ROOT / folder).rglob("*.py") if file.name != "counters.py"]
     there = "\n".join(file.read_text(encoding="utf-8") for file in files)
     assert [name for name in (*counters.FAULTS, *counters.COUNTS) if f'"{name}"' not in there] == []
+
+
+def test_every_page_is_in_one_group_of_the_index() -> None:
+    """The index lists every page of `docs/`.
+
+    A page that the index leaves out has no link, and fails the site's build.
+    """
+    listed = re.findall(r"^([\w/-]+)$", (ROOT / "docs" / "index.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(listed) == len(set(listed))
+    pages_there = {file.stem for file in (ROOT / "docs").glob("*.md")} - {"index"}
+    assert {one for one in listed if "/" not in one} == pages_there
+
+
+def test_pages_name_metrics_that_there_are() -> None:
+    """Every metric that a page names exists. An alert on a metric that does not exist would never fire."""
+    from kvpipe.connectors.vllm.metrics import METRICS
+
+    texts = {page: page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md")}
+    named = {name for text in texts.values() for name in re.findall(r"vllm:kvpipe_([a-z_]*[a-z])", text)}
+    assert len(named) > 20
+    assert {name for name in named if not {name, re.sub("_(total|bucket)$", "", name)} & {*METRICS}} == set()
+
+
+def test_pages_name_options_that_vllm_has() -> None:
+    """Every option next to `vllm serve`, on a page or in a file to deploy, is an option of vLLM's server.
+
+    The test reads vLLM's source files, because building its parser takes several seconds.
+    """
+    vllm = Path(next(iter(find_spec("vllm").submodule_search_locations)))  # type: ignore[union-attr, arg-type]
+    options = "".join(
+        (vllm / file).read_text(encoding="utf-8")
+        for file in ("engine/arg_utils.py", "entrypoints/launchers/cli_args.py")
+    )
+    pages_there = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    texts = [page.read_text(encoding="utf-8").replace("\\\n", " ") for page in pages_there]
+    served = [line for text in texts for line in text.splitlines() if "vllm serve " in line and "--" in line]
+    assert len(served) > 3
+    named = {one for line in served for one in re.findall(r"(?<= )--[a-z-]+", line)}
+    for file in ("compose.yaml", "helm-values.yaml", "kubernetes/engine.yaml"):
+        text = (ROOT / "deploy" / file).read_text(encoding="utf-8")
+        named |= set(re.findall(r"^ +- (--[a-z-]+)$", text, re.MULTILINE))
+    assert {"--shutdown-timeout", "--kv-transfer-config"} <= named
+    fields = {one: one.removeprefix("--").removeprefix("no-").replace("-", "_") for one in named}
+    known = {one for one, field in fields.items() if re.search(rf"^    {field}: ", options, re.MULTILINE)}
+    assert named - known == set()

@@ -1,4 +1,4 @@
-"""What `docs/extending.md` shows is what is there, and what it lets a reader write keeps the protocols."""
+"""The code in `docs/extending.md` is the real code, and new code written like it satisfies the protocols."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
+
+from kvpipe.testing.tier_conformance import Limit
+from kvpipe.tiers.base import Tier
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
-PACKAGE = ROOT / "tests" / "third_party_tier"
+PACKAGE = ROOT / "kvpipe" / "cli" / "tier_package"
 BLOCKS = re.findall(r"^ *```(?:python|toml)\n *# ([\w.]+)\n(.*?)^ *```$", PAGE, flags=re.DOTALL | re.MULTILINE)
 IMPORTS = """
 import pytest
-from kvpipe.config import load_settings
+from kvpipe.config.settings import load_settings
 from kvpipe.testing.policy_conformance import PolicyConformance
 from kvpipe.testing.transfer_conformance import TransferConformance
 from kvpipe.testing.transfer_worlds import world
@@ -23,12 +27,12 @@ from kvpipe.testing.transfer_worlds import world
 
 
 def lines(text: str) -> str:
-    """Return a text without its indentation, and without what an excerpt may leave out."""
+    """Return the lines of a text without indentation, and without the lines that an excerpt may leave out."""
     return "\n".join(line.strip() for line in text.splitlines() if line.strip())
 
 
 def test_the_page_has_its_excerpts() -> None:
-    """One of each file of the package, and the two classes with their suites."""
+    """The page has one excerpt of each file of the package, and the two classes with their suites."""
     found = [name for name, _ in BLOCKS]
     assert found.count("test") == 2
     assert set(found) == {"pyproject.toml", "kvpipe_sqlite_tier.py", "test_sqlite_tier.py", "policy", "engine", "test"}
@@ -36,12 +40,18 @@ def test_the_page_has_its_excerpts() -> None:
 
 @pytest.mark.parametrize(("name", "text"), [block for block in BLOCKS if "." in block[0]])
 def test_an_excerpt_is_in_its_file(name: str, text: str) -> None:
-    """Line by line, as it is there."""
+    """Every line of an excerpt is in the file."""
     assert lines(text) in lines((PACKAGE / name).read_text(encoding="utf-8"))
 
 
+@pytest.mark.parametrize("name", [*get_args(Limit), *(one for one in vars(Tier) if not one.startswith("_"))])
+def test_every_limit_and_method_of_a_tier_has_a_row(name: str) -> None:
+    """The page lists the limits that a world may declare, and the calls that a tier must answer."""
+    assert re.search(rf"^\| .*`{name}(\(\w*\))?`.* \|", PAGE, flags=re.MULTILINE)
+
+
 def test_what_the_page_shows_keeps_the_protocols(tmp_path: Path) -> None:
-    """Its policy and its transfer engine, put into a module with the page's own tests, pass the suites."""
+    """The page's policy and transfer engine pass the suites in a module with the page's own tests."""
     code = "\n".join(text for name, text in BLOCKS if "." not in name)
     (tmp_path / "test_page.py").write_text(f"{IMPORTS}\n{code}", encoding="utf-8")
     done = subprocess.run(
@@ -49,4 +59,4 @@ def test_what_the_page_shows_keeps_the_protocols(tmp_path: Path) -> None:
         cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "13 passed" in done.stdout
+    assert "15 passed" in done.stdout

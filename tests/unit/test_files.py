@@ -1,4 +1,4 @@
-"""Small files that others may have a hand in: what is noticed of them, how they are read, how they are replaced."""
+"""Tests of small files that other users may change: what is noticed about them, how they are read and replaced."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvpipe import files
+from kvpipe.inputs import files
 from kvpipe.testing.logged import capture_logs
 from kvpipe.tiers.disk.spec import DiskSpec
 
@@ -18,7 +18,7 @@ ME = 4711
 
 
 def found(mode: int, uid: int) -> Any:
-    """Return a path of which the system returns this."""
+    """Return a path for which the system reports this owner, mode and kind."""
     return SimpleNamespace(stat=lambda: SimpleNamespace(st_mode=mode, st_uid=uid))
 
 
@@ -41,18 +41,21 @@ def found(mode: int, uid: int) -> Any:
 def test_what_others_have_a_hand_in_is_noticed(
     mode: int, uid: int, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What belongs to somebody else (root apart), what others may read or write, and a folder that is everybody's."""
+    """The doubts name files of other users except root, and files and folders that others may read or write to."""
     monkeypatch.setattr(os, "geteuid", lambda: ME)
     assert files.doubts(found(mode, uid)) == wanted
 
 
 def test_what_is_not_there_raises_no_doubts(tmp_path: Path) -> None:
-    """It will be made."""
+    """A file that does not exist raises no doubt, because it will be created."""
     assert files.doubts(tmp_path / "none") == files.doubts(Path("a\0b")) == ""
 
 
 def test_a_tier_in_everybodys_folder_is_logged(tmp_path: Path) -> None:
-    """A folder that everybody may write to is used, and the log has that and the remedy; a private one is not named."""
+    """A folder that everybody may write to is used. The log names the folder and the remedy.
+
+    A private folder is not logged.
+    """
     with capture_logs() as lines:
         for mode in (0o777, 0o700):
             tmp_path.chmod(mode)
@@ -64,7 +67,7 @@ def test_a_tier_in_everybodys_folder_is_logged(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096])
 def test_a_file_is_read_up_to_its_bound(size: int, tmp_path: Path) -> None:
-    """A file of the bound's length is read whole, also through a link; a longer one is refused."""
+    """A file as long as the limit is read whole, also through a link. A longer file is refused."""
     (tmp_path / "file").write_bytes(b"x" * size)
     (tmp_path / "link").symlink_to(tmp_path / "file")
     for name in ("file", "link"):
@@ -75,7 +78,7 @@ def test_a_file_is_read_up_to_its_bound(size: int, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_replaced_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When writing fails in the middle the old content stands, and no draft is left behind."""
+    """If writing fails in the middle, the file keeps its old content, and no draft is left."""
     path = tmp_path / "file"
     files.replace_text(path, "old")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600

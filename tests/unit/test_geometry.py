@@ -1,11 +1,11 @@
-"""The arithmetic of units, chunks and slots."""
+"""Tests of the arithmetic of units, chunks and slots."""
 
 from __future__ import annotations
 
 import pytest
 
 from kvpipe.errors import ConfigError
-from kvpipe.geometry import SLOT_ALIGN_BYTES, Geometry, Group, Layer
+from kvpipe.protocol.geometry import SLOT_ALIGN_BYTES, Geometry, Group, Layer
 from kvpipe.transfer.pool import HostPool
 
 
@@ -16,7 +16,7 @@ def _mixed(chunk_tokens: int = 96, pool_bytes_max: int = 1 << 20) -> Geometry:
 
 
 def test_units_of_groups_with_different_block_sizes() -> None:
-    """A unit is the least common multiple of the block sizes, and every group has whole blocks in it."""
+    """A unit is the least common multiple of the block sizes, so a unit has whole blocks of every group."""
     g = _mixed()
     assert g.unit_tokens == 48
     assert g.units_per_chunk == 2
@@ -26,7 +26,7 @@ def test_units_of_groups_with_different_block_sizes() -> None:
 
 
 def test_layers_lie_one_after_another_in_a_slot() -> None:
-    """A layer is one slice of the slot: offsets add up the earlier layers' pages of one chunk, per group."""
+    """A layer is one slice of the slot. Its offset is the sum of the pages of the earlier layers of the group."""
     g = _mixed()
     assert g.layer_offsets == ((0, 6000), (0,))
     assert g.groups[0].bytes_per_block == 1500
@@ -34,7 +34,7 @@ def test_layers_lie_one_after_another_in_a_slot() -> None:
 
 
 def test_a_slot_is_the_largest_chunk_aligned() -> None:
-    """Slots hold any group's chunk (9000 and 12000 bytes here) and start page-aligned."""
+    """A slot is as large as the largest chunk of any group (here 12,000 bytes), rounded up to whole memory pages."""
     g = _mixed()
     assert g.slot_bytes == 12288
     assert g.slot_bytes % SLOT_ALIGN_BYTES == 0
@@ -58,8 +58,8 @@ def test_a_chunk_that_is_no_multiple_is_refused(chunk: int, near: int) -> None:
 
 
 def test_a_pool_smaller_than_a_chunk_is_refused() -> None:
-    """The refusal names the key, the value and the least size that works."""
-    with pytest.raises(ConfigError, match=r"pool_bytes_max=12287 .*at least 12288") as caught:
+    """The refusal names the key, the value and the smallest value that works."""
+    with pytest.raises(ConfigError, match=r"pool_bytes_max=12287B .*at least 12KiB") as caught:
         _mixed(pool_bytes_max=12287)
     assert "96 tokens" in str(caught.value)
     assert _mixed(pool_bytes_max=12288).slots == 1
@@ -77,7 +77,10 @@ def test_the_pool_has_the_geometrys_slots() -> None:
 
 
 def test_of_a_window_within_a_unit_the_end_is_stored() -> None:
-    """As many of each unit's last blocks as the window reaches back to from the next one; of a longer window all."""
+    """A window shorter than a unit needs only the unit's last blocks, so only these are stored.
+
+    With a long window, all blocks are stored.
+    """
     layers = (Layer("x", 64),)
     full, state, short = Group(layers, 256), Group(layers, 4, 8), Group(layers, 64, 128)
     long, one, local = Group(layers, 64, 258), Group(layers, 64, 1), Group(layers, 64, 256, local=True)
@@ -94,7 +97,7 @@ def test_of_a_window_within_a_unit_the_end_is_stored() -> None:
 
 
 def test_of_a_long_prompt_windows_are_read_to_a_small_part() -> None:
-    """All of it is stored; what is read of each token is that of full attention."""
+    """All KV of a window is stored. Per token, only the KV of full attention is read."""
     layers = (Layer("x", 64),)
     groups = Group(layers, 16), Group(layers, 16, window_tokens=128), Group(layers, 64, state=True)
     g = Geometry(groups, chunk_tokens=256, pool_bytes_max=1 << 20)
@@ -103,7 +106,10 @@ def test_of_a_long_prompt_windows_are_read_to_a_small_part() -> None:
 
 
 def test_where_ranks_divide_blocks_a_prefix_ends_within_one() -> None:
-    """States have boundaries there: a unit is a state's block, and the last page of attention is filled in part."""
+    """States have boundaries within a block.
+
+    A unit is a block of states, and the last page of attention is partly filled.
+    """
     layers = (Layer("x", 64),)
     full, state = Group(layers, 128, ranks=4), Group(layers, 32, state=True)
     g = Geometry((full, state), chunk_tokens=256, pool_bytes_max=1 << 20)

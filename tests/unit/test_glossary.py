@@ -20,7 +20,7 @@ def _files() -> Iterator[Path]:
 
 
 def _defined(name: str) -> bool:
-    """Whether the dotted `name` is a module or package, or is bound at the top of one."""
+    """Whether the dotted `name` is a module or package, or is defined at the top level of a module."""
     path = ROOT.joinpath(*name.split("."))
     if path.is_dir() or path.with_suffix(".py").exists():
         return True
@@ -39,7 +39,7 @@ def _defined(name: str) -> bool:
 
 
 def test_every_word_of_the_glossary_is_in_the_code() -> None:
-    """Each module or class that a row names exists; words are there once, sorted within their table."""
+    """The module or class that a row names exists. Every word occurs once, and words are sorted within their table."""
     text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
     rows = [row for row in ROWS.findall(text) if row[0] not in {"word", "---"}]
     assert len(rows) == len([line for line in text.splitlines() if line.startswith("| ")]) - text.count("| word |")
@@ -48,17 +48,45 @@ def test_every_word_of_the_glossary_is_in_the_code() -> None:
     assert len(words) == len(set(words)) > 60
 
 
-def test_a_class_name_means_one_thing() -> None:
-    """No two classes of the house have one name, but for those that are one thing in two places."""
+def _types(tree: ast.Module) -> Iterator[str]:
+    """Yield the names of the classes of a module, and those of its aliases of types without an underscore."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield node.name.lstrip("_")
+    for one in tree.body:
+        targets = one.targets if isinstance(one, ast.Assign) else [one.target] if isinstance(one, ast.AnnAssign) else []
+        yield from (target.id for target in targets if isinstance(target, ast.Name) and ALIAS.match(target.id))
+
+
+ALIAS = re.compile(r"[A-Z][A-Za-z]*[a-z]")
+
+
+def test_a_name_of_a_type_means_one_thing() -> None:
+    """No two classes or aliases of types have the same name."""
     places: dict[str, list[str]] = defaultdict(list)
     for file in _files():
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef):
-                places[node.name.lstrip("_")].append(str(file.relative_to(ROOT)))
-    assert {name: files for name, files in places.items() if len(files) > 1 and name not in TWICE} == {}
+        for name in _types(ast.parse(file.read_text(encoding="utf-8"))):
+            places[name].append(str(file.relative_to(ROOT)))
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
 
 
-TWICE = {
-    "Published": "the core's protocol, and the event of the trace",
+SHARED_FUNCTIONS = {
+    "add_arguments": "each adds the arguments of one command",
+    "add_parsers": "each adds the subcommands of one command",
+    "add_words": "the kernel's function does the same as the digest's, on a GPU",
+    "main": "the entry point of a program",
+    "run": "each runs one command; a tier's tests import `run` from the public test kit",
 }
-"""Names that more than one class may have, each with the reason."""
+"""Names of functions that modules may share, with the reason."""
+
+
+def test_a_public_function_of_a_module_has_its_own_name() -> None:
+    """No two modules define a public function of the same name, except for the names of SHARED_FUNCTIONS."""
+    places: dict[str, list[str]] = defaultdict(list)
+    for file in _files():
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+                places[node.name].append(str(file.relative_to(ROOT)))
+    shared = {name: files for name, files in places.items() if len(files) > 1}
+    assert {name: files for name, files in shared.items() if name not in SHARED_FUNCTIONS} == {}
+    assert sorted(SHARED_FUNCTIONS.keys() - shared) == []

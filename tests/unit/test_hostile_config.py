@@ -1,4 +1,4 @@
-"""Whatever is written into the configuration, it is taken, or refused in one sentence that shows no secret."""
+"""Any configuration is accepted, or refused in one sentence that shows no secret."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
-from kvpipe import plugins
 from kvpipe.cli import main as cli
-from kvpipe.config import Settings, load_settings, parse_extra
+from kvpipe.config.settings import Settings, load_settings, parse_extra
 from kvpipe.errors import ConfigError, UsageError
+from kvpipe.inputs import plugins
 from kvpipe.tiers.registry import named, spec_of
 
 SECRET = "Hunter2Hunter2"  # noqa: S105  (it is looked for in messages; it is short enough to be shown whole)
@@ -28,7 +28,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def deep(levels: int) -> list[Any]:
-    """Return lists in each other."""
+    """Return lists nested in each other."""
     made: list[Any] = []
     for _ in range(levels):
         made = [made]
@@ -36,14 +36,14 @@ def deep(levels: int) -> list[Any]:
 
 
 def cyclic() -> dict[str, Any]:
-    """Return a table that holds itself."""
+    """Return a table that contains itself."""
     made: dict[str, Any] = {"kind": "redis"}
     made["host"] = made
     return made
 
 
 def bomb() -> list[Any]:
-    """Return what is small, and 10**9 elements when it is written out."""
+    """Return a small object that has 10**9 elements when it is written out."""
     made: list[Any] = ["x"]
     for _ in range(9):
         made = [made] * 10
@@ -69,11 +69,11 @@ NASTY: dict[str, Any] = {
     "inf tier": [{"kind": "disk", "path": "/x", "bytes_max": float("inf")}],
     "NUL tier": [{"kind": "disk", "path": "/x\0"}], "many": ["/x"] * 10_000,
 }  # fmt: skip
-"""What no sane person writes, and files get filled with all the same."""
+"""Values that no sane user writes, but that configuration files may contain."""
 
 
 def refused(load: Callable[[], object]) -> str:
-    """Return the sentence with which `load` refuses, or nothing."""
+    """Return the message with which `load` refuses, or "" if it does not refuse."""
     try:
         load()
     except UsageError as error:
@@ -88,7 +88,7 @@ def refused(load: Callable[[], object]) -> str:
 
 @pytest.mark.parametrize("value", NASTY.values(), ids=NASTY)
 def test_every_key_takes_any_value(value: Any) -> None:
-    """Every key of the extra config is, with every nasty value, taken or refused in one printable sentence."""
+    """Every key of the extra config either accepts a nasty value or refuses it in one printable sentence."""
     for key in Settings.model_fields:
         message = refused(lambda key=key: load_settings({key: value}))  # type: ignore[misc]
         assert not message or key in message or key == "tiers"
@@ -96,7 +96,7 @@ def test_every_key_takes_any_value(value: Any) -> None:
 
 @pytest.mark.parametrize("value", NASTY.values(), ids=NASTY)
 def test_every_key_of_a_tier_takes_any_value(value: Any) -> None:
-    """The same of every key of every kind of tier."""
+    """Every key of every kind of tier either accepts a nasty value or refuses it in one printable sentence."""
     good = {"redis": {"host": "h"}, "disk": {"path": "/x"}, "s3": {"url": "s3://b/p"}, "mooncake": {"master": "h:1"}}
     for kind, given in good.items():
         for key in spec_of(plugins.TIERS, kind).model_fields:
@@ -106,7 +106,7 @@ def test_every_key_of_a_tier_takes_any_value(value: Any) -> None:
 
 @pytest.mark.parametrize("value", NASTY.values(), ids=NASTY)
 def test_keys_may_be_anything(value: Any) -> None:
-    """What is nasty as a value is refused as a key too: of the extra config, and of a tier."""
+    """A nasty value in the place of a key is refused, in the extra config and in a tier."""
     try:
         hash(value)
     except TypeError:
@@ -117,7 +117,7 @@ def test_keys_may_be_anything(value: Any) -> None:
 
 @pytest.mark.parametrize("value", NASTY.values(), ids=NASTY)
 def test_variables_take_any_text(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same of every variable, as far as the system lets it be set."""
+    """Every environment variable accepts or refuses any text that the system allows."""
     if not isinstance(value, str) or "\0" in value or len(value) > 100_000 or "\ud800" in value:
         return
     for key in Settings.model_fields:
@@ -141,7 +141,7 @@ FILES: dict[str, bytes] = {
 
 @pytest.mark.parametrize("text", FILES.values(), ids=FILES)
 def test_files_hold_anything(text: bytes, tmp_path: Path) -> None:
-    """A YAML file that is broken, huge, a bomb, or of odd types is refused with its path, and without its content."""
+    """A YAML file that is broken, huge, a bomb, or of odd types is refused with its path, but without its content."""
     path = tmp_path / "kvpipe.yaml"
     path.write_bytes(text)
     message = refused(lambda: load_settings({"config_file": str(path)}))
@@ -151,7 +151,7 @@ def test_files_hold_anything(text: bytes, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "device", "absent", "locked"])
 def test_what_is_no_file_is_not_read(kind: str, tmp_path: Path) -> None:
-    """A folder, a pipe that nobody writes to, an endless device: refused at once."""
+    """A folder, a pipe that nobody writes to, and an endless device are refused at once."""
     path = tmp_path / "kvpipe.yaml"
     if kind == "folder":
         path.mkdir()
@@ -173,7 +173,7 @@ EXTRAS = {
 
 @pytest.mark.parametrize("extra", EXTRAS.values(), ids=EXTRAS)
 def test_extra_is_any_text(extra: str) -> None:
-    """What `kvpipe check` and `kvpipe doctor` are given as JSON is refused in one sentence that does not repeat it."""
+    """Bad extra config for `kvpipe check` and `kvpipe doctor` is refused in one sentence that does not repeat it."""
     assert refused(lambda: load_settings(parse_extra(extra)))
 
 
@@ -224,7 +224,7 @@ LEAKS: dict[str, dict[str, Any]] = {
     **{f"{key}, table": {key: {"password": SECRET}} for key in Settings.model_fields},
     **{f"{key}, list": {key: [[SECRET]]} for key in Settings.model_fields},
 }  # fmt: skip
-"""Where people write secrets, though they should not."""
+"""Places in which users write secrets, although they should not."""
 
 
 @pytest.mark.parametrize("extra", LEAKS.values(), ids=LEAKS)
@@ -257,7 +257,7 @@ def _made(name: str, spec: Any) -> None:
 
 
 def test_the_examination_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does `kvpipe doctor`, whether the configuration is right or wrong."""
+    """`kvpipe doctor` shows no secret either, whether the configuration is right or wrong."""
     from kvpipe.cli.doctor import checks as doctor
 
     monkeypatch.setattr(doctor, "CHECKS", [])
@@ -268,7 +268,7 @@ def test_the_examination_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_wrong_command_shows_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
-    """Nor does the command that is given a broken configuration, or a tier with a secret in it; the status is 2."""
+    """A command with a broken configuration, or with a secret in a tier, shows no secret. Its status is 2."""
     assert cli.main(["check", f'{{"tiers": "redis://:{SECRET}@h"']) == 2
     assert cli.main(["cache", "stats", f"s3://b/p?X-Amz-Signature={SECRET}"]) == 2
     shown = capsys.readouterr()
@@ -279,12 +279,15 @@ def test_a_wrong_command_shows_no_secret(capsys: pytest.CaptureFixture[str]) -> 
 def test_names_of_variables_are_shown_where_they_are_names(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`kvpipe check` names a variable that is set; one that is not may be the password itself, and is not named."""
+    """`kvpipe check` names a variable that is set.
+
+    It does not name an unset variable, because that may be the password.
+    """
     monkeypatch.setenv("KV_PASSWORD", SECRET)
     assert cli.main(["check", '{"tiers": "redis://h?password_env=KV_PASSWORD"}']) == 0
     assert "KV_PASSWORD" in capsys.readouterr().out
-    assert cli.main(["check", f'{{"tiers": "redis://h?password_env={SECRET}"}}']) == 0
-    assert SECRET not in capsys.readouterr().out
+    assert cli.main(["check", f'{{"tiers": "redis://h?password_env={SECRET}"}}']) == 2
+    assert SECRET not in "".join(capsys.readouterr())
     (spec,) = load_settings({"tiers": f"redis://h?password_env={SECRET}"}).tiers
     with pytest.raises(ConfigError, match="password: the environment variable that password_env names is empty"):
         spec.make("redis")

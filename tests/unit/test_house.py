@@ -1,10 +1,12 @@
-"""What may import what: the rooms of `kvpipe` know no engine, tests share the test kit. How long things may be."""
+"""Rooms of `kvpipe` import no engine, tests share the test kit, and files and functions have a maximum length."""
 
 from __future__ import annotations
 
 import ast
 import os
+import re
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -15,30 +17,35 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("kvpipe", "statemachine", "connectors", "tests", "property_tests", "benchmarks", "tools")
 FUNCTION_LINES_MAX, FILE_LINES_MAX, LONG_FILE_LINES_MAX = 70, 400, 600
 LONG_FILES = {
-    "connectors/vllm/connector.py": "one class, most of whose methods are vLLM's interface",
-    "connectors/vllm/trial/rank.py": "a fake of one class of vLLM's: the runner of a rank",
+    "connectors/vllm/trial/invariants.py": "a table of invariants",
+    "connectors/vllm/trial/rank.py": "a fake of one class: vLLM's model runner of a rank",
     "connectors/vllm/trial/shapes.py": "a table of engines",
-    "kvpipe/cache/catalog.py": "slots, keys and leases: what one of them does changes the others, chunk by chunk",
-    "kvpipe/cache/policy/sessions.py": "one policy, called for every chunk: its parts share what they know of a chain",
-    "kvpipe/scheduler/fetches.py": "stages, their transfers and what is in flight: what ends one goes on with another",
-    "kvpipe/scheduler/side.py": "what an engine calls; the rest makes its parts",
-    "kvpipe/testing/models.py": "a table of tiny models",
-    "kvpipe/testing/tier_conformance.py": "one suite: a claim per method, which a subclass inherits",
-    "kvpipe/transfer/cuda.py": "one engine: what its threads share is in one place",
+    "kvpipe/cache/catalog.py": "slots, keys and leases: a change of one also changes the others",
+    "kvpipe/config/settings.py": "a table of keys",
+    "kvpipe/cache/policy/sessions.py": "one policy, called for every chunk: its parts share the data of chains",
+    "kvpipe/scheduler/fetches.py": "stages and their transfers: the end of one transfer begins the next",
+    "kvpipe/scheduler/side.py": "the calls of an engine, and the creation of all parts",
+    "kvpipe/tiers/s3/child.py": "one program, started by its path: it imports nothing of kvpipe",
+    "connectors/vllm/tiny/models.py": "a table of tiny models",
+    "kvpipe/transfer/cuda.py": "one engine: the data that its threads share are in one place",
+    "kvpipe/worker/side.py": "the calls of a runner, and the creation of all parts of a rank",
+    "kvpipe/worker/pipeline.py": "vLLM's calls of a step, in their order, over one cursor",
     "tests/cache/test_sessions.py": "one policy",
-    "tests/scheduler/test_adapters.py": "one machine of claims, over many ways to break it",
-    "tests/scheduler/test_side.py": "what an engine calls",
+    "tests/scheduler/test_adapters.py": "one state machine, with many ways to break it",
+    "tests/scheduler/test_side.py": "the calls of an engine",
+    "tests/tiers/test_disk_index.py": "one index",
     "tests/tiers/test_s3.py": "one tier",
     "tests/trace/test_recorder.py": "one recorder, its sinks and its files",
     "tests/transfer/test_cuda.py": "one engine",
     "tests/transfer/test_layouts.py": "a table of layouts",
 }
-"""Why files have more than `FILE_LINES_MAX` lines. Names leave this list, and none comes."""
+"""The reasons why these files have more than `FILE_LINES_MAX` lines. Only files that cannot be divided are listed."""
 ENGINE = ("vllm", "kvpipe.connectors")
 
 
+@cache
 def _modules() -> dict[str, ast.Module]:
-    """Return all of the house by name, also what is linked into it: `connectors`, `statemachine`."""
+    """Return all modules of the repository by name, including `connectors` and `statemachine`, which are linked."""
     found = {}
     for folder, _, files in os.walk(HOUSE, followlinks=True):
         for path in (Path(folder, file) for file in files if file.endswith(".py")):
@@ -48,11 +55,8 @@ def _modules() -> dict[str, ast.Module]:
     return found
 
 
-MODULES = _modules()
-
-
 def _imports(nodes: Iterator[ast.AST]) -> Iterator[str]:
-    """Yield the modules that import statements name; each name of a `from` too, which may be a module itself."""
+    """Yield the modules that import statements name, and the names that `from` imports, which may be modules."""
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -62,7 +66,7 @@ def _imports(nodes: Iterator[ast.AST]) -> Iterator[str]:
 
 
 def _at_import(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield what runs when a module is imported: not functions, nor what is for type checkers alone."""
+    """Yield the statements that run when a module is imported. Functions and imports for type checkers are left out."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
@@ -76,7 +80,7 @@ def test_the_house_knows_no_engine() -> None:
     """No module but the connector's imports vLLM or its connector, not even for types or when called."""
     known = [
         name
-        for name, tree in MODULES.items()
+        for name, tree in _modules().items()
         if not name.startswith("kvpipe.connectors")
         and any(one == engine or one.startswith(f"{engine}.") for one in _imports(ast.walk(tree)) for engine in ENGINE)
     ]
@@ -84,10 +88,10 @@ def test_the_house_knows_no_engine() -> None:
 
 
 def test_imports_have_no_cycles() -> None:
-    """What runs when a module is imported can be put in an order."""
+    """Imports at module load form no cycle."""
     graph = {
-        name: {one for one in _imports(_at_import(tree)) if one in MODULES and one != name}
-        for name, tree in MODULES.items()
+        name: {one for one in _imports(_at_import(tree)) if one in _modules() and one != name}
+        for name, tree in _modules().items()
     }
     try:
         TopologicalSorter(graph).prepare()
@@ -95,8 +99,54 @@ def test_imports_have_no_cycles() -> None:
         raise AssertionError(" -> ".join(error.args[1])) from None
 
 
+def _rooms() -> list[str]:
+    """Return the rows of the map in `docs/architecture.md`. Each row is the beginning of module names."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^([\w/.]+) +\S", text.split("rooms:begin")[1].split("rooms:end")[0], re.MULTILINE)
+    names = [row.removesuffix(".py").rstrip("/").replace("/", ".") for row in rows]
+    return [name if name.startswith("kvpipe.") else f"kvpipe.{name}" for name in names]
+
+
+ROOMS = _rooms()
+
+
+def _room(module: str) -> int:
+    """Return the row of a module's room: the longest matching beginning. -1: every module may import it."""
+    rooms = [room for room in ROOMS if module == room or module.startswith(f"{room}.")]
+    return ROOMS.index(max(rooms, key=len)) if rooms else -1
+
+
+def test_imports_go_upwards_in_the_map() -> None:
+    """No module imports a module of a later row of the map, not even for types or inside functions."""
+    assert [name for name in _modules() if _room(name) < 0] == ["kvpipe", "kvpipe.__main__"]
+    downwards = [
+        f"{name} -> {module}"
+        for name, tree in _modules().items()
+        if name != "kvpipe.__main__"
+        for module in _imports(ast.walk(tree))
+        if module in _modules() and not name.startswith(f"{module}.") and _room(module) > _room(name)
+    ]
+    assert downwards == []
+
+
+def test_few_files_know_each_other() -> None:
+    """Imports for types and inside functions form no cycle, except one per tier: its settings make its client."""
+    graph = {
+        name: {one for one in _imports(ast.walk(tree)) if one in _modules() and one != name}
+        for name, tree in _modules().items()
+    }
+    bits = {name: 1 << place for place, name in enumerate(graph)}
+    reached = {name: sum(bits[one] for one in known) for name, known in graph.items()}
+    for middle, bit in bits.items():
+        for name, known in reached.items():
+            if known & bit:
+                reached[name] |= reached[middle]
+    cyclic = {name.rpartition(".")[0] for name, bit in bits.items() if reached[name] & bit}
+    assert cyclic == {f"kvpipe.tiers.{tier}" for tier in ("disk", "mooncake", "redis", "s3")}
+
+
 def _files() -> Iterator[tuple[str, str]]:
-    """Yield name and text of every Python file of the repository. A link's are those of where it leads."""
+    """Yield the name and the text of every Python file of the repository. A linked file has the name of its target."""
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             if path.resolve() == path:
@@ -106,12 +156,18 @@ def _files() -> Iterator[tuple[str, str]]:
 FILES = dict(_files())
 
 
+@cache
+def _trees() -> dict[str, ast.Module]:
+    """Return the syntax tree of each of `FILES`."""
+    return {name: ast.parse(text) for name, text in FILES.items()}
+
+
 def test_functions_fit_on_a_screen() -> None:
-    """Those of tests, too."""
+    """No function is too long, in tests as elsewhere."""
     long = [
         f"{name}: {node.name}"
-        for name, text in FILES.items()
-        for node in ast.walk(ast.parse(text))
+        for name, tree in _trees().items()
+        for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (node.end_lineno or 0) - node.lineno >= FUNCTION_LINES_MAX
     ]
@@ -119,18 +175,21 @@ def test_functions_fit_on_a_screen() -> None:
 
 
 def test_files_are_about_one_thing() -> None:
-    """None is too long; few are long, each for a reason."""
+    """No file is too long. Long files are listed with a reason."""
     lines = {name: text.count("\n") for name, text in FILES.items()}
     assert [name for name, count in lines.items() if count > LONG_FILE_LINES_MAX] == []
     assert {name for name, count in lines.items() if count > FILE_LINES_MAX} == set(LONG_FILES)
 
 
 def test_tests_share_the_test_kit() -> None:
-    """What two rooms of tests need is in `kvpipe.testing` or in the engine's trial: no room imports another."""
+    """No folder of tests imports another folder of tests.
+
+    Shared code is in `tests/rigs`, `kvpipe.testing` or the trial.
+    """
     crossing = [
         f"{name}: {module}"
-        for name, text in FILES.items()
-        for module in _imports(ast.walk(ast.parse(text)))
-        if module.startswith("tests.") and module.split(".")[1] not in name.split("/")[:2]
+        for name, tree in _trees().items()
+        for module in _imports(ast.walk(tree))
+        if module.startswith("tests.") and module.split(".")[1] not in {"rigs", *name.split("/")[:2]}
     ]
     assert crossing == []

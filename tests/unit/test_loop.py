@@ -1,4 +1,4 @@
-"""The loop thread: in order, nothing lost, nothing kills it, and it always ends."""
+"""Tests of the loop thread: it handles items in order, loses none, survives exceptions, and always ends."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import time
 import anyio
 import pytest
 
-from kvpipe.loop import LoopThread
 from kvpipe.testing.logged import capture_logs
 from kvpipe.testing.waiting import WAIT_S
+from kvpipe.threads.loop import LoopThread
 from kvpipe.trace.log import log
 
 
 def test_items_are_handled_in_order_on_one_thread() -> None:
-    """FIFO: items are handled in the order of the puts, all on the loop's thread; callables are called."""
+    """Items are handled in the order in which they were put, on the loop's thread. Callables are called."""
     seen: list[object] = []
     loop = LoopThread("t", lambda item: seen.append((item, threading.current_thread().name)))
     for i in range(500):
@@ -32,7 +32,7 @@ def test_items_are_handled_in_order_on_one_thread() -> None:
 
 
 def test_settle_waits_for_what_was_put_before() -> None:
-    """Settle returns only when everything put so far was handled, also when the loop had been asleep."""
+    """`settle` returns only when all items that were put before are handled, even if the loop was asleep."""
     seen: list[int] = []
     loop = LoopThread("t", seen.append)
     for i in range(300):
@@ -55,7 +55,7 @@ def test_settle_is_bounded() -> None:
 
 
 def test_stop_handles_the_inbox_first() -> None:
-    """What was put before stop is handled before the thread ends; a put after it is refused and dropped."""
+    """Items that were put before `stop` are handled before the thread ends. Later items are refused and dropped."""
     gate, entered = threading.Event(), threading.Event()
     seen: list[object] = []
 
@@ -117,7 +117,7 @@ def test_tasks_run_and_are_cancelled_by_stop() -> None:
 
 
 def test_without_a_handler_only_callables_are_handled() -> None:
-    """Anything else is an error, and the loop goes on."""
+    """Without a handler, any item that is not callable is an error, and the loop continues."""
     seen: list[int] = []
     loop = LoopThread("t")
     loop.put(1)
@@ -128,7 +128,7 @@ def test_without_a_handler_only_callables_are_handled() -> None:
 
 
 def test_a_closed_stderr_does_not_end_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fails is logged; that the log cannot be written does not matter to the items that follow."""
+    """A failure is logged, and the next items are handled even if the log cannot be written."""
     closed, seen = io.StringIO(), list[int]()
     monkeypatch.setattr(sys, "stderr", closed)
     with capture_logs():
@@ -143,7 +143,7 @@ def test_a_closed_stderr_does_not_end_the_loop(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_failing_task_ends_alone() -> None:
-    """A task that raises is counted; the loop and the other tasks go on."""
+    """A task that raises is counted. The loop and the other tasks continue."""
     other = threading.Event()
     go_on = threading.Event()
 
@@ -164,7 +164,7 @@ def test_a_failing_task_ends_alone() -> None:
 
 
 def test_many_threads_putting_lose_nothing() -> None:
-    """Eight threads put at once: every item is handled once, each thread's in its order."""
+    """Eight threads put items in parallel. Every item is handled once, and the items of each thread in their order."""
     seen: list[tuple[int, int]] = []
     loop = LoopThread("t", seen.append)
     line = threading.Barrier(8)
@@ -187,7 +187,7 @@ def test_many_threads_putting_lose_nothing() -> None:
 
 
 def test_stop_from_the_loop_itself() -> None:
-    """A handler may stop its own loop: it does not wait for itself."""
+    """A handler may stop its own loop. `stop` then does not wait for the loop."""
     loop = LoopThread("t")
     answers: list[bool] = []
     loop.put(lambda: answers.append(loop.stop(WAIT_S)))
@@ -202,7 +202,7 @@ def test_a_loop_that_cannot_start_does_not_hang(monkeypatch: pytest.MonkeyPatch)
     def refuse(*_: object, **__: object) -> None:
         pass
 
-    monkeypatch.setattr("kvpipe.loop.anyio.run", refuse)
+    monkeypatch.setattr("kvpipe.threads.loop.anyio.run", refuse)
     loop = LoopThread("t")
     loop._thread.join(WAIT_S)
     assert not loop.alive
@@ -211,7 +211,7 @@ def test_a_loop_that_cannot_start_does_not_hang(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_lost_loop_is_noticed() -> None:
-    """A loop whose thread died is not alive, and settle returns that at once instead of waiting."""
+    """A loop whose thread died is not alive, and `settle` returns False at once."""
 
     def die() -> None:
         raise SystemExit
@@ -224,11 +224,11 @@ def test_a_lost_loop_is_noticed() -> None:
 
 
 def test_a_fork_does_not_wait_for_a_thread_that_it_lacks() -> None:
-    """What lies in the inbox is the parent's: in the child `settle` answers at once, however long it may wait."""
+    """A forked child does not wait for its parent's inbox: `settle` returns at once, whatever the timeout is."""
     loop = LoopThread("t")
     loop.put(int, wake=False)
     if not (child := os.fork()):
-        signal.alarm(int(WAIT_S))  # ends a child that waits
+        signal.alarm(int(WAIT_S))  # the alarm ends a child that waits
         os._exit(int(loop.settle(threading.TIMEOUT_MAX)))
     assert os.waitpid(child, 0)[1] == 0
     assert loop.settle(WAIT_S)
@@ -236,7 +236,10 @@ def test_a_fork_does_not_wait_for_a_thread_that_it_lacks() -> None:
 
 
 def test_an_item_may_wait_for_something_that_wakes_the_loop() -> None:
-    """Put without waking, it is handled with the next item that does, in order; and by `settle` and `stop`."""
+    """An item that was put without waking the loop is handled with the next item that wakes the loop.
+
+    `settle` and `stop` handle the item, too.
+    """
     seen: list[object] = []
     loop = LoopThread("quiet", seen.append)
     assert loop.settle(WAIT_S)
@@ -255,7 +258,7 @@ def test_an_item_may_wait_for_something_that_wakes_the_loop() -> None:
 
 
 def test_a_task_of_the_loop_may_look_into_the_inbox() -> None:
-    """`drain` on the loop's own thread handles what nobody was woken for."""
+    """`drain` on the loop's own thread handles items that were put without waking the loop."""
     seen: list[object] = []
     asked = anyio.Event()
 
@@ -271,4 +274,53 @@ def test_a_task_of_the_loop_may_look_into_the_inbox() -> None:
     while not seen and time.monotonic() < deadline:
         time.sleep(0.001)
     assert seen == ["quiet"]
+    assert loop.stop()
+
+
+def test_another_thread_handles_the_inbox_when_it_drains() -> None:
+    """`drain` handles items that were put without waking the loop, on the caller's thread.
+
+    It handles none after the loop has ended.
+    """
+    seen: list[tuple[object, str]] = []
+    loop = LoopThread("t", lambda item: seen.append((item, threading.current_thread().name)))
+    assert loop.settle(WAIT_S)
+    for item in range(3):
+        loop.put(item, wake=False)
+    loop.drain()
+    mine = threading.current_thread().name
+    assert seen == [(item, mine) for item in range(3)]
+    assert loop.stop()
+    loop._inbox.append("late")
+    loop.drain()
+    assert len(seen) == 3
+
+
+def test_one_thread_at_a_time_handles_items() -> None:
+    """Threads that put and drain at once lose no item, and no two handlers run at the same time."""
+    seen: list[int] = []
+    inside = threading.Lock()
+
+    def handle(item: int) -> None:
+        assert inside.acquire(blocking=False), "two threads handle items"
+        time.sleep(0)
+        seen.append(item)
+        inside.release()
+
+    loop = LoopThread("t", handle)
+
+    def work(first: int) -> None:
+        for item in range(first, first + 200):
+            loop.put(item, wake=item % 7 == 0)
+            if item % 3 == 0:
+                loop.drain()
+
+    threads = [threading.Thread(target=work, args=(1000 * number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert loop.settle(WAIT_S)
+    assert (loop.errors, len(seen)) == (0, 800)
+    assert [item for item in seen if item < 1000] == list(range(200))
     assert loop.stop()

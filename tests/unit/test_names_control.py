@@ -1,4 +1,4 @@
-"""Named caches refuse a second layout; the control file has on, off or nothing."""
+"""Tests of cache names, which refuse a second layout, and of the control file, which is on, off or absent."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ import anyio
 import pytest
 
 from kvpipe.cli import main as cli
-from kvpipe.control import check_control_file, read_freeze, watch_control_file, write_freeze
+from kvpipe.config.control import read_freeze, validate_control_file, watch_control_file, write_freeze
 from kvpipe.errors import ConfigError
-from kvpipe.names import NameClaim, default_state_dir
-from kvpipe.testing.forks import done_in_fork, forked
+from kvpipe.inputs.cache_names import NameClaim, default_state_dir
 from kvpipe.testing.waiting import WAIT_S
+from tests.rigs.forks import done_in_fork, forked
 
 FACTS = {"dtype": "bf16", "layers": ("a", "b"), "block": 16}
 
 
 def test_engines_of_one_layout_share_a_name(tmp_path: Path) -> None:
-    """Two claims with the same facts stand beside each other, tuples and all."""
+    """Two engines with the same facts may claim the same name, even if a fact is a tuple."""
     claims = [NameClaim("docs", FACTS, tmp_path) for _ in range(3)]
     for claim in claims:
         claim.release()
@@ -37,7 +37,7 @@ def test_engines_of_one_layout_share_a_name(tmp_path: Path) -> None:
 
 
 def test_another_layout_is_refused(tmp_path: Path) -> None:
-    """Different facts are refused with the name, the key, both values and the remedy; another name is free."""
+    """Other facts are refused with the name, the key, both values and the remedy. Another name is accepted."""
     held = NameClaim("docs", FACTS, tmp_path)
     with pytest.raises(ConfigError) as caught:
         NameClaim("docs", FACTS | {"dtype": "fp8"}, tmp_path)
@@ -51,7 +51,7 @@ def test_another_layout_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_refused_claim_holds_nothing(tmp_path: Path) -> None:
-    """After the holder is gone, the layout that was refused before gets the name."""
+    """A claim is refused. When the holder of the name has ended, the same claim succeeds."""
     held = NameClaim("docs", FACTS, tmp_path)
     with pytest.raises(ConfigError):
         NameClaim("docs", {"dtype": "fp8"}, tmp_path)
@@ -60,7 +60,7 @@ def test_a_refused_claim_holds_nothing(tmp_path: Path) -> None:
 
 
 def test_the_last_holder_counts(tmp_path: Path) -> None:
-    """The record stays while any engine that shares the name lives, not only the first."""
+    """The record stays while any engine that shares the name runs, not only the first engine."""
     first, second = NameClaim("docs", FACTS, tmp_path), NameClaim("docs", FACTS, tmp_path)
     first.release()
     with pytest.raises(ConfigError, match="block"):
@@ -69,7 +69,7 @@ def test_the_last_holder_counts(tmp_path: Path) -> None:
 
 
 def test_a_fork_neither_releases_nor_keeps_a_name(tmp_path: Path) -> None:
-    """It has a copy of the record's lock: its end changes nothing, and the engine's end is the end of the lock."""
+    """A fork has a copy of the record's lock. The fork's end changes nothing. The engine's end releases the lock."""
     held = NameClaim("docs", FACTS, tmp_path)
     assert done_in_fork(held.release)
     with pytest.raises(ConfigError, match="is used by a running engine"):
@@ -81,7 +81,7 @@ def test_a_fork_neither_releases_nor_keeps_a_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stale", ['{"dtype": "fp8"}', "garbage", ""])
 def test_a_stale_record_is_replaced(tmp_path: Path, stale: str) -> None:
-    """What a dead engine left, whatever it is, is replaced and then binding."""
+    """The record of a dead engine is replaced, whatever its content is. The new record is then binding."""
     (tmp_path / "docs.json").write_text(stale, encoding="utf-8")
     held = NameClaim("docs", FACTS, tmp_path)
     NameClaim("docs", FACTS, tmp_path).release()
@@ -94,7 +94,7 @@ def test_a_stale_record_is_replaced(tmp_path: Path, stale: str) -> None:
     "damage", ["garbage", "[1]", "{" * 100_000, '{"a": ' + "9" * 5000 + "}", "x" * (2 << 20), "\0"]
 )
 def test_a_damaged_record_that_is_held_is_one_sentence(tmp_path: Path, damage: str) -> None:
-    """It names the record, who holds it and the remedy; without a holder the record is replaced."""
+    """The message names the record, its holder and the remedy. Without a holder the record is replaced."""
     held = NameClaim("docs", FACTS, tmp_path)
     (tmp_path / "docs.json").write_text(damage, encoding="utf-8")
     with pytest.raises(
@@ -117,15 +117,15 @@ time.sleep(60)
 
 
 def test_a_lock_of_somebody_elses_is_not_waited_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever keeps a record locked does not hang an engine: it is shown which process that is, and whose."""
-    monkeypatch.setattr("kvpipe.names.LOCK_S_MAX", 0.3)
+    """A process that keeps a record locked does not make an engine hang. The engine's error names that process."""
+    monkeypatch.setattr("kvpipe.inputs.cache_names.LOCK_S_MAX", 0.3)
     NameClaim("docs", FACTS, tmp_path).release()
     locker = subprocess.Popen([sys.executable, "-c", LOCKER, str(tmp_path / "docs.json")], stdout=subprocess.PIPE)
     try:
         assert locker.stdout is not None
         assert locker.stdout.readline() == b"locked\n"
         begin = time.monotonic()
-        with pytest.raises(ConfigError, match=r"has been locked for .+; end that, or choose another name") as caught:
+        with pytest.raises(ConfigError, match=r"has been locked for .+; end that process, or choose") as caught:
             NameClaim("docs", FACTS, tmp_path)
         assert time.monotonic() - begin < WAIT_S
         seen = any(f" {locker.pid} " in line for line in Path("/proc/locks").read_text("ascii").splitlines())
@@ -137,7 +137,7 @@ def test_a_lock_of_somebody_elses_is_not_waited_for_long(tmp_path: Path, monkeyp
 
 
 def test_a_lock_that_is_given_back_in_time_is_waited_for(tmp_path: Path) -> None:
-    """An engine that is just writing its record costs another a moment."""
+    """An engine that is just writing its record delays another engine only for a moment."""
     NameClaim("docs", FACTS, tmp_path).release()
     with (tmp_path / "docs.json").open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -148,7 +148,10 @@ def test_a_lock_that_is_given_back_in_time_is_waited_for(tmp_path: Path) -> None
 
 
 def test_engines_that_claim_a_name_at_once_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel gives an exclusive lock up before it grants a shared one: another engine may come in between."""
+    """To change its exclusive lock into a shared lock, an engine briefly holds none.
+
+    Another engine may lock the record then.
+    """
     flock, others = fcntl.flock, list[int]()
 
     def interrupted(fd: int, how: int) -> None:
@@ -166,7 +169,10 @@ def test_engines_that_claim_a_name_at_once_share_it(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "link", "file for a folder", "zero byte"])
 def test_a_record_that_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
-    """A folder, a pipe, a link where the record should be, or a state folder that is none: one sentence, at once."""
+    """The refusal is one sentence and comes at once.
+
+    The record is a folder, a pipe or a link, or the state folder is no folder.
+    """
     record, state = tmp_path / "docs.json", tmp_path
     if kind == "folder":
         record.mkdir()
@@ -187,7 +193,7 @@ def test_a_record_that_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_record_is_its_owners_alone(tmp_path: Path) -> None:
-    """The record and its folder are private: others cannot even lock it."""
+    """The record and its folder are private, so other users cannot even lock the record."""
     before = os.umask(0)
     try:
         NameClaim("docs", FACTS, tmp_path / "state").release()
@@ -198,12 +204,12 @@ def test_a_record_is_its_owners_alone(tmp_path: Path) -> None:
 
 
 def test_without_a_home_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nobody knows this user's home, the remedy is state_dir."""
+    """If the system does not know the user's home folder, the message names `state_dir` as the remedy."""
 
     def nowhere() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr("kvpipe.names.default_state_dir", nowhere)
+    monkeypatch.setattr("kvpipe.inputs.cache_names.default_state_dir", nowhere)
     with pytest.raises(ConfigError, match="set state_dir"):
         NameClaim("docs", FACTS)
 
@@ -217,7 +223,7 @@ def test_a_name_that_is_no_file_name_is_refused(tmp_path: Path, name: str) -> No
 
 
 def test_the_state_folder_follows_xdg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """$XDG_STATE_HOME wins over ~/.local/state."""
+    """$XDG_STATE_HOME takes precedence over ~/.local/state."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert default_state_dir() == tmp_path / "kvpipe"
     monkeypatch.delenv("XDG_STATE_HOME")
@@ -227,7 +233,7 @@ def test_the_state_folder_follows_xdg(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("on", [True, False])
 def test_freeze_roundtrip(tmp_path: Path, *, on: bool) -> None:
-    """What is written is read, in a folder that did not exist, and no partial file is left."""
+    """A written state is read back from a folder that did not exist, and no partial file is left."""
     path = tmp_path / "new" / "control"
     write_freeze(path, on=on)
     assert read_freeze(path.read_text(encoding="utf-8")) is on
@@ -238,7 +244,7 @@ def test_freeze_roundtrip(tmp_path: Path, *, on: bool) -> None:
 def test_what_cannot_be_written_is_one_sentence(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`kvpipe freeze` where one may not write, or on what is no file, reports it in one line, with status 2."""
+    """`kvpipe freeze` reports a file that it cannot write in one line, with status 2."""
     path = tmp_path / "control"
     if kind == "folder":
         path.mkdir()
@@ -260,7 +266,7 @@ def test_what_cannot_be_written_is_one_sentence(
 
 
 def test_drafts_cannot_be_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the file is written to first is new each time, is not opened if it is there, and is gone afterwards."""
+    """Each draft has a new name, is not opened if the name exists, and is removed afterwards."""
     path, seen = tmp_path / "control", []
     real = os.open
 
@@ -280,9 +286,12 @@ def test_drafts_cannot_be_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "device", "loop"])
 def test_an_engine_does_not_start_with_an_odd_control_file(kind: str, tmp_path: Path) -> None:
-    """A folder, a pipe, a device or a loop of links can be no control file; what is not there yet can."""
+    """A folder, a pipe, a device or a loop of links is refused as a control file.
+
+    A file that does not exist is accepted.
+    """
     path = tmp_path / "control"
-    check_control_file(path)
+    validate_control_file(path)
     if kind == "folder":
         path.mkdir()
     elif kind == "pipe":
@@ -292,12 +301,12 @@ def test_an_engine_does_not_start_with_an_odd_control_file(kind: str, tmp_path: 
     else:
         path.symlink_to(path)
     with pytest.raises(ConfigError, match=r"control_file='.+' is .+; name a file, which need not exist yet"):
-        check_control_file(path)
+        validate_control_file(path)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "long"])
 def test_the_watcher_is_not_held_up(kind: str, tmp_path: Path) -> None:
-    """What becomes a pipe, an endless device or a long file is passed over; then the engine obeys again."""
+    """The watcher skips a pipe, an endless device or a long file; then it obeys a valid file again."""
     path = tmp_path / "control"
     if kind == "pipe":
         os.mkfifo(path)
@@ -331,7 +340,7 @@ def test_garbage_shows_nothing(text: str) -> None:
 
 @pytest.mark.parametrize(("text", "on"), [("freeze: on", True), (" freeze :OFF \n\n", False)])
 def test_spelling_is_forgiving(text: str, *, on: bool) -> None:
-    """Case and blanks do not matter."""
+    """Case and blanks in the control file do not matter."""
     assert read_freeze(text) is on
 
 
@@ -352,7 +361,7 @@ def test_the_watcher_reports_changes_only_and_survives_garbage(tmp_path: Path, m
                 path.write_bytes(content)
             await anyio.lowlevel.checkpoint()
 
-        monkeypatch.setattr("kvpipe.control.anyio.sleep", next_content)
+        monkeypatch.setattr("kvpipe.config.control.anyio.sleep", next_content)
         with anyio.fail_after(WAIT_S):
             async with anyio.create_task_group() as group:
                 group.start_soon(watch_control_file, path, reported.append)

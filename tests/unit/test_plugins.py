@@ -1,6 +1,8 @@
-"""Packages that add tiers, policies and transfer engines: found by name, refused by name, never in each other's way.
+"""Tests of packages that add tiers, policies and transfer engines.
 
-Every package here is real metadata and a real module in a folder of its own on `sys.path`.
+They are found and refused by name, and do not interfere.
+
+Every package here is real metadata and a real module in its own folder on `sys.path`.
 """
 
 from __future__ import annotations
@@ -13,16 +15,16 @@ from textwrap import dedent
 
 import pytest
 
-from kvpipe import plugins
 from kvpipe.cache.catalog import Catalog
 from kvpipe.cache.policy import Lru, make_policy
-from kvpipe.config import load_settings
+from kvpipe.config.settings import load_settings
 from kvpipe.errors import ConfigError, UnsupportedError
+from kvpipe.inputs import plugins
 from kvpipe.testing.waiting import WAIT_S
 from kvpipe.tiers.registry import make_tier, parse_tier
 from kvpipe.trace.log import Counters
-from kvpipe.transfer.engines import EngineOptions, make_engine
 from kvpipe.transfer.guard import GuardedEngine
+from kvpipe.worker.engines import EngineOptions, make_engine
 
 Add = Callable[..., None]
 
@@ -47,7 +49,7 @@ TIER = """
 
 @pytest.fixture
 def add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Add]:
-    """Return what installs a package: its module's source, and a line "NAME = OBJECT" per entry point, by group."""
+    """Return a function that installs a package: the source of its module, and its entry points by group."""
 
     def install(package: str, source: str, **groups: str) -> None:
         folder = tmp_path / package
@@ -67,7 +69,7 @@ def add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Add]:
 
 
 def refusal(given: dict[str, object]) -> str:
-    """Return why the configuration is refused: one line."""
+    """Return the one line with which the configuration is refused."""
     with pytest.raises(ConfigError) as caught:
         load_settings(given)
     assert "\n" not in str(caught.value)
@@ -75,7 +77,7 @@ def refusal(given: dict[str, object]) -> str:
 
 
 def test_a_tier_is_used_like_one_of_ours(add: Add) -> None:
-    """By table and by URL; its keys are checked, and a misspelt one, or kind, gets its suggestion."""
+    """A tier of a package is given as a table or as a URL. Its keys are checked, and misspellings get a suggestion."""
     add("sheds", TIER, tiers="shed = sheds:ShedSpec", tier_urls="shed = sheds:ShedSpec")
     spec = parse_tier("shed://green?lanes=2")
     assert spec.model_dump()["colour"] == "green"
@@ -85,11 +87,11 @@ def test_a_tier_is_used_like_one_of_ours(add: Add) -> None:
     assert "lanes='many' is not valid (Input should be a valid integer" in refusal({"tiers": "shed://x?lanes=many"})
     assert "did you mean 'shed'?" in refusal({"tiers": [{"kind": "shet"}]})
     assert "did you mean 'shed://'?" in refusal({"tiers": "shet://x"})
-    assert "tier 2 (shed) is the same place as tier 1" in refusal({"tiers": "shed://x shed://x"})
+    assert "tier 2 (shed) is the same store as tier 1" in refusal({"tiers": "shed://x shed://x"})
 
 
 def test_only_what_is_asked_for_is_imported(add: Add) -> None:
-    """A package that ends the process when it is imported stops nobody who does not use it."""
+    """A package that ends the process on import does no harm to engines that do not use it."""
     line = "{0} = bombs:anything".format
     add("bombs", "raise SystemExit('boom')", tiers=line("bomb"), policies=line("bomb"), transfer_engines=line("bomb"))
     assert load_settings({"tiers": "redis://h", "policy": "s3fifo"}).policy == "s3fifo"
@@ -109,11 +111,11 @@ def test_only_what_is_asked_for_is_imported(add: Add) -> None:
         ("class ShedSpec: ...", "is no subclass of kvpipe.tiers.spec.TierSpec"),
         (TIER.replace("def make", "def maker"), "has no make(); kvpipe.tiers.spec.TierSpec lists what is needed"),
         (TIER.replace('"shed"', '"hut"'), "declares the kind 'hut'; register it under that name"),
-        (TIER + '\n        place = ("path")', "has no key 'p', which its place names; update the package"),
+        (TIER + '\n        place = ("path")', "names 'p' in `place`, which is not one of its keys; update the package"),
     ],
 )
 def test_a_broken_tier_is_refused_by_name(add: Add, source: str, why: str) -> None:
-    """Who uses it reads the kind, the package, its version, what is wrong and what to do."""
+    """The refusal of a broken tier names the kind, the package, its version, the fault and the remedy."""
     add("sheds", source, tiers="shed = sheds:ShedSpec")
     message = refusal({"tiers": [{"kind": "shed"}]})
     assert message.startswith("kvpipe: the kind of tier 'shed' of package sheds 1.2 ")
@@ -130,10 +132,12 @@ BUGS = {
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_tier_that_fails_over_its_configuration_is_refused(add: Add, bug: str) -> None:
-    """By name; what was set is not shown, for the package's error may hold a secret."""
+    """The message names the package, but no values, because the package's error may contain a secret."""
     add("sheds", f"{TIER}\n        {BUGS[bug]}\n", tiers="shed = sheds:ShedSpec", tier_urls="shed = sheds:ShedSpec")
     message = refusal({"tiers": "shed://secret"})
-    assert message.startswith("kvpipe: the kind of tier 'shed' of package sheds 1.2 cannot read what is set for it: ")
+    assert message.startswith(
+        "kvpipe: the kind of tier 'shed' of package sheds 1.2 cannot parse its own configuration: "
+    )
     assert "secret" not in message
 
 
@@ -150,7 +154,7 @@ def test_a_tier_that_fails_over_its_configuration_is_refused(add: Add, bug: str)
     ],
 )
 def test_a_tier_that_lacks_a_method_is_refused(add: Add, made: str, why: str) -> None:
-    """At start-up, before anything is asked of it."""
+    """The tier is refused at start-up, before its first call."""
     half = "\n    class Half(DictTier):\n        delete = None\n"
     add("sheds", TIER.replace("DictTier(name)", made) + half, tiers="shed = sheds:ShedSpec")
     with pytest.raises(ConfigError) as caught:
@@ -160,7 +164,7 @@ def test_a_tier_that_lacks_a_method_is_refused(add: Add, made: str, why: str) ->
 
 
 def test_two_packages_with_one_name_are_refused(add: Add) -> None:
-    """Neither is taken, and both are named; also where one of them is kvpipe."""
+    """Neither package is used, and the message names both. One of the two may be kvpipe."""
     add("sheds", TIER, tiers="shed = sheds:ShedSpec")
     add("huts", TIER, tiers="shed = huts:ShedSpec", policies="sessions = huts:x")
     assert "several packages register the kind of tier 'shed' (huts 1.2, sheds 1.2)" in refusal(
@@ -185,7 +189,7 @@ POLICY = """
 
 
 class Item:
-    """A chunk."""
+    """A fake chunk."""
 
     identity = b""
     before = b""
@@ -193,7 +197,7 @@ class Item:
 
 
 def test_a_policy_is_used_like_one_of_ours(add: Add) -> None:
-    """What it names is evicted; a misspelt name is refused with all that there are."""
+    """A package's policy chooses the chunks that are evicted; a misspelt name is refused with all known names."""
     add("policies", POLICY, policies="newest = policies:Newest")
     assert load_settings({"policy": "newest"}).policy == "newest"
     policy, items = make_policy("newest", 4), [Item() for _ in range(4)]
@@ -207,7 +211,7 @@ def test_a_policy_is_used_like_one_of_ours(add: Add) -> None:
 
 
 def test_a_policy_that_lacks_a_method_is_refused(add: Add) -> None:
-    """A class when the configuration is read, what a function makes when it is made."""
+    """A class is refused when the configuration is read. A policy that a function makes is refused when it is made."""
     lacks = "has no remove(), refresh(), victim(), __len__(); kvpipe.cache.policy.base.Policy lists what is needed"
     add("policies", POLICY, policies="half = policies:Half\nmade = policies:half")
     message = refusal({"policy": "half"})
@@ -242,7 +246,7 @@ LYING = """
     ],
 )
 def test_a_policy_that_lies_is_left_alone(add: Add, method: str, body: str) -> None:
-    """Only chunks that may go are evicted, each once, whatever the policy names; from then on by their last use."""
+    """Only evictable chunks are evicted, each once, whatever the policy names. From then on the oldest use decides."""
     add("policies", LYING.format(method=method, body=body), policies="lying = policies:Lying")
     faults: list[str] = []
     policy = make_policy("lying", 8, lambda event, **_: faults.append(event))
@@ -257,7 +261,7 @@ def test_a_policy_that_lies_is_left_alone(add: Add, method: str, body: str) -> N
 
 
 def test_a_policy_that_remembers_is_notified_of_what_is_gone(add: Add) -> None:
-    """As one of ours is. What it raises then is as any."""
+    """The policy's `dropped` is called, as with a built-in policy. An exception from `dropped` is a `policy_failed`."""
     body = "super().remove(chunk[0])\n\n        def dropped(self, chunk):\n            raise KeyError(chunk)"
     add("policies", LYING.format(method="remove", body=body), policies="lying = policies:Lying")
     faults: list[str] = []
@@ -282,7 +286,7 @@ ENGINE = """
 
 
 def test_a_transfer_engine_is_found_by_its_device(add: Add) -> None:
-    """It is made of the options; one that lacks a method, and a device that has none, are refused."""
+    """The engine is made from the options. A missing method, or a device without an engine, is refused."""
     add("engines", ENGINE, transfer_engines="npu = engines:make\nxpu = engines:half")
     options = EngineOptions(load_settings({"copy_threads": 1}))
     made = make_engine("npu", options)
@@ -295,7 +299,7 @@ def test_a_transfer_engine_is_found_by_its_device(add: Add) -> None:
 
 
 def test_a_package_without_a_name_stops_nobody(add: Add, tmp_path: Path) -> None:
-    """What an installation that was broken off has left: entry points, and nothing that shows whose they are."""
+    """Entry points of an interrupted installation have no package name. Only engines that use them fail."""
     add("rests", "", policies="rest = rests:anything")
     (tmp_path / "rests" / "rests-1.2.dist-info" / "METADATA").unlink()
     assert load_settings({"policy": "lru"}).policy == "lru"
@@ -303,8 +307,11 @@ def test_a_package_without_a_name_stops_nobody(add: Add, tmp_path: Path) -> None
 
 
 def test_ours_are_found_without_being_installed() -> None:
-    """A tree of sources that nobody has installed has all that kvpipe brings: its own metadata may be old, or none."""
-    code = "from kvpipe import plugins; print(plugins.own('kvpipe.tiers'), plugins.own('kvpipe.policies'))"
+    """Entry points of kvpipe are found in a source tree that is not installed.
+
+    Its metadata may be old or missing.
+    """
+    code = "from kvpipe.inputs import plugins; print(plugins.own('kvpipe.tiers'), plugins.own('kvpipe.policies'))"
     root = Path(plugins.__file__).parents[1]
     done = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(root)!r}); {code}"],
@@ -318,7 +325,7 @@ def test_ours_are_found_without_being_installed() -> None:
 
 
 def test_all_of_ours_can_be_loaded() -> None:
-    """Every entry point of kvpipe's own names something that is there."""
+    """Every entry point of kvpipe names an object that exists."""
     for group in (plugins.TIERS, plugins.TIER_URLS, plugins.POLICIES, plugins.TRANSFER_ENGINES):
         assert plugins.own(group)
         assert all(plugins.load(group, name).made_of for name in plugins.own(group))

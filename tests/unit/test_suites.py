@@ -1,10 +1,10 @@
-"""The conformance suites, as whoever uses them meets them."""
+"""Tests of the conformance suites from their users' point of view."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,27 +16,51 @@ SUITES = {
     "tier_conformance.TierConformance": ("world", "test_health_returns"),
     "transfer_conformance.TransferConformance": ("world", "test_what_was_saved_is_what_is_loaded"),
 }
-"""What a subclass must override, and a claim."""
+"""For each suite, the name that a subclass must override, and the name of one of its tests."""
 
 
-@pytest.mark.parametrize("suite", SUITES)
-def test_what_was_not_overridden_is_named(suite: str, tmp_path: Path) -> None:
-    """A suite whose user has forgotten what it must be given fails, and names it; the suite itself is not collected."""
-    (module, name), (method, claim) = suite.split("."), SUITES[suite]
-    text = f"""
-import pytest
+USE = """
 from kvpipe.testing.{module} import {name}
+
+class Test{name}({name}):
+    pass
+"""
+KIND = """
+import pytest
+from hypothesis import Phase, settings
+
+settings.register_profile("once", phases=[Phase.generate], database=None)
+settings.load_profile("once")
 
 @pytest.fixture(scope="module")
 def kind():
     return ""
-
-class TestMine({name}):
-    pass
 """
-    (tmp_path / "test_mine.py").write_text(text, encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py", "-k", claim]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=WAIT_S, cwd=tmp_path)
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return what pytest prints for a subclass of each suite, with one test each. All are in one process."""
+    folder = tmp_path_factory.mktemp("suites")
+    (folder / "conftest.py").write_text(KIND, encoding="utf-8")
+    for suite in SUITES:
+        module, name = suite.split(".")
+        (folder / f"test_{module}.py").write_text(USE.format(module=module, name=name), encoding="utf-8")
+    claims = " or ".join(claim for _, claim in SUITES.values())
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", claims]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, timeout=5 * WAIT_S)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert f"TestMine does not override `{method}`: it must return " in done.stdout
     assert "passed" not in done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_what_was_not_overridden_is_named(suite: str, printed: str) -> None:
+    """A subclass of a suite that does not define a required name fails, and names it.
+
+    Pytest does not collect the suite itself.
+    """
+    (module, name), (method, claim) = suite.split("."), SUITES[suite]
+    assert f"Test{name} does not override `{method}`: it must return " in printed
+    bad = re.findall(rf"^(?:ERROR|FAILED) (test_{module}\.py::\w+::\w+)", printed, flags=re.MULTILINE)
+    assert set(bad) == {f"test_{module}.py::Test{name}::{claim}"}

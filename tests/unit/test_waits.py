@@ -1,4 +1,4 @@
-"""No test depends on how slow the machine is: limits are long, and nothing is asserted of how long something took."""
+"""No test depends on the speed of the machine: limits are long, and no test asserts how long something took."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.unit.test_house import FILES
 FOLDERS = ("tests/", "property_tests/", "kvpipe/testing/")
 CLOCKS = {"monotonic", "perf_counter", "monotonic_ns", "perf_counter_ns"}
 PAUSE_S_MAX = 0.01
-"""What is as short is no limit."""
+"""Times of at most this many seconds are pauses, not limits."""
 LIMITED = {"fail_after", "settimeout", "wait", "join", "result", "communicate", "acquire"}
-"""Calls whose only argument, or one named `timeout`, is a limit."""
+"""Calls whose only argument, or whose argument `timeout`, is a limit."""
 SHORT_ON_PURPOSE = {
-    "tests/engine/serving.py": 60,  # a server that does not end is killed: nothing is judged by that
+    "tests/engine/serving.py": 60,  # a server that does not end is killed, and no test depends on it
 }
 """Limits that decide nothing."""
 
@@ -34,7 +34,7 @@ def _short(node: ast.AST | None) -> bool:
 
 
 def _limits(call: ast.Call) -> Iterator[ast.AST]:
-    """Yield the limits of a call."""
+    """Yield the limits in a call."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     yield from (word.value for word in call.keywords if word.arg == "timeout")
     if name in LIMITED and len(call.args) == 1:
@@ -42,7 +42,7 @@ def _limits(call: ast.Call) -> Iterator[ast.AST]:
 
 
 def _why(node: ast.AST) -> str:
-    """Return why a node fails on a slow machine, or nothing."""
+    """Return the reason why a node fails on a slow machine, or ""."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return "a short limit" if _reads_a_clock(node.left) and _short(node.right) else ""
     if isinstance(node, ast.Assert):
@@ -59,7 +59,7 @@ def _why(node: ast.AST) -> str:
 
 
 def hurried(text: str) -> Iterator[tuple[int, str]]:
-    """Yield line and reason of whatever in `text` fails on a slow machine."""
+    """Yield the line and the reason of every part of `text` that fails on a slow machine."""
     for node in ast.walk(ast.parse(text)):
         if (why := _why(node)) and isinstance(node, ast.expr | ast.stmt):
             yield node.lineno, why
@@ -78,8 +78,8 @@ def hurried(text: str) -> Iterator[tuple[int, str]]:
         ("settings(deadline=200)", "a deadline"),
     ],
 )
-def test_what_is_hurried_is_found(text: str, why: str) -> None:
-    """Each way that there was."""
+def test_every_dependence_on_speed_is_found(text: str, why: str) -> None:
+    """`hurried` finds every kind of dependence on speed."""
     assert [found for _, found in hurried(text)] == [why]
 
 
@@ -94,13 +94,13 @@ def test_what_is_hurried_is_found(text: str, why: str) -> None:
         "settings(deadline=None)",
     ],
 )
-def test_what_is_patient_is_not(text: str) -> None:
-    """A lower bound is one that no load breaks, and none at all is no limit."""
+def test_lower_bounds_and_calls_without_a_limit_are_accepted(text: str) -> None:
+    """A slow machine does not break such assertions."""
     assert not list(hurried(text))
 
 
 def test_no_test_is_hurried() -> None:
-    """Those that are about a limit make it short for what they hold up, not for what should be quick."""
+    """Tests about a limit make it short for calls that must time out, never for calls that must be quick."""
     found = [
         f"{name}:{line}: {why}"
         for name, text in FILES.items()
