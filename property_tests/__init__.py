@@ -1,1 +1,1 @@
-"""Property tests: what holds for every plan, sequence and interleaving."""
+"""Property tests: statements that hold for every plan, sequence and interleaving."""

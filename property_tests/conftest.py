@@ -1,9 +1,11 @@
-"""Hypothesis profiles are known before the tests are imported."""
+"""Hypothesis profiles are registered before the tests are imported."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -14,18 +16,34 @@ if TYPE_CHECKING:
     from property_tests.runs import Runs
 
 register()
+gc.disable()  # until everything is imported: modules are no garbage, and every search through them takes time
 
 
-def pytest_collection_finish() -> None:
-    """Keep what is imported by now, which stays, out of every collection of garbage to come."""
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Collect garbage in the controller of pytest-xdist, which imports no tests."""
+    if not hasattr(session.config, "workerinput") and session.config.getoption("numprocesses", None):
+        gc.enable()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Exclude all objects that exist now from later garbage collections.
+
+    A worker of pytest-xdist first imports the modules that its trials need, which are then excluded, too.
+    """
+    if hasattr(session.config, "workerinput") and "kvpipe.connectors.vllm.trial.trial" in sys.modules:
+        from kvpipe.connectors.vllm.trial.children import warm_up  # imports vLLM
+
+        with contextlib.suppress(Exception):  # then the tests fail, and name themselves
+            warm_up()
     gc.collect()
     gc.freeze()
+    gc.enable()
     atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Runs:
-    """Return the trials of this test run, shared by all workers of pytest-xdist."""
+    """Return the trials of this test run, which all workers of pytest-xdist share."""
     from property_tests.runs import Runs  # imports vLLM
 
     base = tmp_path_factory.getbasetemp()

@@ -1,7 +1,7 @@
-"""How much the property tests do: `pytest property_tests --hypothesis-profile=default|ci|nightly`.
+"""The amount of property tests: `pytest property_tests --hypothesis-profile=default|ci|nightly`.
 
-`ci` makes the same examples every time, so that only a change can break it; `default` makes others in every run and
-keeps those that failed; `nightly` makes many more.
+`ci` makes the same examples every time, so that only a change of the code can break it. `default` makes other examples
+in every run and keeps failing examples. `nightly` makes many more examples.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ TIMES = {"default": 1, "ci": 1, "nightly": 20}
 
 
 def register() -> None:
-    """Let Hypothesis know the profiles."""
+    """Register the profiles with Hypothesis."""
     settings.register_profile("default", deadline=None, print_blob=True)
     settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True, database=None)
     settings.register_profile("nightly", deadline=None, print_blob=True)

@@ -1,4 +1,4 @@
-"""Trials that several tests ask for, each run once."""
+"""Trials that several tests use. Each trial runs once."""
 
 from __future__ import annotations
 
@@ -7,31 +7,35 @@ import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Final, cast
 
-from kvpipe.connectors.vllm.trial.nightly import TrialRun, run
+from kvpipe.connectors.vllm.trial.nightly import TrialRun, run_moves
 from kvpipe.connectors.vllm.trial.shapes import SHAPES
 from kvpipe.connectors.vllm.trial.worlds import shape_named
 
 REGRESSIONS = sorted((Path(__file__).parent / "regressions").glob("*.json"))
 
 
+FIRST_SEEDS: Final = range(3)
+"""The seeds of every shape. `make fuzz` tries as many as there is time for, and `make mutants` eight."""
+
+
 class Runs:
-    """Outcomes of trials, kept in a folder of this test run."""
+    """Results of trials, kept in a folder of this test run."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder`: the same in all processes of a test run."""
+        """`folder` is the same in all processes of a test run."""
         self._folder = folder
 
     def of_seed(self, shape: str, seed: int) -> TrialRun:
         """Run the moves of a seed."""
-        return self._once(f"{shape}-{seed}", lambda: run(SHAPES[shape], seed))
+        return self._once(f"{shape}-{seed}", lambda: run_moves(SHAPES[shape], seed))
 
     def of_sequence(self, path: Path) -> TrialRun:
         """Run a kept sequence."""
         kept = json.loads(path.read_text(encoding="utf-8"))
         moves = [tuple(move) for move in kept["moves"]]
-        return self._once(path.stem, lambda: run(shape_named(kept["shape"]), kept["seed"], moves))
+        return self._once(path.stem, lambda: run_moves(shape_named(kept["shape"]), kept["seed"], moves))
 
     def _once(self, name: str, make: Callable[[], TrialRun]) -> TrialRun:
         kept = self._folder / name

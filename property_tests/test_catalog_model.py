@@ -1,4 +1,4 @@
-"""The catalog against a model that only knows which units of which chunk have landed, with what content."""
+"""The catalog is compared with a model that only knows which units of each chunk have landed, and their content."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvpipe.cache import large
-from kvpipe.cache.catalog import Catalog, Chunk, Owner, Piece
-from kvpipe.cache.policy import make_policy
+from kvpipe.cache.catalog import Catalog
+from kvpipe.cache.chunks import Chunk, Owner, Piece
+from kvpipe.cache.policy import large, make_policy
 from kvpipe.testing.catalog_integrity import check_integrity
 from kvpipe.trace.log import Counters
 from property_tests.profiles import examples
@@ -34,7 +34,7 @@ def _key(text: str) -> bytes:
 
 @dataclass(eq=False)
 class Known:
-    """A chunk as the model knows it: what its units hold, which have landed, and whether it may still be found."""
+    """A chunk in the model: the content of its units, the landed units, and whether the chunk may still be found."""
 
     chunk: Chunk
     content: str = ""
@@ -54,7 +54,7 @@ class CatalogModel(RuleBasedStateMachine):
     owners: Bundle[Owner] = Bundle("owners")
 
     def __init__(self) -> None:
-        """Everything is free."""
+        """Start with free slots."""
         super().__init__()
         self.catalog = Catalog(SLOTS, GROUPS, make_policy(self.policy, SLOTS), Counters())
         self.known: dict[int, Known] = {}
@@ -84,7 +84,7 @@ class CatalogModel(RuleBasedStateMachine):
 
     @rule(target=pieces, group=st.integers(0, GROUPS - 1), text=LETTERS, keep=st.booleans())
     def write_new(self, group: int, text: str, *, keep: bool) -> Written:
-        """Reserve a slot, evicting if need be, and write its first piece."""
+        """Reserve a slot, evicting a chunk if necessary, and write its first piece."""
         held = self._holders()
         before = {id(c): [mark.key for mark in c.marks] for c in held}
         chunk = self.catalog.reserve(group)
@@ -100,7 +100,7 @@ class CatalogModel(RuleBasedStateMachine):
 
     @rule(group=st.integers(0, GROUPS - 1))
     def reserve_in_vain(self, group: int) -> None:
-        """Reserve a slot and give it back unwritten."""
+        """Reserve a slot and release it unwritten."""
         chunk = self.catalog.reserve(group)
         if chunk is not None:
             self.catalog.abandon(chunk)
@@ -117,7 +117,7 @@ class CatalogModel(RuleBasedStateMachine):
 
     @rule(item=consumes(pieces))
     def land(self, item: tuple[Known, Piece]) -> None:
-        """A piece has landed on every rank."""
+        """Land a piece on every rank."""
         known, piece = item
         self.in_flight.remove(item)
         known.writers -= 1
@@ -128,7 +128,7 @@ class CatalogModel(RuleBasedStateMachine):
 
     @rule(item=consumes(pieces))
     def lose(self, item: tuple[Known, Piece]) -> None:
-        """A rank failed a piece."""
+        """Fail a piece on a rank."""
         known, piece = item
         self.in_flight.remove(item)
         known.writers -= 1
@@ -139,7 +139,7 @@ class CatalogModel(RuleBasedStateMachine):
     @precondition(lambda self: self._findable())
     @rule(target=owners, data=st.data())
     def lease(self, data: st.DataObject) -> Owner:
-        """A request leases some of what can be found."""
+        """Let a request lease some of the findable chunks."""
         self.number += 1
         owner = Owner(f"r{self.number}", 1)
         chunks = data.draw(st.lists(st.sampled_from(self._findable()), min_size=1, max_size=3, unique_by=id))
@@ -149,7 +149,7 @@ class CatalogModel(RuleBasedStateMachine):
 
     @rule(owner=consumes(owners))
     def release(self, owner: Owner) -> None:
-        """A request returns its leases; a second return has nothing."""
+        """Release a request's leases. A second release does nothing."""
         assert self.catalog.release(owner) == len(self.leased.pop(owner))
         assert self.catalog.release(owner) == 0
 
@@ -163,7 +163,7 @@ class CatalogModel(RuleBasedStateMachine):
 
     @rule()
     def reset(self) -> None:
-        """Forget everything."""
+        """Reset the catalog."""
         self.catalog.reset()
         assert not self._findable()
         for known, _ in self.in_flight:
@@ -173,12 +173,12 @@ class CatalogModel(RuleBasedStateMachine):
 
     @invariant()
     def integrity(self) -> None:
-        """The catalog agrees with itself."""
+        """Check that the catalog is consistent."""
         check_integrity(self.catalog)
 
     @invariant()
     def found_means_landed(self) -> None:
-        """Whatever can be found holds, unit by unit, the content of its key, and all of it has landed."""
+        """Each key leads to a chunk whose units, up to the key's mark, have landed and hold the key's content."""
         for group in range(GROUPS):
             for key in self.catalog.index(group):
                 chunk = self.catalog.find(group, key)
@@ -193,14 +193,14 @@ class CatalogModel(RuleBasedStateMachine):
 
     @invariant()
     def counts(self) -> None:
-        """Leases and writers are those that the model holds; a leased chunk keeps its slot."""
+        """Check leases and writers against the model, and that a leased chunk keeps its slot."""
         assert self.catalog.leases == sum(map(len, self.leased.values()))
         assert self.catalog.writing == len(self.in_flight)
         slots = [c.slot for c in {id(c): c for c in self._holders()}.values()]
         assert len(set(slots)) == len(slots) <= self.catalog.used
 
     def teardown(self) -> None:
-        """After every piece, lease and a reset nothing is left."""
+        """End all pieces and leases, and reset. Nothing is left."""
         for i, (_, piece) in enumerate(self.in_flight):
             if i % 2:
                 self.catalog.landed(piece)
@@ -221,24 +221,24 @@ class CatalogModel(RuleBasedStateMachine):
 
 
 class S3FifoCatalogModel(CatalogModel):
-    """The same with the other policy."""
+    """The same test with the policy S3-FIFO."""
 
     policy = "s3fifo"
 
 
 class SessionsCatalogModel(CatalogModel):
-    """The same with the policy that looks at what follows what."""
+    """The same test with the policy that uses the order of chunks in prefixes."""
 
     policy = "sessions"
 
 
 class LargeCatalogModel(CatalogModel):
-    """The same with mappings in pieces, as large pools have them."""
+    """The same test with mappings in pieces, as large pools have them."""
 
     policy = "sessions"
 
     def __init__(self) -> None:
-        """Everything is free."""
+        """Start with free slots."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(large, "PLAIN_MAX", 0)
             super().__init__()
@@ -246,12 +246,12 @@ class LargeCatalogModel(CatalogModel):
 
 
 class StaleCatalogModel(CatalogModel):
-    """The same where most of what a reset forgets is still there long after it."""
+    """The same test if most of the chunks that a reset drops are removed much later."""
 
     policy = "sessions"
 
     def __init__(self) -> None:
-        """Everything is free."""
+        """Start with free slots."""
         super().__init__()
         self.catalog.sweep_slots = 1
 

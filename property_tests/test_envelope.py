@@ -1,4 +1,4 @@
-"""Parsing is total: whatever bytes a tier returns, they are the value that was stored, or they are damaged."""
+"""Parsing is total: any bytes that a tier returns are either the stored value or damaged."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ sealers = st.sampled_from([PLAIN, ENCRYPTED])
 
 
 def outcome(sealer: Sealer, key: Key, count: int, header: bytes, body: bytes) -> bool:
-    """Return whether these bytes pass for the value; anything else than that or `DamagedError` is a bug."""
+    """Return whether these bytes pass for the value. Any exception except `DamagedError` is a bug."""
     parts = filled(header + body, (HEADER_BYTES, len(body)))
     try:
         sealer.unseal(key, count, *parts)
@@ -42,7 +42,7 @@ def outcome(sealer: Sealer, key: Key, count: int, header: bytes, body: bytes) ->
 @examples(300)
 @given(sealers, keys, units, st.integers(1, 3), st.integers(0, 99))
 def test_what_is_sealed_comes_back(sealer: Sealer, key: Key, count: int, pages: int, seed: int) -> None:
-    """Every key, number of units and body comes back as it was, and the header has them."""
+    """Every key, number of units and body is restored, and the header contains key and units."""
     body = content(seed, pages * ALIGN_BYTES)
     header, stored = sealer.seal(key, count, filled(body, (len(body),))[0])
     assert describe(header)[:3] == (key, count, len(body))
@@ -53,7 +53,7 @@ def test_what_is_sealed_comes_back(sealer: Sealer, key: Key, count: int, pages: 
 @examples(500)
 @given(sealers, st.binary(max_size=256), st.booleans())
 def test_random_bytes_are_damaged(sealer: Sealer, start: bytes, sign: bool) -> None:  # noqa: FBT001
-    """Random bytes are no header: neither alone, nor behind the right magic, nor with a checksum that fits."""
+    """Random bytes are no header: neither alone, nor after the right magic, nor with a valid checksum."""
     key = Key("0" * 32, bytes(16), 0, 0, 1)
     for begin in (b"", struct.pack("<8sH", b"kvpipe\r\n", VERSION)):
         header = (begin + start).ljust(HEADER_BYTES, b"\0")
@@ -67,7 +67,7 @@ def test_random_bytes_are_damaged(sealer: Sealer, start: bytes, sign: bool) -> N
     sealers, st.lists(st.tuples(st.integers(0, HEADER_BYTES + BODY - 1), st.integers(1, 255)), min_size=1, max_size=8)
 )
 def test_changed_bytes_are_noticed(sealer: Sealer, changes: list[tuple[int, int]]) -> None:
-    """However the bytes of a value change, it passes if and only if they come to what they were."""
+    """A changed value passes if and only if the changes restore the original bytes."""
     key = Key("1" * 32, bytes(range(32)), 1, 2, 3)
     parts = sealer.seal(key, 7, filled(content(7, BODY), (BODY,))[0])
     good = b"".join(parts)
@@ -80,7 +80,7 @@ def test_changed_bytes_are_noticed(sealer: Sealer, changes: list[tuple[int, int]
 @examples(300)
 @given(sealers, st.integers(0, 71), st.binary(min_size=1, max_size=8))
 def test_forged_fields_are_damaged(sealer: Sealer, at: int, forged: bytes) -> None:
-    """A header whose fields are overwritten and whose checksum is made to fit passes only as what it was."""
+    """A header with overwritten fields and a valid checksum passes only with its original fields."""
     key = Key("1" * 32, bytes(range(32)), 1, 2, 3)
     header, body = sealer.seal(key, 7, aligned(BODY))
     good = bytes(header)
@@ -94,6 +94,6 @@ def test_forged_fields_are_damaged(sealer: Sealer, at: int, forged: bytes) -> No
 @examples(200)
 @given(st.binary(max_size=2 * HEADER_BYTES))
 def test_any_length_is_answered(data: bytes) -> None:
-    """Bytes of any length are described or damaged."""
+    """Bytes of any length are either parsed or damaged."""
     with pytest.raises(DamagedError):
         describe(data)

@@ -1,4 +1,4 @@
-"""Chunks that ranks of one layout store, and ranks of another fetch: every byte is the right one, or it is a miss."""
+"""Chunks that ranks of one layout store are fetched by ranks of another layout: every byte is right, or all miss."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy.typing as npt
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from kvpipe.geometry import Geometry, Group, Layer
-from kvpipe.messages import TierOrder
+from kvpipe.protocol.geometry import Geometry, Group, Layer
+from kvpipe.protocol.messages import TierOrder
 from kvpipe.testing.held_tier import DictSpec, HeldTier
 from kvpipe.testing.waiting import WAIT_S, eventually
 from kvpipe.tiers.base import ALIGN_BYTES
@@ -21,7 +21,8 @@ from kvpipe.tiers.carrier import Carrier
 from kvpipe.tiers.envelope import HEADER_BYTES
 from kvpipe.tiers.finder import Finder, TierLookup
 from kvpipe.tiers.guard import FIND, READ, WRITE, guarded
-from kvpipe.tiers.parts import BOUND, Share, kept_splits, slices, split_of, splits
+from kvpipe.tiers.parts import BOUND, RankParts, Share, kept_splits, slices, split_of, splits
+from kvpipe.tiers.prefix_keys import PrefixKeys
 from kvpipe.trace.log import Counters
 from kvpipe.transfer.pool import HostPool
 from property_tests.profiles import examples
@@ -34,26 +35,29 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Lies(NamedTuple):
-    """One group: KV `heads` of all ranks, 0: nobody knows how they lie; by layer, (rows, bytes of a head in one)."""
+    """One cache group: the KV `heads` of all ranks, and the size of each layer.
+
+    0 heads: their order is unknown. A layer has (rows, bytes of a head in a row).
+    """
 
     heads: int
     layers: tuple[tuple[int, int], ...]
 
     def page_bytes(self, layer: int, ranks: int) -> int:
-        """Bytes of a rank's page of a layer."""
+        """Return the bytes of a rank's page of a layer."""
         rows, run = self.layers[layer]
         return rows * run * self.mine(ranks)
 
     def mine(self, ranks: int) -> int:
-        """Heads of a rank; some, where nobody knows."""
+        """Return the heads of a rank, or any number if the order is unknown."""
         split = split_of(self.heads, ranks)
         return self.heads // split if split else 3
 
 
 class Case(NamedTuple):
-    """`ranks`: who writes; `readers`: who reads. `units`: of each chunk, of `per_chunk`.
+    """`ranks` write and `readers` read. `units` is the length of each chunk, of at most `per_chunk`.
 
-    `most`, `theirs`: the `share_ranks_max` of those who write, and who read.
+    `most` and `theirs` are the `share_ranks_max` of the writers and of the readers.
     """
 
     groups: tuple[Lies, ...]
@@ -79,10 +83,10 @@ def _cases(draw: st.DrawFn) -> Case:
 
 
 class Rank:
-    """One rank: its pool, its carrier, and what its slots must hold."""
+    """One rank: its pool, its carrier, and the expected content of its slots."""
 
     def __init__(self, case: Case, rank: int, ranks: int, most: int, tier: HeldTier) -> None:
-        """`ranks`, `most`: of its engine."""
+        """`ranks` and `most` are those of the rank's engine."""
         made = [
             Group(tuple(Layer(f"{g} {i}", lies.page_bytes(i, ranks)) for i in range(len(lies.layers))), BLOCK_TOKENS)
             for g, lies in enumerate(case.groups)
@@ -97,15 +101,12 @@ class Rank:
             tiers,
             self.geometry,
             self.pool,
-            rank=rank,
-            ranks=ranks,
+            RankParts(rank, ranks, shares, most),
             counters=self.counters,
-            shares=shares,
-            share_ranks_max=most,
         )
 
     def expected(self, group: int, layer: int) -> Bytes:
-        """What this rank holds of a layer's chunk: its heads of what all ranks hold together."""
+        """Return the bytes that this rank holds of a layer's chunk: its part of all heads."""
         lies, pages = self.case.groups[group], self.case.units
         rows, run = lies.layers[layer]
         split = split_of(lies.heads, self.ranks)
@@ -116,14 +117,14 @@ class Rank:
         return whole[:, first : first + mine].reshape(-1)
 
     def slot(self, group: int, layer: int) -> Bytes:
-        """The layer's part of the slot of a chunk of `group`, as far as `units`."""
+        """Return the layer's part of the slot of a chunk of `group`, up to `units`."""
         at, size = self.geometry.layer_offsets[group][layer], self.case.groups[group].page_bytes(layer, self.ranks)
         slot: Bytes = self.pool.tensor.numpy()[group]
         return slot[at : at + size * self.case.units]
 
     def carry(self, orders: Sequence[TierOrder]) -> list[bool]:
-        """Carry out orders; return whether each ended well."""
-        self.carrier.begin(orders, SPACE, 1)
+        """Carry out orders, and return whether each succeeded."""
+        self.carrier.carry_out(orders, SPACE, 1)
         ended, limit = dict[int, bool](), time.monotonic() + WAIT_S
         while len(ended) < len(orders):
             assert time.monotonic() < limit
@@ -151,7 +152,7 @@ def _orders(case: Case, *, stores: bool, split: dict[int, int]) -> list[TierOrde
 
 
 def _found(case: Case, tier: HeldTier) -> dict[int, int]:
-    """Which groups' chunks the readers' engine finds, and in how many parts."""
+    """Return, by group whose chunk the reading engine finds, the number of parts in which the tier keeps the chunk."""
     spec = DictSpec.model_validate({"timeout_ms_max": 600_000})
     finder = Finder(
         guarded([(tier.name, spec, tier)], (FIND,)),
@@ -165,8 +166,8 @@ def _found(case: Case, tier: HeldTier) -> dict[int, int]:
         out = {}
         for group in range(len(case.groups)):
             keys = [*(bytes(32) for _ in range(case.units - 1)), _key(group)]
-            lookup = TierLookup(keys, ((group, case.units),), groups=(), space=SPACE, seconds_max=WAIT_S)
-            finder.ask(lookup)
+            lookup = TierLookup(PrefixKeys(keys, ()), ((group, case.units),), space=SPACE, seconds_max=WAIT_S)
+            finder.look_up(lookup)
             assert eventually(lambda asked=lookup: asked.done)  # type: ignore[misc]
             for place in lookup.found:
                 out[group] = lookup.elsewhere.get(place, (SPACE, finder.split(group)))[1]
@@ -182,7 +183,10 @@ def _own(case: Case, ranks: int, most: int) -> dict[int, int]:
 @given(_cases())
 @examples(60)
 def test_what_one_layout_has_stored_another_finds(case: Case) -> None:
-    """Each part is stored once; an engine of any layout finds what it can use, whole and true, or nothing at all."""
+    """Each part is stored once.
+
+    An engine of any layout finds chunks that it can use, complete and right, or nothing.
+    """
     tier = HeldTier()
     with _ranks(case, case.ranks, case.most, tier) as writers:
         for one in writers:
@@ -199,7 +203,7 @@ def test_what_one_layout_has_stored_another_finds(case: Case) -> None:
     if own == other and case.ranks == case.readers:
         assert found == own
     elif all(own.values()) and all(other.values()):
-        assert found == own  # in as many parts as it was written
+        assert found == own  # in as many parts as were written
     else:
         assert not any(group in found and BOUND in {own[group], other[group]} for group in own)
     event(f"groups found: {len(found)} of {len(own)}, {'another' if case.ranks != case.readers else 'one'} layout")
@@ -216,7 +220,7 @@ def test_what_one_layout_has_stored_another_finds(case: Case) -> None:
 @given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 64))
 @examples(300)
 def test_slices_cover_a_part_once(heads: int, ranks: int, others: int) -> None:
-    """What a part is made of are its heads, each once and in their order, whoever has written them."""
+    """The slices of a part cover each of its heads once and in order, for any number of ranks that wrote the heads."""
     split, theirs = split_of(heads, ranks), split_of(heads, others)
     for part in range(split if theirs else 0):
         mine = heads // split

@@ -1,4 +1,4 @@
-"""Every way to move pages gives the bytes of a naive copy, whatever the waves, the bays and the order of events."""
+"""Every mover gives the bytes of a naive copy, whatever the waves, the bays and the order of events are."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import torch
 from hypothesis import event, given
 from hypothesis import strategies as st
 
-from kvpipe.geometry import Geometry, Group, Layer
-from kvpipe.messages import Job, Kind
+from kvpipe.protocol.geometry import Geometry, Group, Layer
+from kvpipe.protocol.messages import Job, Kind
 from kvpipe.testing.fake_device import FakeDevice
-from kvpipe.testing.pipeline_rig import Row, rows
 from kvpipe.testing.waiting import WAIT_S
 from kvpipe.transfer.base import CopyPlan, Direction, Ticket
 from kvpipe.transfer.cpu import CpuEngine
@@ -23,15 +22,16 @@ from kvpipe.transfer.movers import BAYS, Layout, Mover
 from kvpipe.transfer.pages import PageView, view_pages
 from kvpipe.transfer.pool import HostPool
 from property_tests.profiles import examples
+from tests.rigs.pipeline_rig import Row, rows
 
 BLOCKS, SLOTS, CHUNK = 20, 6, 32
 SIZES = (64, 96, 8)
 
 
 class Case(NamedTuple):
-    """Caches, of pages of `sizes` bytes with `pads` between them, and what is copied.
+    """Caches with pages of `sizes` bytes and `pads` between pages, and the copies to make.
 
-    `saves` are (group, slot, page, block), `loads` bring all of it into other blocks.
+    `saves` are (group, slot, page, block). `loads` bring all of them into other blocks.
     """
 
     geometry: Geometry
@@ -45,13 +45,13 @@ class Case(NamedTuple):
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Draw one or two groups of one to four layers; pages in order or in none, chunks whole or not."""
+    """Draw one or two groups of one to four layers, with pages in any order and with whole or partial chunks."""
     groups: list[Group] = []
     paddings: list[int] = []
     for tokens in draw(st.sampled_from([[4], [4, 8], [8, 4], [16]])):
         alike = st.builds(lambda size, count: [size] * count, st.sampled_from(SIZES), st.integers(2, 4))
         sizes = draw(alike | st.lists(st.sampled_from(SIZES), min_size=1, max_size=4))
-        padding = draw(st.sampled_from([0, 0, 32]))  # of vLLM's specification: a page's share of a slot is larger
+        padding = draw(st.sampled_from([0, 0, 32]))  # of vLLM's specification: a page's part of a slot is larger
         layers = tuple(Layer(f"{len(groups)}.{i}", size + padding) for i, size in enumerate(sizes))
         paddings += [padding] * len(sizes)
         groups.append(Group(layers, block_tokens=tokens))
@@ -77,7 +77,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def make_caches(case: Case) -> tuple[list[torch.Tensor], list[PageView]]:
-    """Return a cache of random bytes per layer, shape (BLOCKS, page_bytes), padding between blocks; and its views."""
+    """Return one cache of random bytes per layer, of shape (BLOCKS, page_bytes), and its views."""
     caches = []
     for pad, size in zip(case.pads, case.sizes, strict=True):
         stride = size + pad
@@ -87,12 +87,12 @@ def make_caches(case: Case) -> tuple[list[torch.Tensor], list[PageView]]:
 
 
 def whole(cache: torch.Tensor) -> torch.Tensor:
-    """Return every byte of a cache's storage, the padding too."""
+    """Return every byte of a cache's storage, including padding."""
     return torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
 
 
 def run(engine: CudaEngine, device: FakeDevice, plan: CopyPlan, case: Case, choices: list[int]) -> None:
-    """Submit every layer and let the device run, in the order of `choices`."""
+    """Submit every layer, and let the device run in the order of `choices`."""
     reported: list[Ticket] = []
     tickets = [Ticket(None, layer, i, reported.append) for i, layer in enumerate(case.order)]
     engine.prepare(plan)
@@ -109,7 +109,7 @@ def run(engine: CudaEngine, device: FakeDevice, plan: CopyPlan, case: Case, choi
 
 
 def there_and_back(engine: CudaEngine, device: FakeDevice, case: Case, choices: list[int], kind: Kind) -> None:
-    """Save, then load into other blocks; compare every byte of the pool and the caches with the CPU engine's."""
+    """Save, load into other blocks, and compare every byte of the pool and the caches with the CPU engine's."""
     caches, views = make_caches(case)
     pool, wanted_pool = HostPool(case.geometry), HostPool(case.geometry)
     wanted = [torch.as_strided(whole(c).clone(), c.shape, c.stride()) for c in caches]
@@ -142,7 +142,7 @@ def there_and_back(engine: CudaEngine, device: FakeDevice, case: Case, choices: 
 def test_every_mover_copies_what_the_cpu_engine_copies(
     mover: Mover, case: Case, wave_bytes: int, bay_pages: int, choices: list[int], kind: Kind
 ) -> None:
-    """Any tables, any layers, any waves and bays: the bytes in slots and blocks are the CPU engine's."""
+    """With any tables, layers, waves and bays, the bytes in slots and blocks are those of the CPU engine."""
     staging = len(Direction) * BAYS * bay_pages * max(SIZES)
     device = FakeDevice()
     options = {"mover": mover, "staging_bytes_max": staging, "wave_bytes": wave_bytes, "calibrate_s_max": 0.0}
@@ -166,7 +166,7 @@ def test_the_kernel_copies_what_the_cpu_engine_copies(
 
 @given(case=cases())
 def test_few_copies_for_whole_chunks(case: Case) -> None:
-    """A chunk whose pages are all there is one copy for all layers of a piece; others one per layer and span."""
+    """A whole chunk is one copy for all layers of a piece. Other chunks need one copy per layer and run."""
     _, views = make_caches(case)
     layout = Layout(views, case.geometry, HostPool(case.geometry))
     plan = CopyPlan(Direction.SAVE, [Job(1, 0, "r", 1, rows(case.saves))], len(case.geometry.groups))
@@ -179,9 +179,23 @@ def test_few_copies_for_whole_chunks(case: Case) -> None:
             assert copies.sizes.sum() == piece.rows * piece.layers * views[alike.first].page_bytes
 
 
+def test_a_bay_is_filled_with_several_layers_when_not_all_layers_fit() -> None:
+    """Each part costs a launch, two events and a batch, so a save of 80 layers must not become 80 parts."""
+    geometry = Geometry((Group(tuple(Layer(str(i), 64) for i in range(5)), block_tokens=8),), CHUNK, SLOTS * 4096)
+    views = [view_pages(str(i), torch.zeros(BLOCKS, 64, dtype=torch.uint8), BLOCKS) for i in range(5)]
+    layout = Layout(views, geometry, HostPool(geometry))
+    plan = CopyPlan(Direction.SAVE, [Job(1, 0, "r", 1, rows([(0, 0, 0, 3), (0, 1, 0, 5)]))], 1)
+    (alike,) = layout.alike(range(5))
+    pieces = [(piece.layer, piece.layers, piece.rows) for piece in layout.pieces(plan, alike, 4 * 64 + 63)]
+    assert pieces == [(0, 2, 2), (2, 2, 2), (4, 1, 2)]
+
+
 @pytest.mark.parametrize("mover", Mover)
 def test_a_padded_specification_is_copied_like_any_other(mover: Mover) -> None:
-    """Where vLLM takes more bytes for a page than the cache has, layers are not adjacent in a slot."""
+    """VLLM's specification of a page may be larger than the cache's page.
+
+    Then there are gaps between the layers of a slot.
+    """
     geometry = Geometry((Group(tuple(Layer(str(i), 96) for i in range(3)), block_tokens=8),), CHUNK, SLOTS * 4096)
     rows_ = [(0, 1, page, 2 * page) for page in range(geometry.pages_per_chunk[0])]
     moved = [(0, 1, page, 2 * page + 1) for page in range(geometry.pages_per_chunk[0])]

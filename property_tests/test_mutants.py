@@ -10,22 +10,24 @@ from pathlib import Path
 
 import pytest
 
-from kvpipe.cache.miss_reasons import EVICTED
-from kvpipe.connectors.vllm.trial import mutate
 from kvpipe.connectors.vllm.trial.children import CaseRunner
-from kvpipe.connectors.vllm.trial.mutants import MUTANTS, Mutant, Patch
-from kvpipe.connectors.vllm.trial.mutate import LIMITS, judge, killers, mutated
+from kvpipe.connectors.vllm.trial.doc_tables import fill_tables
+from kvpipe.connectors.vllm.trial.mutants import MUTANTS, Mutant, Patch, mutate
+from kvpipe.connectors.vllm.trial.mutants.mutate import LIMITS, judge, killers, mutated
 from kvpipe.connectors.vllm.trial.nightly import sequences
-from kvpipe.testing.doc_tables import fill
+from kvpipe.trace.miss_reasons import EVICTED
 from kvpipe.worker.pipeline import Pipeline
 
 KEPT = sequences(Path(__file__).parent / "regressions")
 KILLERS = killers(Path(__file__).parent / "killers.jsonl")
 
+TRIALS_MAX = 5
+"""The most trials of a mutant. One more trial takes about as long as the test of another mutant."""
+
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[CaseRunner]:
-    """Return what runs the cases of all mutants: it walks through all there is once."""
+    """Yield a runner for the cases of all mutants. It imports everything only once."""
     with CaseRunner(LIMITS) as made:
         yield made
 
@@ -33,13 +35,15 @@ def bench() -> Iterator[CaseRunner]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_killed(name: str, bench: CaseRunner) -> None:
-    """Some invariant is broken, or the one that was asked for."""
+    """A broken invariant (or the invariant that the mutant names) finds each mutant within a few trials."""
     verdict = judge(name, KEPT, KILLERS, bench)
     assert verdict.by, f"{name} lives: {MUTANTS[name].does}"
+    remedy = f"keep a sequence: python -m {mutate.__name__} {name} --killers property_tests/killers.jsonl"
+    assert verdict.trials <= TRIALS_MAX, f"{name} was found after {verdict.trials} trials; {remedy}"
 
 
 def test_a_mutant_is_taken_out_again() -> None:
-    """What the process runs afterwards is the code as it is written."""
+    """After the `with` block, the process runs the original code."""
     before = Pipeline.end_step.__code__
     with mutated(MUTANTS["storers_not_cleared"]):
         assert Pipeline.end_step.__code__ is not before
@@ -49,30 +53,31 @@ def test_a_mutant_is_taken_out_again() -> None:
 
 @pytest.mark.parametrize("method", ["end_step", "*"])
 def test_a_mutant_whose_text_is_gone_reports_it(method: str) -> None:
-    """It does not pass for killed, or for alive."""
+    """A mutant whose text does not exist is an error, neither found nor missed."""
     gone = Mutant("Nothing.", (Patch("kvpipe.worker.pipeline:Pipeline", method, "storer.next()", "pass"),))
     with pytest.raises(LookupError, match="mend the mutant"), mutated(gone):
         pass
 
 
 def test_a_function_is_mutated_wherever_it_was_imported() -> None:
-    """Not only where it is defined."""
+    """The function is mutated in every module that has imported it."""
     page = "<!-- a:begin -->\nold<!-- a:end -->"
     bug = Mutant(
-        "Nothing is filled in.", (Patch("kvpipe.testing.doc_tables", "fill", "    return text", "    return ''"),)
+        "Nothing is filled in.",
+        (Patch("kvpipe.connectors.vllm.trial.doc_tables", "fill_tables", "    return text", "    return ''"),),
     )
     with mutated(bug):
-        assert not fill(page, {"a": "new"})
-    assert "new" in fill(page, {"a": "new"})
+        assert not fill_tables(page, {"a": "new"})
+    assert "new" in fill_tables(page, {"a": "new"})
 
 
 def alive() -> None:
-    """Fail where a reason is not what it is."""
+    """Fail if the reason of a miss is not the expected reason."""
     assert EVICTED
 
 
 def test_a_mutant_that_a_test_of_its_own_must_find(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is killed when that test fails, lives when it passes, and is an error when test or module is not there."""
+    """The mutant is found if the test fails, and missed if it passes. A missing test or module is an error."""
     patches = (Patch("property_tests.test_mutants", "alive", "assert EVICTED", "assert not EVICTED"),)
     here = "property_tests/test_mutants.py::"
     for name, mutant in {
@@ -91,12 +96,12 @@ def test_a_mutant_that_a_test_of_its_own_must_find(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_a_mutant_of_its_own_breaks() -> None:
-    """See the test before."""
+    """`test_a_mutant_that_a_test_of_its_own_must_find` runs this test, which fails under its mutant."""
     alive()
 
 
 def test_a_mutant_that_hangs_its_test_is_killed_like_any_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That is no exit status of pytest's: an error, not a verdict."""
+    """A killed child has no exit status of pytest, so the result is an error and not a verdict."""
     monkeypatch.setattr(mutate, "TEST_SECONDS_MAX", 0.1)
     if not (child := os.fork()):
         signal.pause()

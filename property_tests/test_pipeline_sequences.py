@@ -1,4 +1,4 @@
-"""Any calls, any engine that keeps its order: nothing raises, each job is reported once, truthfully."""
+"""With any calls and any engine that keeps its order, nothing raises, and each job is reported once and truthfully."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvpipe.messages import Job, Kind
-from kvpipe.testing.pipeline_rig import Rig, Waiting, job, plan, rows
+from kvpipe.protocol.messages import Job, Kind
 from kvpipe.transfer.base import CopyPlan, Direction, Ticket
 from property_tests.profiles import examples
+from tests.rigs.pipeline_rig import Rig, Waiting, job, plan, rows
 
 LAYERS = 3
 KINDS = st.sampled_from([0, 0, 1, 1, 2, 2, 9])
@@ -29,12 +29,12 @@ class Step:
 
 
 class Sequences(RuleBasedStateMachine):
-    """vLLM's thread calls at random while copies complete in order, at any time, some failing."""
+    """vLLM's thread makes random calls while copies complete in order at any time, some of them failing."""
 
     layerwise = True
 
     def __init__(self) -> None:
-        """One pipeline; no step has begun."""
+        """Make one pipeline. No step has begun."""
         super().__init__()
         self.rig = Rig(layerwise=self.layerwise)
         self.rig.engine.failing = self._failing
@@ -60,7 +60,7 @@ class Sequences(RuleBasedStateMachine):
 
     @rule(wanted=st.lists(st.tuples(KINDS, SPOILED), max_size=4))
     def begin(self, wanted: list[tuple[int, str]]) -> None:
-        """Begin a step, ended or not the one before."""
+        """Begin a step, whether or not the step before has ended."""
         made = []
         step = Step()
         for kind, spoiled in wanted:
@@ -80,7 +80,7 @@ class Sequences(RuleBasedStateMachine):
 
     @rule()
     def start_loads(self) -> None:
-        """Start the step's loads, perhaps again."""
+        """Start the step's loads, perhaps a second time."""
         self.rig.pipeline.start_loads()
 
     @rule(layer=st.integers(0, LAYERS - 1))
@@ -97,7 +97,7 @@ class Sequences(RuleBasedStateMachine):
 
     @rule()
     def all_hooks(self) -> None:
-        """Run every hook of a good step."""
+        """Run every hook of a correct step."""
         self.start_loads()
         for layer in range(LAYERS):
             self.wait_layer(layer)
@@ -116,7 +116,7 @@ class Sequences(RuleBasedStateMachine):
 
     @rule()
     def collect(self) -> None:
-        """Take the news and judge it."""
+        """Collect the outcomes and check them."""
         if not self.down:
             self.rig.settle()
         copies = self.rig.engine.copies
@@ -128,7 +128,7 @@ class Sequences(RuleBasedStateMachine):
             mine = [c for c in copies if number in {j.id for j in c.plan.jobs}]
             assert all(c.ticket.done for c in mine), "reported with a copy in flight"
             if outcome.ok:
-                assert sorted(c.ticket.layer for c in mine) == list(range(LAYERS)), "good, but not whole"
+                assert sorted(k for c in mine for k in c.ticket.layers) == list(range(LAYERS)), "good, but not whole"
                 assert not any(number in c.failed for c in mine), "good, but a copy failed"
                 self._judge_good(number)
             else:
@@ -137,7 +137,7 @@ class Sequences(RuleBasedStateMachine):
     def _judge_good(self, number: int) -> None:
         step = next((s for s in self.steps if number in s.saves | s.syncs), None)
         if step is None:
-            return  # async
+            return  # asynchronous load
         if number in step.saves:
             assert step.ended, "a save is good only after its step's end"
             assert not self.layerwise or step.saved == set(range(LAYERS))
@@ -148,28 +148,28 @@ class Sequences(RuleBasedStateMachine):
 
     @rule(direction=st.sampled_from(Direction), count=st.integers(1, 4))
     def complete(self, direction: Direction, count: int) -> None:
-        """Complete the oldest copies of a direction."""
+        """Complete the oldest copies of one direction."""
         self.rig.engine.complete(direction, min(count, len(self.rig.engine.queues[direction])))
 
     @rule(waiting=st.sampled_from(Waiting))
     def change_waiting(self, waiting: Waiting) -> None:
-        """From now on waits are obeyed, time out, or are the device's business."""
+        """From now on waits succeed, time out, or are left to the device."""
         self.rig.engine.waiting = waiting
 
     @rule(who=st.integers(1, 2))
     def fail_the_next_copy(self, who: int) -> None:
-        """The next submission fails, for the odd jobs or for all."""
+        """Let the next submission fail, for odd jobs or for all jobs."""
         self.fail_next = who
 
     @rule()
     def refuse_the_next_copy(self) -> None:
-        """The next submission raises, though an engine should not."""
+        """Let the next submission raise, though an engine should not raise."""
         self.refuse_next = True
 
     @precondition(lambda self: not self.down and len(self.steps) > 4)
     @rule()
     def shutdown(self) -> None:
-        """Shut down in the middle; calls go on."""
+        """Shut down in the middle. Calls continue."""
         self.rig.pipeline.shutdown()
         self.down = True
 
@@ -177,13 +177,13 @@ class Sequences(RuleBasedStateMachine):
 
     @invariant()
     def no_bug_of_ours(self) -> None:
-        """No transition was illegal and no handler failed."""
+        """Check that no transition was illegal and no handler failed."""
         assert self.rig.counters["illegal_transition"] == 0
         assert self.rig.pipeline.copies.loop.errors == 0
         assert self.rig.counters["loop_did_not_settle"] == 0
 
     def teardown(self) -> None:
-        """After shutdown every job was reported once, and no save is good whose step's load was not."""
+        """After shutdown every job was reported once. No save succeeded if its step's load failed."""
         self.rig.pipeline.shutdown()
         self.down = True
         self.collect()
@@ -196,7 +196,7 @@ class Sequences(RuleBasedStateMachine):
 
 
 class StepModeSequences(Sequences):
-    """The same in step mode."""
+    """The same test in step mode."""
 
     layerwise = False
 

@@ -1,4 +1,4 @@
-"""Quotas, whatever happens in whatever order: nobody loses to another what is within its share, nobody has too much."""
+"""With any events in any order, no quota loses slots within its share to another quota or exceeds its limit."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvpipe.cache.catalog import Chunk, Owner, Piece
+from kvpipe.cache.chunks import Chunk, Owner, Piece
 from kvpipe.cache.policy import make_policy
 from kvpipe.cache.quotas import Account, Accounts, SharedCatalog
 from kvpipe.cache.tenants import ANYBODY, Tenant
-from kvpipe.quota_spec import parse_quotas
+from kvpipe.inputs.quota_spec import parse_quotas
 from kvpipe.testing.catalog_integrity import check_integrity
 from kvpipe.trace.log import Counters
 from property_tests.profiles import examples
@@ -23,7 +23,7 @@ SHARES = st.integers(0, SLOTS)
 
 
 class QuotaModel(RuleBasedStateMachine):
-    """Saves, leases, evictions, resets and a pool that grows, of tenants with quotas and without."""
+    """Saves, leases, evictions, resets and a growing pool, for tenants with and without quotas."""
 
     policy, sweep_slots = "lru", 64
 
@@ -32,7 +32,7 @@ class QuotaModel(RuleBasedStateMachine):
         ready=st.sampled_from([0, 2, SLOTS]),
     )  # fmt: skip
     def begin(self, shares: list[int], limits: list[int], ready: int) -> None:
-        """Any quotas that fit into the pool."""
+        """Start with any quotas that fit into the pool."""
         quotas: list[dict[str, Any]] = []
         left, names = SLOTS, ("others", "a", "b", "c")
         for name, share, limit in zip(names, shares, limits, strict=False):
@@ -52,7 +52,7 @@ class QuotaModel(RuleBasedStateMachine):
 
     @rule(tenant=st.sampled_from(TENANTS), lands=st.booleans())
     def put(self, tenant: Tenant, *, lands: bool) -> None:
-        """Save a chunk, if there is room for it."""
+        """Save a chunk if there is room for it."""
         before = {account: account.used for account in self.accounts.all}
         asks, free = self.accounts.of(tenant), self.catalog.used < self.catalog.ready
         others = [one for one in self.accounts.all if one is not asks]
@@ -82,7 +82,7 @@ class QuotaModel(RuleBasedStateMachine):
     @precondition(lambda self: self.pieces)
     @rule(at=st.integers(0, 99), lands=st.booleans())
     def end(self, at: int, *, lands: bool) -> None:
-        """A piece lands, or is lost."""
+        """Land or lose a piece."""
         piece = self.pieces.pop(at % len(self.pieces))
         if lands:
             self.catalog.landed(piece)
@@ -92,7 +92,7 @@ class QuotaModel(RuleBasedStateMachine):
     @precondition(lambda self: self._found())
     @rule(data=st.data())
     def lease(self, data: st.DataObject) -> None:
-        """A request, or a pin, holds some of what can be found."""
+        """Let a request or a pin lease some of the findable chunks."""
         self.number += 1
         self.owners.append(Owner(str(self.number), 1))
         self.catalog.lease(
@@ -102,7 +102,7 @@ class QuotaModel(RuleBasedStateMachine):
     @precondition(lambda self: self.owners)
     @rule(at=st.integers(0, 99), over=st.booleans())
     def release(self, at: int, *, over: bool) -> None:
-        """It lets go, and may be over."""
+        """Release the leases. The request may have finished."""
         self.catalog.release(self.owners.pop(at % len(self.owners)))
         self.now_s += 1
         self.catalog.refresh(self._found()[:3], over=over)
@@ -110,29 +110,29 @@ class QuotaModel(RuleBasedStateMachine):
     @precondition(lambda self: self._found())
     @rule(data=st.data())
     def evict(self, data: st.DataObject) -> None:
-        """An operator evicts one, held or not."""
+        """Evict a chunk, held or not, as an operator does."""
         assert self.catalog.evict(data.draw(st.sampled_from(self._found())))
 
     @rule()
     def reset(self) -> None:
-        """Everything is forgotten."""
+        """Reset the catalog."""
         self.catalog.reset()
 
     @rule(ready=st.integers(0, SLOTS))
     def use_more(self, ready: int) -> None:
-        """More of the pool is ready."""
+        """Make more of the pool ready."""
         self.catalog.use_more(ready)
 
     @rule(tenant=st.sampled_from(TENANTS))
     def reserve_in_vain(self, tenant: Tenant) -> None:
-        """A slot is given back unwritten."""
+        """Reserve a slot and release it unwritten."""
         chunk = self.catalog.reserve(0, tenant)
         if chunk is not None:
             self.catalog.abandon(chunk)
 
     @invariant()
     def slots_are_counted(self) -> None:
-        """Every slot in use is of one account; none is above its limit; all agree."""
+        """Every used slot belongs to one account, no account exceeds its limit, and all counts agree."""
         check_integrity(self.catalog)
         held = Counter(self.accounts.of(chunk.tenant) for chunk in self.catalog.chunks())
         for account in self.accounts.all:
@@ -145,13 +145,13 @@ class QuotaModel(RuleBasedStateMachine):
 
 
 class SessionsQuotaModel(QuotaModel):
-    """The same with a policy that is notified of time and of ends of requests."""
+    """The same test with a policy that is notified of time and of the ends of requests."""
 
     policy = "sessions"
 
 
 class StaleQuotaModel(QuotaModel):
-    """The same where most of what a reset forgets is still there long after it."""
+    """The same test if most of the chunks that a reset drops are removed much later."""
 
     sweep_slots = 1
 

@@ -1,4 +1,4 @@
-"""A prompt that comes again is found, whatever drafts and whatever divides blocks: the least that states are for."""
+"""A repeated prompt is found, whatever drafts there are and however blocks are divided."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from kvpipe.errors import UnsupportedError
 SHAPES_OF_STATES = sorted(name for name, shape in SHAPES.items() if shape.states)
 KINDS = [(name, dense) for name in SHAPES_OF_STATES for dense in (False, True)]
 REFUSED = [(name, dense) for name, dense in KINDS if dense and SHAPES[name].stages > 1 and SHAPES[name].drafts]
-"""States of answers, which an earlier stage lacks."""
+"""Shapes that are refused: an earlier stage lacks the states of answers."""
 STEPS_MAX = 200
 
 
 def run(trial: Trial) -> None:
-    """Run until nobody is left, and vLLM has freed what steps in flight could write."""
+    """Run until no request is left and vLLM has freed the blocks that steps in flight could write."""
     for _ in range(STEPS_MAX):
         trial.do(("step", 3))
         trial.do(("tick", 50, 50))
@@ -27,7 +27,7 @@ def run(trial: Trial) -> None:
 
 @pytest.mark.parametrize(("shape", "dense"), [kind for kind in KINDS if kind not in REFUSED])
 def test_a_prompt_that_comes_again_is_found(shape: str, *, dense: bool) -> None:
-    """After vLLM has forgotten it, kvpipe has its last state that vLLM has offered, and what lies before that."""
+    """After vLLM has dropped the prompt, kvpipe has the last state that vLLM has offered, and all KV before it."""
     trial = Trial(SHAPES[shape]._replace(dense=dense, failing=False), seed=3)
     try:
         hits = 0
@@ -44,7 +44,7 @@ def test_a_prompt_that_comes_again_is_found(shape: str, *, dense: bool) -> None:
 
 @pytest.mark.parametrize("shape", sorted(name for name, shape in SHAPES.items() if shape.policy != "lru"))
 def test_what_is_evicted_does_not_depend_on_how_fast_the_machine_is(shape: str) -> None:
-    """A policy's clock counts steps: a sequence has one outcome."""
+    """The policy's clock counts steps, so a sequence has only one outcome."""
     trial = Trial(SHAPES[shape], seed=3)
     try:
         trial.do(("add", 0, 98, 0, 2, 0, 0))
@@ -57,6 +57,6 @@ def test_what_is_evicted_does_not_depend_on_how_fast_the_machine_is(shape: str) 
 
 @pytest.mark.parametrize(("shape", "dense"), REFUSED)
 def test_what_an_earlier_stage_lacks_is_refused(shape: str, *, dense: bool) -> None:
-    """VLLM offers states of answers with drafts to stages that have none."""
+    """VLLM offers states of answers with drafts to stages that do not have them."""
     with pytest.raises(UnsupportedError, match=r"prefix_cache_retention_interval=None .*; set it to 0$"):
         Trial(SHAPES[shape]._replace(dense=dense, failing=False), seed=3)

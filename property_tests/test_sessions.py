@@ -1,11 +1,12 @@
-"""The policy of sessions, whatever they do: a prefix goes from its end, and what is remembered is bounded."""
+"""In the policy of sessions a prefix is evicted from its end, and the policy's memory is bounded."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpipe.cache.catalog import Catalog, Chunk, Owner
+from kvpipe.cache.catalog import Catalog
+from kvpipe.cache.chunks import Chunk, Owner
 from kvpipe.cache.policy import Sessions
 from kvpipe.trace.log import Counters
 from property_tests.profiles import examples
@@ -14,14 +15,14 @@ SLOTS = 12
 TURNS = st.lists(
     st.tuples(st.integers(0, 4), st.integers(0, 9), st.integers(0, 6), st.floats(0, 1000)), min_size=1, max_size=60
 )
-"""Of a session: how many chunks of its last prompt the next one begins with, how many are new, seconds until it."""
+"""A turn: its session, the chunks kept of the session's last prompt, the new chunks, the seconds until the turn."""
 
 
 class World:
-    """A catalog of one cache group, and prompts that are over when the next one comes."""
+    """A catalog of one cache group. Each prompt's request has ended when the next prompt comes."""
 
     def __init__(self) -> None:
-        """Nothing is held."""
+        """Start with an empty catalog."""
         self.now_s, self.requests, self.gone = 0.0, 0, list[bytes]()
         self.policy = Sessions(SLOTS)
         self.catalog = Catalog(SLOTS, 1, self.policy, Counters(), clock=lambda: self.now_s)
@@ -32,7 +33,7 @@ class World:
         assert chunk.identity not in {one.before for one in self.catalog.index(0).values()}, "a head before its tail"
 
     def serve(self, keys: list[bytes]) -> int:
-        """Return how many chunks were held; save the others."""
+        """Serve a prompt: return the number of held chunks, and save the others."""
         self.requests += 1
         owner, held = Owner("r", self.requests), list[Chunk]()
         for key in keys:
@@ -69,7 +70,7 @@ def _serve(turns: list[tuple[int, int, int, float]]) -> World:
 @given(TURNS)
 @examples(200)
 def test_a_prefix_goes_from_its_end(turns: list[tuple[int, int, int, float]]) -> None:
-    """No chunk is evicted while one is held that follows it; what the policy remembers is bounded by its slots."""
+    """No chunk is evicted while a chunk that follows it is held. The policy's memory is bounded by its slots."""
     policy = _serve(turns).policy
     assert len(policy._known) <= 2 * SLOTS
     assert max(len(policy) + policy._held, len(policy._gone), len(policy._branches)) <= SLOTS
@@ -82,5 +83,5 @@ def test_a_prefix_goes_from_its_end(turns: list[tuple[int, int, int, float]]) ->
 @given(TURNS)
 @examples(50)
 def test_the_same_requests_evict_the_same(turns: list[tuple[int, int, int, float]]) -> None:
-    """Time comes from the catalog, and nothing is drawn."""
+    """Time comes from the catalog, and nothing is random."""
     assert _serve(turns).gone == _serve(turns).gone

@@ -1,7 +1,7 @@
-"""Tiers against a dictionary: any calls by two clients, side by side, cancelled, late and failing.
+"""Tiers are compared with a dictionary, under any concurrent calls of two clients that are cancelled, late or failing.
 
-A fault may cost a miss or an error. It never gives wrong bytes, never touches a buffer that was given back, and never
-makes a value disappear, for these stores have room.
+A fault may cost a miss or an error. It never gives wrong bytes, never writes to a buffer after the call has returned,
+and never makes a value disappear, because these stores have room.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from hypothesis import strategies as st
 from kvpipe.testing.buffers import aligned, content, filled, some_key
 from kvpipe.testing.faulty_tier import FaultyTier, TierFault, seeded
 from kvpipe.testing.tier_conformance import TierWorld
-from kvpipe.testing.tier_worlds import WORLDS
 from kvpipe.testing.waiting import WAIT_S
 from kvpipe.tiers.base import Capacity, Entry, Get, Key, Put, Read, Tier, TierError, Written
 from kvpipe.tiers.envelope import DamagedError, Sealer
 from property_tests.profiles import examples
+from tests.rigs.tier_worlds import WORLDS
 
 CHEAP = ("dict", "disk", "valkey")
 KEYS = 4
-BODY_BYTES = (4096, 3 * 4096)  # by a value's seed
+BODY_BYTES = (4096, 3 * 4096)  # chosen by a value's seed
 CLIENTS = 2
 HANG_S = 0.05
 FILLING = 0xA5
@@ -41,14 +41,14 @@ CHANCES = {
 }
 SEALER = Sealer()
 LATE = {"disk"}
-"""Kinds whose clients ask what they remember: what another client does is seen by `exists` some time later."""
+"""Kinds whose clients remember lookups, so that `exists` sees the calls of another client only after some time."""
 
 Held = bytes | None
-"""What may be under a key: a whole value, or nothing."""
+"""The possible content of a key: a whole value, or None."""
 
 
 class Step(NamedTuple):
-    """A call by a client. `cancel_s`: when it is cancelled; `fault`: what is to go wrong with it."""
+    """A call by a client. `cancel_s` is the time of its cancellation; `fault` is the fault that it meets."""
 
     what: str
     client: int
@@ -70,7 +70,7 @@ STEPS = st.builds(
 
 
 def one_owner(steps: list[Step]) -> bool:
-    """Whether each client is opened and closed only by one caller, who waits for it, and while no other uses it."""
+    """Return whether each `reopen` is the only step on its client in this round, and is not cancelled."""
     owned = [step for step in steps if step.what == "reopen"]
     users = [step.client for step in steps]
     return all(users.count(step.client) == 1 and step.cancel_s is None for step in owned)
@@ -80,10 +80,10 @@ ROUNDS = st.lists(st.lists(STEPS, min_size=1, max_size=3).filter(one_owner), min
 
 
 class Model:
-    """What may be in the store, in one namespace, and the buffers that were given back, which nobody may touch."""
+    """The possible values of each key in one namespace, and the returned buffers, which no call may write any more."""
 
     def __init__(self, namespace: str) -> None:
-        """Nothing is there."""
+        """Start with an empty namespace."""
         self.keys = [some_key(i, namespace=namespace) for i in range(KEYS)]
         self.values = {(key, seed): b"".join(self.whole(key, seed)) for key in range(KEYS) for seed in (0, 1)}
         self.may: list[set[Held]] = [{None} for _ in range(KEYS)]
@@ -95,17 +95,17 @@ class Model:
         return SEALER.seal(self.keys[key], 1, body)
 
     def take_back(self, parts: tuple[memoryview, ...]) -> None:
-        """Fill buffers that a call has returned, by whatever way."""
+        """Fill buffers that a call has returned, whether it has succeeded or not."""
         for part in parts:
             part[:] = bytes([FILLING]) * part.nbytes
         self.given_back += parts
 
     def untouched(self) -> bool:
-        """Whether all of them are as they were filled."""
+        """Whether all returned buffers are still as they were filled."""
         return all(bytes(part) == bytes([FILLING]) * part.nbytes for part in self.given_back)
 
     def widen(self, steps: list[Step]) -> None:
-        """Let everything be possible that calls side by side, or one that fails, can do."""
+        """Allow every result that concurrent or failing calls can have."""
         for key in range(KEYS):
             mine = [step for step in steps if key in step.keys]
             if any(step.what == "delete" for step in mine):
@@ -114,21 +114,24 @@ class Model:
                 self.may[key] |= {self.values[key, step.seed] for step in mine if step.what == "write"}
 
     def see(self, key: int, ends: set[Held], *, alone: bool) -> None:
-        """A call has seen one of `ends`: one of them must be possible; and if nobody else called, it is so now."""
+        """Record that a call has seen one of `ends`. One of them must be possible.
+
+        Without concurrent calls it is now certain.
+        """
         assert self.may[key] & ends, f"key {key}: it cannot be so"
         if alone:
             self.may[key] &= ends
 
     def there(self, key: int) -> set[Held]:
-        """Return what may be there under a key, but nothing."""
+        """Return the possible values under a key, without None."""
         return self.may[key] - {None}
 
 
 class Play:
-    """Clients of one world, and what they see."""
+    """The clients of one world, and the results that they see."""
 
     def __init__(self, world: TierWorld, namespace: str, seed: int) -> None:
-        """Make the clients, whose faults come from `seed`."""
+        """Make the clients. `seed` determines their faults."""
         self.model, self.alone = Model(namespace), True
         self.late = world.spec.kind in LATE
         self.before: list[Counter[TierFault]] = []
@@ -137,7 +140,7 @@ class Play:
         ]
 
     async def round(self, steps: list[Step]) -> None:
-        """Do `steps` side by side."""
+        """Run `steps` concurrently."""
         self.alone = len(steps) == 1
         self.before = [tier.struck.copy() for tier in self.tiers]
         wait_s = HANG_S if any(step.fault is TierFault.HANG for step in steps) else WAIT_S
@@ -154,7 +157,7 @@ class Play:
         self.model.see(key, ends, alone=self.alone)
 
     def _struck(self, fault: TierFault, step: Step) -> bool:
-        """Whether it may be this step that had a fault."""
+        """Whether this step may have met a fault."""
         return self.tiers[step.client].struck[fault] > self.before[step.client][fault]
 
     async def _step(self, step: Step, wait_s: float) -> None:
@@ -253,7 +256,7 @@ class Play:
 
 
 async def _clean(tier: Tier, model: Model) -> None:
-    """A client without faults finds all that must be there, whole."""
+    """Check that a client without faults finds all values that must exist, complete."""
     await tier.open()
     for i, key in enumerate(model.keys):
         ends: set[Held] = set()
@@ -271,7 +274,7 @@ async def _clean(tier: Tier, model: Model) -> None:
 
 @pytest.mark.parametrize("name", CHEAP)
 def test_a_tier_is_a_dictionary_that_may_fail(name: str, tmp_path: Path) -> None:
-    """Whatever is called and fails, what is read is what was written, and nothing that was written is lost."""
+    """Under any calls and faults, reads return the bytes that were written, and no written value is lost."""
     spaces = itertools.count()
 
     async def play(rounds: list[list[Step]], seed: int) -> None:
@@ -291,12 +294,12 @@ def test_a_tier_is_a_dictionary_that_may_fail(name: str, tmp_path: Path) -> None
     def games(rounds: list[list[Step]], seed: int) -> None:
         anyio.run(play, rounds, seed)
 
-    with WORLDS[name](tmp_path) as world:  # one for all games: some stores take long to make
+    with WORLDS[name](tmp_path) as world:  # one store for all examples, because some stores take long to make
         games()
 
 
 def test_the_same_seed_makes_the_same_faults() -> None:
-    """A plan is repeated by its seed, has every fault by its chance, and none that has no chance."""
+    """A seed repeats its faults. Each fault occurs with its probability, and never if that is 0."""
     draw = [[fault for fault, _ in zip(seeded(seed, CHANCES), range(2000), strict=False)] for seed in (1, 1, 2)]
     assert draw[0] == draw[1] != draw[2]
     assert {fault for fault in draw[0] if fault} == set(CHANCES)

@@ -9,15 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpipe.geometry import Geometry, Group, Layer
-from kvpipe.messages import Job, Kind
-from kvpipe.testing.pipeline_rig import Row, rows
+from kvpipe.protocol.geometry import Geometry, Group, Layer
+from kvpipe.protocol.messages import Job, Kind
 from kvpipe.testing.waiting import WAIT_S
 from kvpipe.transfer.base import CopyPlan, Direction, Run, Ticket
 from kvpipe.transfer.cpu import CpuEngine
 from kvpipe.transfer.pages import PageView, view_pages
 from kvpipe.transfer.pool import HostPool
 from property_tests.profiles import examples
+from tests.rigs.pipeline_rig import Row, rows
 
 BLOCKS, SLOTS = 9, 4
 ROWS = st.tuples(st.integers(0, 1), st.integers(0, 2), st.integers(0, 3), st.integers(0, 6))

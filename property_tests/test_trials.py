@@ -16,20 +16,20 @@ from kvpipe.cache import catalog
 from kvpipe.connectors.vllm.trial import reach
 from kvpipe.connectors.vllm.trial.invariants import Watched
 from kvpipe.connectors.vllm.trial.moves import ARGUMENTS, trial_moves
-from kvpipe.connectors.vllm.trial.nightly import SEEDS, run
-from kvpipe.connectors.vllm.trial.shapes import CONSUMER, PRODUCER, SHAPES
+from kvpipe.connectors.vllm.trial.nightly import SEEDS, run_moves
+from kvpipe.connectors.vllm.trial.shapes import CONSUMER, PRODUCER, SHAPES, Shape
 from kvpipe.connectors.vllm.trial.trial import MOVES, Move, Trial
 from kvpipe.connectors.vllm.trial.worlds import WORLDS, default_worlds, name_of, pairs, possible, shape_named, shape_of
 from property_tests.profiles import examples
-from property_tests.runs import REGRESSIONS, Runs
+from property_tests.runs import FIRST_SEEDS, REGRESSIONS, Runs
 
 STEPS_BEFORE_SHUTDOWN = 25
 SMALL_POOL_SLOTS = 6
-"""As many chunks as eight sequences fill for certain."""
+"""The number of slots that a few sequences certainly fill."""
 
 
 class Trials(RuleBasedStateMachine):
-    """One trial per example; a rule per move, added below."""
+    """One trial per example. There is one rule per move, added below."""
 
     trial: Trial
     watched: Watched
@@ -53,11 +53,11 @@ class Trials(RuleBasedStateMachine):
     @precondition(lambda self: self.trial.steps > STEPS_BEFORE_SHUTDOWN)
     @rule(place=st.sampled_from(*ARGUMENTS["shutdown"]))
     def shutdown(self, place: int) -> None:
-        """Stop in mid-flight."""
+        """Shut down while work is in flight."""
         self.make(("shutdown", place))
 
     def teardown(self) -> None:
-        """End everything and report which cells this example has reached."""
+        """End everything, and report the cells that this example has reached."""
         if not hasattr(self, "trial"):
             return
         if not self.trial.is_down and not self.watched.broken:
@@ -80,49 +80,60 @@ for _name in set(MOVES) - {"probe", "shutdown"}:
     setattr(Trials, _name, _rule_for(_name))
 
 TestTrials = Trials.TestCase
-TestTrials.settings = examples(200, 60)
+TestTrials.settings = examples(100, 60)
 
 
 @pytest.mark.parametrize("at", range(WORLDS))
 def test_every_invariant_holds_in_a_world(at: int) -> None:
-    """A world has one value of every axis of a configuration: combinations that no shape has."""
+    """A world has one value of every axis of a configuration, also combinations that no shape has."""
     world = default_worlds()[at]
-    ran = run(shape_of(world), at)
+    ran = run_moves(shape_of(world), at)
     assert ran.broken == [], f"{name_of(world)} {at}: {json.dumps(ran.made)}"
 
 
 def test_worlds_have_every_pair_of_settings() -> None:
-    """Each value of each axis is tried with each value of each other axis, but for those that conflict."""
+    """Each value of an axis is tried with each value of each other axis, except for conflicting values."""
     reached = {pair for world in default_worlds() for pair in pairs(world)}
     assert reached == possible()
 
 
 def test_a_world_is_built_from_its_name() -> None:
-    """So that a kept sequence needs nothing else."""
+    """The name is enough, so a kept sequence needs nothing else."""
     for world in default_worlds():
         assert shape_named(name_of(world)) == shape_of(world)
 
 
+def never_reached(shape: Shape, counters: Counter[str]) -> list[str]:
+    """Return what trials of `shape` should do at least once and have not done, by their `counters`."""
+    wanted = ["preempted"]
+    wanted += ["lookup_hit", "tokens_loaded"] if shape.role != PRODUCER else []
+    wanted += ["pieces_published"] if shape.role != CONSUMER else ["chunks_fetched"]
+    wanted += ["evicted"] if shape.pool_slots <= SMALL_POOL_SLOTS else []
+    return [what for what in wanted if not counters[what]]
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_seeds(shape: str, runs: Runs) -> None:
-    """Under weighted random moves every invariant holds, and the moves do what they are for."""
+    """Under weighted random moves every invariant holds, and the moves do what they are for.
+
+    If the first seeds do not reach all that is wanted, more seeds follow.
+    """
     counters: Counter[str] = Counter()
     for seed in SEEDS:
+        if seed not in FIRST_SEEDS and not never_reached(SHAPES[shape], counters):
+            break
         ran = runs.of_seed(shape, seed)
         assert ran.broken == [], f"{shape} {seed}: {json.dumps(ran.made)}"
         counters += ran.counters
+    assert never_reached(SHAPES[shape], counters) == []
     role = SHAPES[shape].role
-    loads, saves = ("lookup_hit", "tokens_loaded"), ("pieces_published",)
-    for what in ("preempted", *(loads if role != PRODUCER else ()), *(saves if role != CONSUMER else ())):
-        assert counters[what], f"never reached: {what}"
-    assert not any(counters[what] for what in (loads if role == PRODUCER else saves if role == CONSUMER else ()))
-    assert counters["chunks_fetched"] or role != CONSUMER, "never reached: what a producer has stored"
-    assert counters["evicted"] or SHAPES[shape].pool_slots > SMALL_POOL_SLOTS, "never reached: evicted"
+    refused = ("lookup_hit", "tokens_loaded") if role == PRODUCER else ("pieces_published",) if role == CONSUMER else ()
+    assert not any(counters[what] for what in refused)
 
 
 @pytest.mark.parametrize("path", REGRESSIONS, ids=lambda path: path.stem)
 def test_regression(path: Path, runs: Runs) -> None:
-    """A sequence that once broke an invariant, or leads to a rare cell, holds them all."""
+    """A sequence that once broke an invariant, or that reaches a rare cell, breaks no invariant."""
     kept = json.loads(path.read_text(encoding="utf-8"))
     ran = runs.of_sequence(path)
     assert ran.broken == [], kept["sentence"]
@@ -131,17 +142,21 @@ def test_regression(path: Path, runs: Runs) -> None:
 
 @pytest.mark.parametrize("shape", ["async-load", "two-tiers", "states", "hints", "operators", "quotas"])
 def test_what_a_reset_leaves_behind_is_never_served(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks that are taken apart one by one, long after the reset; each invariant holds as ever."""
+    """A reset drops all chunks at once, and their entries are removed one by one long afterwards.
+
+    Meanwhile every invariant holds.
+    """
     monkeypatch.setattr(catalog, "SWEEP_SLOTS", 1)
     for seed in SEEDS[:3]:
-        ran = run(SHAPES[shape]._replace(events=False), seed)
+        ran = run_moves(SHAPES[shape]._replace(events=False), seed)
         assert ran.broken == [], f"{shape} {seed}: {json.dumps(ran.made)}"
 
 
 def test_hints_come(runs: Runs) -> None:
-    """Good and bad ones, with requests of the shape that has them, and of no other."""
+    """Good and bad hints come with requests of the shape with hints, and of no other shape."""
     hinted, plain = (
-        sum((runs.of_seed(shape, seed).counters for seed in SEEDS), Counter[str]()) for shape in ("hints", "async-load")
+        sum((runs.of_seed(shape, seed).counters for seed in FIRST_SEEDS), Counter[str]())
+        for shape in ("hints", "async-load")
     )
     for what in ("ignored", "applied.retain", "applied.demote", "applied.resume"):
         assert hinted[f"hints_{what}"], f"never reached: {what}"
@@ -149,7 +164,7 @@ def test_hints_come(runs: Runs) -> None:
 
 
 def test_a_sequence_has_one_outcome() -> None:
-    """Nothing depends on when a thread is scheduled: what is found can be found again."""
+    """The outcome does not depend on when threads are scheduled, so a finding can be reproduced."""
 
     def outcome(shape: str, moves: list[Move]) -> list[tuple[object, ...]]:
         steps: list[tuple[object, ...]] = []

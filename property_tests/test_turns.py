@@ -1,4 +1,7 @@
-"""Two threads, an engine's and an operator's, switched at any bytecode: never both at the catalog, no order lost."""
+"""An engine's and an operator's thread are switched at any bytecode.
+
+Only one uses the catalog, and no order is lost.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpipe.scheduler import orders as orders_module
-from kvpipe.scheduler.orders import SLICE_PARTS_MAX, Orders, Work
+from kvpipe.features import orders as orders_module
+from kvpipe.features.orders import SLICE_PARTS_MAX, Orders, Work
 from kvpipe.trace.log import Counters
 from property_tests.profiles import examples
 
@@ -22,10 +25,10 @@ _FILES = {orders_module.__file__, __file__}
 
 
 class Lockstep:
-    """Threads of which one runs at a time, as far as these count: a bytecode of `_FILES` is one move."""
+    """Threads of which one runs at a time. A bytecode in `_FILES` is one move."""
 
     def __init__(self, *programs: Callable[[], None]) -> None:
-        """None has begun."""
+        """Start without running threads."""
         self._go = [threading.Semaphore(0) for _ in programs]
         self._back = threading.Semaphore(0)
         self._ids: dict[int, int] = {}
@@ -38,7 +41,7 @@ class Lockstep:
 
     @property
     def me(self) -> int:
-        """Which of the programs asks."""
+        """Return the program of the calling thread."""
         return self._ids[threading.get_ident()]
 
     def _run(self, index: int, program: Callable[[], None]) -> None:
@@ -63,13 +66,13 @@ class Lockstep:
         return self._traced
 
     def point(self) -> None:
-        """Let the other go on, if it is to."""
+        """Let the other thread continue, if it is its turn."""
         index = self.me
         self._back.release()
         self._go[index].acquire()
 
     def move(self, index: int) -> bool:
-        """Let a program do one bytecode. False: it has ended, or waits for another."""
+        """Let a program run one bytecode. False: it has ended, or waits for the other program."""
         waits = self.waits[index]
         if not self.alive[index] or (waits is not None and waits()):
             return False
@@ -78,7 +81,7 @@ class Lockstep:
         return True
 
     def run(self, runs: list[int]) -> None:
-        """Run everything to its end, by turns of so many moves, again and again. AssertionError: all wait."""
+        """Run all programs to their end, by turns of `moves` moves, repeated. AssertionError: all programs wait."""
         for turn, count in enumerate(itertools.cycle(runs)):
             moved = [self.move(turn % 2) for _ in range(count)]
             if not any(self.alive):
@@ -94,12 +97,12 @@ class SteppedLock:
     """A lock of programs in lockstep."""
 
     def __init__(self) -> None:
-        """The engine has it. `passed_over`: how often others got it while the engine waited."""
+        """The engine has the lock. `passed_over` counts how often others got it while the engine waited."""
         self.taken, self.steps = True, Lockstep()
         self.borrowed = self.passed_over = 0
 
     def acquire(self, blocking: bool = True) -> bool:  # noqa: FBT001, FBT002
-        """As `threading.Lock.acquire`."""
+        """Do the same as `threading.Lock.acquire`."""
         if self.taken and blocking:
             me, before = self.steps.me, self.borrowed
             self.steps.waits[me] = lambda: self.taken
@@ -113,18 +116,19 @@ class SteppedLock:
         return True
 
     def release(self) -> None:
-        """As `threading.Lock.release`."""
+        """Do the same as `threading.Lock.release`."""
         assert self.taken
         self.taken = False
 
 
 class Tried:
-    """An engine's thread that makes calls and idles between them, and an operator's that orders."""
+    """An engine's thread, which makes calls and is idle between them, and an operator's thread, which gives orders."""
 
     def __init__(self, calls: list[str], ordered: int) -> None:
-        """`calls`: `step` carries out orders, `idle` reports that there is nothing to do, others are any.
+        """`calls` are the engine's calls.
 
-        `reset` may come when it has reported it already, and waits for requests then.
+        `step` carries out orders, and `idle` reports that there is nothing to do. `reset` may come after that report,
+        and then waits for requests.
         """
         self.orders = Orders(Counters())
         self.orders.slice_s_max = float("inf")
@@ -138,7 +142,7 @@ class Tried:
         self.steps = self.lock.steps = Lockstep(self._engine, self._operator)
 
     def _touch(self, what: Callable[[], object]) -> None:
-        """Be at the catalog for several bytecodes."""
+        """Use the catalog for several bytecodes."""
         self.overlaps += bool(self.inside)
         self.inside.append(self.steps.me)
         what()
@@ -164,7 +168,7 @@ class Tried:
 
     def _operator(self) -> None:
         for index in range(self.ordered):
-            order = self.orders.put(lambda index=index: self._work(index))  # type: ignore[misc]
+            order = self.orders.queue_change(lambda index=index: self._work(index))  # type: ignore[misc]
             self.given.append(order)
             for _ in range(3):
                 if self.orders.turns.borrow():
@@ -185,7 +189,7 @@ class Tried:
 )
 @examples(200)
 def test_one_at_a_time_and_each_order_once(calls: list[str], ordered: int, runs: list[int]) -> None:
-    """Wherever they are switched."""
+    """This holds wherever the threads are switched."""
     tried = Tried(calls, ordered)
     tried.steps.run(runs)
     assert tried.steps.errors == []
@@ -195,7 +199,7 @@ def test_one_at_a_time_and_each_order_once(calls: list[str], ordered: int, runs:
     for index, order in enumerate(tried.given):
         assert order.over
         if order.refused:
-            assert order.refused == "the engine ends"
+            assert order.refused == "the engine is shutting down"
             assert tried.done[index] == list(range(len(tried.done[index])))
         else:
             assert (order.result, tried.done[index]) == (index, list(range(PARTS)))
@@ -203,7 +207,7 @@ def test_one_at_a_time_and_each_order_once(calls: list[str], ordered: int, runs:
 
 
 def test_a_slice_is_bounded() -> None:
-    """By its parts, and by the clock, which is looked at after each."""
+    """A slice ends after `SLICE_PARTS_MAX` parts, or after the first part that ends later than `slice_s_max`."""
     orders, done = Orders(Counters()), list[int]()
 
     def work() -> Work:
@@ -212,7 +216,7 @@ def test_a_slice_is_bounded() -> None:
             yield
 
     orders.slice_s_max = float("inf")
-    orders.put(work)
+    orders.queue_change(work)
     orders.carry_out()
     assert len(done) == SLICE_PARTS_MAX
     orders.slice_s_max = 0

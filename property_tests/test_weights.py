@@ -1,4 +1,4 @@
-"""Weights that change in the middle of everything: nobody reads, and nothing keeps, what others have computed."""
+"""Weights change at any time: no request reads KV that other weights have computed, and no chunk keeps it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from collections.abc import Iterator
 import pytest
 
 from kvpipe.connectors.vllm.trial.moves import trial_moves
-from kvpipe.connectors.vllm.trial.nightly import run
+from kvpipe.connectors.vllm.trial.nightly import run_moves
 from kvpipe.connectors.vllm.trial.shapes import SHAPES
 from kvpipe.connectors.vllm.trial.trial import Move
 
-SEEDS = range(4)
+SEEDS = range(2)
+WANTED = ("weights_changed", "weights_unchanged")
 EVERY = 40
-"""So many moves lie between two changes, about."""
+"""The mean number of moves between two changes."""
 
 
 def _moves(name: str, seed: int) -> Iterator[Move]:
@@ -29,11 +30,15 @@ def _moves(name: str, seed: int) -> Iterator[Move]:
 
 @pytest.mark.parametrize("name", sorted(name for name, shape in SHAPES.items() if shape.ranks))
 def test_weights_change(name: str) -> None:
-    """Every invariant holds while weights change, come back, and only might have changed."""
+    """Weights change, change back, or may have changed.
+
+    If the first seed has not caused both a change and a doubt, a second seed follows.
+    """
     counters: Counter[str] = Counter()
     for seed in SEEDS:
-        ran = run(SHAPES[name], seed, list(_moves(name, seed)))
+        ran = run_moves(SHAPES[name], seed, list(_moves(name, seed)))
         assert ran.broken == [], f"{name} {seed}: {json.dumps(ran.made)}"
         counters += ran.counters
-    for what in ("weights_changed", "weights_unchanged"):
-        assert counters[what], f"never reached: {what}"
+        if all(map(counters.get, WANTED)):
+            break
+    assert [what for what in WANTED if not counters[what]] == []
