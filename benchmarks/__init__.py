@@ -1,1 +1,1 @@
-"""The benchmarks: medians, beside a baseline in the same run. `python -m benchmarks [NAME...]`."""
+"""The benchmarks. Most compare a median with a baseline of the same run. Run `python -m benchmarks [NAME...]`."""

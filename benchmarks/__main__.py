@@ -1,4 +1,7 @@
-"""Run the benchmarks: `python -m benchmarks [NAME …]`: `PARTS`, or agents, chunks, prefill_decode, ranges, traces."""
+"""Runs the benchmarks: `python -m benchmarks [NAME …]`. Without a name, all `PARTS` run.
+
+A name is one of `PARTS`, or agents, chunks, node_pool, prefill_decode, ranges or traces.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,17 @@ from benchmarks.replay import __main__ as replay
 from benchmarks.report import show
 
 PARTS = [
-    "host", "calls", "catalog", "throughput", "turns", "warm", "hybrids", "pressure", "admission", "fuzz", "trace",
-    "timeline", "tiers", "layouts", "tier_disk", "tier_redis", "tier_s3", "tier_mooncake",
+    "host", "steps", "decode", "calls", "catalog", "numerics", "units", "throughput", "turns",
+    "warm", "hybrids", "pressure", "admission", "fuzz", "trace",
+    "timeline", "tiers", "layouts", "whole_blocks", "tier_disk", "tier_redis", "tier_s3", "tier_mooncake",
 ]  # fmt: skip
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 
 
 def main(names: list[str]) -> int:
-    """Each part prints its table and writes `docs/results/NAME.json`."""
+    """Run the named benchmarks. Each benchmark prints its table and writes `docs/results/NAME.json`."""
     for name in names or PARTS:
-        if len(names) != 1:  # each in a process of its own: they bind threads and leave memory behind
+        if len(names) != 1:  # a process for each, because benchmarks bind threads and do not release all memory
             subprocess.run([sys.executable, "-m", "benchmarks", name], check=True)  # noqa: S603
             continue
         if name == "traces":
@@ -29,7 +33,7 @@ def main(names: list[str]) -> int:
             return importlib.import_module("benchmarks.agents").main()
         module = importlib.import_module(f"benchmarks.{name}")
         figures = module.run()
-        if figures:  # else its baseline is missing, as it has said
+        if figures:  # without figures, the benchmark has reported that its baseline is missing
             show(f"{name} benchmarks", figures, RESULTS / f"{name}.json")
     return 0
 

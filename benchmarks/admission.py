@@ -1,6 +1,7 @@
-"""Which recurrent states to keep: sessions of coding agents replayed against the catalog, with the geometry of hybrids.
+"""Compares rules for keeping recurrent states: sessions of coding agents replayed against hybrids' catalogs.
 
-Time is that of the trace; nothing is computed or copied. A prompt's attention is saved whole, in units of 512 tokens.
+Time is the trace's time. Nothing is computed or copied. The attention KV of a prompt is saved in whole units of 512
+tokens.
 """
 
 from __future__ import annotations
@@ -15,23 +16,24 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from benchmarks.report import Figure
-from kvpipe.cache.catalog import Catalog, Chunk, Owner
+from kvpipe.cache.catalog import Catalog
+from kvpipe.cache.chunks import Chunk, Owner
 from kvpipe.cache.policy.lru import Lru
 from kvpipe.cache.prefixes import Prefixes
-from kvpipe.geometry import Geometry, Group, Layer
+from kvpipe.protocol.geometry import Geometry, Group, Layer
 from kvpipe.trace.log import Counters
 
 TRACE = Path(__file__).parent / "traces" / "coding-agent.jsonl.gz"
 UNIT, BLOCK = 512, 64
 SESSIONS, HOURS, TOKENS_MAX = 30, 1, 131_072
 HYBRIDS = {"Granite 4 (4 of 40 layers attend)": (9, 8 << 20), "Qwen3-Next (12 of 48)": (3, 12 << 20)}
-"""How many blocks the states of one boundary take, and bytes per block."""
+"""For each model: the number of blocks that the states of one boundary take, and the bytes of a block."""
 CAPACITIES_GIB = (8, 24)
 LEAST = 0.75
 
 
 class Prompt(NamedTuple):
-    """One request: its tokens, a key per unit of its prefix, and how many units it shares with an earlier one."""
+    """One request: its tokens, a key per unit of its prompt, and the number of units shared with an earlier prompt."""
 
     at_ms: float
     tokens: int
@@ -40,7 +42,7 @@ class Prompt(NamedTuple):
 
 
 def prompts() -> list[Prompt]:
-    """Return the prompts of sessions that start at random within some hours, in the order of their arrival."""
+    """Return the prompts of sessions with random starts within `HOURS` hours, in the order of arrival."""
     draw, out = random.Random(0), list[Prompt]()
     sessions = [json.loads(line) for line in gzip.decompress(TRACE.read_bytes()).splitlines()]
     for number, session in enumerate(draw.sample(sessions, SESSIONS)):
@@ -59,11 +61,11 @@ def prompts() -> list[Prompt]:
 
 
 Policy = Callable[[Prompt, int], set[int]]
-"""Of a prompt and the units of its hit: after which units states are kept."""
+"""A rule that returns the unit boundaries at which states are kept, given a prompt and the units of its hit."""
 
 
 def last(prompt: Prompt) -> int:
-    """Return the last boundary of a prompt whose state may be of use."""
+    """Return the last unit boundary of a prompt at which a later hit may end."""
     return (prompt.tokens - 1) // UNIT
 
 
@@ -76,10 +78,10 @@ POLICIES: dict[str, Policy] = {
 
 
 class Replay:
-    """A catalog for one hybrid, of so many states' groups; without any it is a model of attention alone."""
+    """A replay against the catalog of one hybrid model. Without groups of states, the model has attention alone."""
 
     def __init__(self, groups: int, block_bytes: int, pool_bytes: int) -> None:
-        """Empty."""
+        """Make an empty catalog. `groups`: the number of groups of states."""
         layers = (Layer("l", block_bytes),)
         kinds = Group(layers, UNIT), *(Group(layers, UNIT, state=True) for _ in range(groups))
         self.geometry = Geometry(kinds, UNIT, pool_bytes)
@@ -90,7 +92,7 @@ class Replay:
         self.hit = self.asked = self.stored = self.prompts = 0
 
     def serve(self, prompt: Prompt, keep: Policy) -> None:
-        """Look up, load, save, end."""
+        """Serve one request: look up, load and save its chunks, and release the leases. `keep`: the rule for states."""
         request = _request(prompt)
         units = self.prefixes.longest(request)
         self.prompts += 1
@@ -123,10 +125,13 @@ class Replay:
 
 
 class SupersededFirst(Replay):
-    """The state that a hit ended at goes first when the prompt has saved a later one. Not what kvpipe does."""
+    """A replay in which a hit's state is evicted first if the prompt has saved a later state.
+
+    kvpipe does not do this. The replay is for comparison.
+    """
 
     def serve(self, prompt: Prompt, keep: Policy) -> None:
-        """As above."""
+        """See `Replay.serve`."""
         hit = self.prefixes.longest(_request(prompt))
         super().serve(prompt, keep)
         for group in self.geometry.states if 0 < hit < last(prompt) else ():
@@ -137,7 +142,7 @@ class SupersededFirst(Replay):
 
 
 def run() -> list[Figure]:
-    """Hit tokens of each policy, as a share of those of a model with attention alone and the same blocks."""
+    """Return the hit tokens of each rule, relative to a model with attention alone and blocks of the same size."""
     arrived, out = prompts(), []
     for model, (groups, block_bytes) in HYBRIDS.items():
         for gib in CAPACITIES_GIB:
@@ -149,7 +154,7 @@ def run() -> list[Figure]:
                     f"{one.hit / one.asked:.1%} of all tokens hit, {one.stored / one.prompts / 1e6:.0f} MB stored per "
                     f"prompt; attention alone: {whole.hit / whole.asked:.1%}"
                 )
-                now = kind is Replay and name == NOW  # others are there for comparison
+                now = kind is Replay and name == NOW  # all others are for comparison
                 title = f"{model}, {gib} GiB: {name}" + ("" if kind is Replay else ", superseded ones first to go")
                 out.append(
                     Figure(title, one.hit / whole.hit, LEAST if now else 0, "of attention", beside, at_least=True)

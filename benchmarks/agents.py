@@ -1,13 +1,15 @@
-"""On a real engine: how many coding agents it serves before their first tokens come late.
+"""Measures on a real engine how many coding agents it serves before their first tokens come late.
 
-Sessions of the recorded trace, `SCALE` times shorter. Their pauses are shorter by what this machine takes to compute a
-prompt, against what the trace's took on four H100 (`benchmarks/replay/model.py`): computing, pausing and the room for
-KV keep their proportions. Users are added until the 95th percentile of the time to the first token passes a limit.
+The agents run the sessions of the recorded trace, with prompts that are `SCALE` times shorter. This machine computes
+such a prompt faster than the cost model's four H100 (`benchmarks/replay/model.py`) compute the original prompt. Pauses
+are shorter by the same factor. So computing, pausing and the room for KV keep their proportions. Users are added until
+the 95th percentile of the time to the first token exceeds a limit.
 
-Of kvpipe there are two: with a pool alone, and with a disk behind it. Everything is measured with two sizes of the
-device (`ROOMS`). `python -m benchmarks.agents ENGINE=USERS,USERS …` tries these numbers of users with these engines.
+kvpipe is measured twice: with a pool alone, and with a disk as a tier below the pool. All engines are measured with two
+sizes of the device (`ROOMS`). `python -m benchmarks.agents ENGINE=USERS,USERS …` tries these numbers of users with
+these engines.
 
-Time is this process's, but for the time in which nobody waits for anything, which is skipped.
+Times are those of this process's clock. The benchmark skips the time in which no request is in the engine.
 """
 
 from __future__ import annotations
@@ -34,37 +36,42 @@ from benchmarks.replay.model import Model
 from benchmarks.replay.workload import lines
 from benchmarks.report import Figure, show
 from benchmarks.warm import bind_cores, prompt, ttft
-from kvpipe.connectors.vllm.trial.engine import Engine
-from kvpipe.testing.models import VOCAB, make_model
+from kvpipe.connectors.vllm.tiny.engine import Engine
+from kvpipe.connectors.vllm.tiny.models import VOCAB, make_model
 
 RESULTS: Final = Path(__file__).parents[1] / "docs" / "results" / "agents.json"
 SCALE: Final = 32
 TOKENS_MAX: Final = 131_072 // SCALE
 BLOCK: Final = 32
 ROOMS: Final = {"": Model().device_tokens // SCALE, ", large device": 2_000_000 // SCALE}
-"""Tokens that the device holds: 105 GB of the model's KV, or the 262 GB that four H100 have for it beside 16 GB of
-weights where vLLM takes 0.9 of their memory, less a tenth of a GPU's for activations each. Of typical prompts that is
-room for 7, and for 18."""
+"""The numbers of tokens that the device holds, by the suffix of an engine's name. The first is 105 GB of the model's
+KV, room for 7 typical prompts. The second is 262 GB, room for 18. That is 0.9 of the memory of four H100, less 16 GB of
+weights, and less a tenth of each GPU's memory for activations."""
 POOL_TOKENS: Final = 8 * ROOMS[""]
-"""What kvpipe has: 840 GB of a node's memory."""
+"""The size of kvpipe's pool in tokens. It corresponds to 840 GB of a node's memory."""
 ALL_TOKENS: Final = 24 * ROOMS[""]
-"""More than any run needs. Far more would be slower: what was never written is not in memory yet."""
+"""Tokens of a cache for all KV of a run. A much larger cache is slower, because first writes to memory are slow."""
 TYPICAL: Final = 110_000
 TTFT_S_MAX: Final = 5.0
-"""Of the trace's own time: a typical prompt, of so many tokens, is computed in 3.1."""
+"""The limit on the time to the first token, in seconds of the trace's own time. In that time, a typical prompt of
+`TYPICAL` tokens is computed in 3.1 s."""
 USERS_FIRST, MANY, USERS_MAX = 4, 64, 1024
 FINER: Final = 10
-"""Numbers of users are tried until this share, one tenth, is between what is in time and what is late."""
+"""The search ends when the numbers of users in time and too late differ by at most one tenth (1 / `FINER`)."""
 APART = 2
-"""Users begin so many times a typical prompt's computing apart: nothing of their sessions is held yet."""
+"""The time between the starts of two users, in multiples of the time that a typical prompt takes to compute. Users
+start apart, because no KV of their sessions is cached yet."""
 SETTLED, MEASURED, MEASURED_S = 8, 1200, 120
-"""Requests per user that are not counted, from when each user's first one is over; requests that are counted then, and
-how long that may take. Nor is counted what waits for the cold beginning: until no request waits to be admitted, or,
-where that never comes, as many requests again."""
+"""After the first request of each user has ended, `SETTLED` requests per user are not counted. If requests still wait
+to be admitted then, up to as many more are not counted. `MEASURED` requests are counted, in at most `MEASURED_S`
+seconds."""
 
 
 class Turn(NamedTuple):
-    """One request of a session: `pause_s` after the one before came; `shared` tokens of turn `parent` begin it."""
+    """One request of a session. It arrives `pause_s` seconds after the arrival of the request before.
+
+    The prompt begins with the first `shared` tokens of the prompt of turn `parent`.
+    """
 
     pause_s: float
     tokens: int
@@ -74,7 +81,7 @@ class Turn(NamedTuple):
 
 
 def sessions(seed: int, faster: float) -> Iterator[list[Turn]]:
-    """Yield the trace's sessions, in random order, over and over. `faster`: what pauses are divided by."""
+    """Yield the trace's sessions in random order, without end. Pauses are divided by `faster`."""
     draw, known = random.Random(seed), [one["requests"] for one in lines("coding-agent")]
     while True:
         for requests in draw.sample(known, len(known)):
@@ -88,10 +95,10 @@ def sessions(seed: int, faster: float) -> Iterator[list[Turn]]:
 
 
 class User:
-    """Goes through sessions, from somewhere in the first one on."""
+    """A user who runs one session after the other. The first session begins at a random turn."""
 
     def __init__(self, number: int, faster: float) -> None:
-        """`number` is its seed: every engine gets the same users."""
+        """`number` is the user's seed, so that every engine serves the same users."""
         self._draw, self._sessions = random.Random(number), sessions(number, faster)
         self._begin()
         self._at = self._draw.randrange(len(self._turns))
@@ -101,7 +108,7 @@ class User:
         self._prompts: dict[int, list[int]] = {}
 
     def next(self) -> tuple[Turn, list[int]]:
-        """Return the next request, and its prompt: tokens of an earlier one, and new ones."""
+        """Return the next request and its prompt. The prompt has tokens of an earlier prompt, then new tokens."""
         while self._at == len(self._turns) or self._turns[self._at].tokens > TOKENS_MAX:
             self._at += 1
             if self._at >= len(self._turns):
@@ -110,7 +117,7 @@ class User:
         return turn, self._prompt(self._at)
 
     def done(self) -> None:
-        """The request is over."""
+        """Continue with the turn after the finished request."""
         self._at += 1
 
     def _prompt(self, at: int) -> list[int]:
@@ -124,23 +131,26 @@ class User:
 
 
 class Clock:
-    """This process's clock, with what is skipped."""
+    """This process's clock, plus the skipped time."""
 
     def __init__(self) -> None:
-        """At 0."""
+        """Start the clock at 0 s."""
         self._skipped_s = -time.perf_counter()
 
     def now_s(self) -> float:
-        """Return the time."""
+        """Return the time in seconds."""
         return time.perf_counter() + self._skipped_s
 
     def skip_to(self, at_s: float) -> None:
-        """Let nobody wait until `at_s`."""
+        """Skip the time until `at_s`."""
         self._skipped_s += max(0.0, at_s - self.now_s())
 
 
 class Tried(NamedTuple):
-    """What so many users got: requests per second, and at the median and the 95th percentile the first token."""
+    """The result with `users` users. `per_s`: requests per second.
+
+    `ttft_s` and `late_s`: the median and the 95th percentile of the time to the first token, in seconds.
+    """
 
     users: int
     per_s: float
@@ -149,20 +159,20 @@ class Tried(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What was tried in each engine, and the limit on `late_s`."""
+    """The results of each engine, and the limit on `late_s`."""
 
     limit_s: float
     tried: dict[str, list[Tried]]
 
     def most(self, name: str) -> Tried:
-        """Return what the most users got of whom few were late."""
+        """Return the result with the most users whose `late_s` is within the limit."""
         in_time = [one for one in self.tried[name] if one.late_s <= self.limit_s]
         return max(in_time, default=Tried(0, 0.0, 0.0, 0.0))
 
 
 @dataclass
 class Served:
-    """What users got."""
+    """The times to the first token that were measured, in seconds, in a run of `seconds`."""
 
     ttft_s: list[float] = field(default_factory=list)
     seconds: float = 0.0
@@ -179,7 +189,7 @@ class Served:
 
 
 def serve(engine: Engine, users: int, faster: float) -> Served:
-    """Serve users, who come one after the other, until enough is counted."""
+    """Serve `users` users, who start one after the other, until enough requests are counted."""
     clock, served = Clock(), Served()
     all_users = [User(number, faster) for number in range(users)]
     due = [(number * APART * Model().prefill_s(0, TYPICAL) / faster, number) for number in range(users)]
@@ -213,7 +223,7 @@ def serve(engine: Engine, users: int, faster: float) -> Served:
 
 
 def _decoding_s(output: Any) -> float:
-    """Return how long ago its first token came."""
+    """Return the seconds from a request's first token to its last."""
     times = output.metrics
     return float(times.last_token_ts - times.first_token_ts)
 
@@ -228,7 +238,7 @@ def _engine(tokens: int, *, own: bool, kvpipe: dict[str, str] | None) -> Engine:
 
 
 TOKEN_BYTES: Final = 4096
-"""Of KV: K and V of 4 layers, of 2 heads of 64 elements of 4 bytes each."""
+"""Bytes of a token's KV. K and V of each of 4 layers have 2 heads of 64 elements of 4 bytes."""
 POOL: Final = {"pool_bytes_max": str(POOL_TOKENS * TOKEN_BYTES)}
 VLLM, OURS, DISK, ALL = "vLLM's prefix cache", "kvpipe", "kvpipe with a disk", "a cache that holds all"
 _KINDS: Final[dict[str, dict[str, Any]]] = {
@@ -243,10 +253,12 @@ ENGINES: Final[dict[str, dict[str, Any]]] = {
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Measure engines; print the table, write `docs/results/agents.json`, and a picture of it. `arguments`: `--help`.
+    """Measure engines, print the table, and write `docs/results/agents.json` and its picture.
+
+    `arguments`: of the command line, see `--help`.
 
     Raises:
-        SystemExit: an argument is no engine, or its users are no numbers; standard error says which.
+        SystemExit: an argument names no engine, or its users are not numbers. Standard error shows the argument.
 
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.agents", description=__doc__.partition("\n")[0])
@@ -278,9 +290,10 @@ def main(arguments: Sequence[str] = ()) -> int:
 
 
 def run(chosen: Mapping[str, Sequence[int]]) -> Found:
-    """Return how late first tokens came in each engine, for numbers of users around the most that are in time.
+    """Return the times to the first token of each engine, for numbers of users around the most that are in time.
 
-    `chosen`: those of `ENGINES` that are to be measured, none: all; with these numbers, none: they are searched.
+    `chosen`: numbers of users by names of `ENGINES`. If `chosen` is empty, all engines are measured. If an engine has
+    no numbers, they are searched.
     """
     bind_cores()
     engine = _engine(**ENGINES["no cache"])
@@ -302,7 +315,10 @@ def run(chosen: Mapping[str, Sequence[int]]) -> Found:
 
 @dataclass
 class Search:
-    """Which numbers of users to try: `first`, more until some are late, then numbers between; or those `given`."""
+    """The search for the most users in time. If `given` is not empty, exactly these numbers of users are tried.
+
+    Otherwise the search begins with `first` users, adds users until they are late, and then halves the interval.
+    """
 
     limit_s: float
     first: int
@@ -310,7 +326,7 @@ class Search:
     tried: list[Tried] = field(default_factory=list)
 
     def next(self) -> int:
-        """Return how many users are to be tried, or 0: it is over."""
+        """Return the number of users to try next, or 0 if the search is over."""
         if self.given:
             return self.given[len(self.tried)] if len(self.tried) < len(self.given) else 0
         low = max((one.users for one in self.tried if one.late_s <= self.limit_s), default=0)
@@ -322,7 +338,7 @@ class Search:
 
 
 def _try(name: str, options: dict[str, Any], faster: float, search: Search) -> None:
-    """Let an engine serve the numbers of users that are searched for."""
+    """Let an engine serve the numbers of users that `search` yields, and add the results to `search`."""
     engine = _engine(**options)
     while users := search.next():
         engine.llm.reset_prefix_cache(reset_connector=bool(options["kvpipe"]))

@@ -1,8 +1,9 @@
-"""What vLLM's calls cost now, beside what they cost at commit `BEFORE`: both trees on this machine, in turns.
+"""Compares the cost of vLLM's calls into kvpipe with their cost at commit `BEFORE`, on the same machine.
 
-`python -m benchmarks calls`. Each tree has two processes, and all take turns in short rounds, as the machine's speed
-changes meanwhile. A figure is the least of its tree. `BEFORE` is the last commit before the scheduler's and the
-worker's side became rooms of their own (decision 17). Without it in the repository's history nothing is measured.
+`python -m benchmarks calls`. Each of the two source trees runs in two processes. The processes take turns in short
+rounds, because the machine's speed varies. A figure is the least time of its tree. `BEFORE` is the last commit before
+the scheduler side and the worker side became packages of their own (decision 17). If `BEFORE` is not in the
+repository's history, nothing is measured.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ REPEATS: Final = 10
 RATIO_MAX: Final = 1.03
 LAYERS: Final = 32
 SLOTS: Final = 16384
-"""Of a pool that is as large as many are: its mappings are plain in both trees (decision 30)."""
+"""The number of slots of a common pool. Both trees use plain dicts for pools of this size (decision 30)."""
 TOKENS: Final = 1000
 MANY: Final = range(64)
 LONG: Final = 131_072
@@ -43,7 +44,7 @@ _TREE: Final = Path(__file__).parents[1]
 
 
 def run() -> list[Figure]:
-    """Return each call's ratio, now to `BEFORE`; nothing if that is not there."""
+    """Return the ratio of each call's time to its time at `BEFORE`. The list is empty if `BEFORE` is missing."""
     with TemporaryDirectory(prefix="kvpipe-before-") as folder:
         before = Path(folder) / "tree"
         if not _git("worktree", "add", "--detach", str(before), BEFORE):
@@ -66,7 +67,7 @@ def _git(*arguments: str) -> bool:
 
 
 def _least(trees: Sequence[Path]) -> list[dict[str, float]]:
-    """Return what each call took in each tree, in microseconds: the least of all rounds."""
+    """Return for each tree the least time of each call over all rounds, in microseconds."""
     least: list[dict[str, float]] = [{} for _ in trees]
     with ExitStack() as stack:
         started = [
@@ -102,11 +103,11 @@ def _start(tree: Path) -> subprocess.Popen[str]:
 
 
 def main() -> None:
-    """For each line of standard input, a round's number, write what each call took at least, in microseconds."""
+    """Read a round's number from each line of standard input, and write each call's least time in microseconds."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     tree = _Tree()
     gc.collect()
-    gc.freeze()  # as vLLM does when it has started
+    gc.freeze()  # as vLLM does after its start
     for number in sys.stdin:
         took: dict[str, list[float]] = {}
         _lookups(tree, int(number), took)
@@ -116,15 +117,15 @@ def main() -> None:
 
 
 class _Tree:
-    """kvpipe of now, or of `BEFORE`: where things are, and how they are called."""
+    """Access to the current kvpipe or to kvpipe at `BEFORE`, whose modules and functions have other names."""
 
     def __init__(self) -> None:
         here = self._import("scheduler.side", "connectors.vllm.scheduler")
         self.old = not here.__name__.startswith("kvpipe.scheduler")
-        self._made, self._geometry = here.SchedulerSide, self._import("geometry")
-        self._load_settings = self._import("config").load_settings
-        self.messages = self._import("messages", "plan")
-        self._reports = self._import("messages", "connectors.vllm.metadata")
+        self._made, self._geometry = here.SchedulerSide, self._import("protocol.geometry", "geometry")
+        self._load_settings = self._import("config.settings", "config").load_settings
+        self.messages = self._import("protocol.messages", "messages", "plan")
+        self._reports = self._import("protocol.messages", "messages", "connectors.vllm.metadata")
         self._pipeline = self._import("worker.pipeline", "pipeline").Pipeline
         self.side, self.manager = self._side()
 
@@ -135,37 +136,42 @@ class _Tree:
         return importlib.import_module(f"kvpipe.{names[-1]}")
 
     def geometry(self) -> Any:
-        """Return one of `SLOTS` slots of 256 tokens."""
+        """Return a geometry of `SLOTS` slots of 256 tokens."""
         layers = tuple(self._geometry.Layer(f"l{i}", 1024) for i in range(LAYERS))
         return self._geometry.Geometry((self._geometry.Group(layers, 16),), 256, SLOTS * 16 * 1024 * LAYERS)
 
     def _side(self) -> tuple[Any, Any]:
         geometry, manager = self.geometry(), Manager()
         options = {"hash_tokens": 16, "ranks": 1, "saves": True, "loads": True}
-        settings = self._load_settings({"chunk_tokens": 256, "prefault": "use"})
+        same = {} if self.old else {"save_decode_steps": 1, "policy": "lru"}  # as `BEFORE`, which has no such setting
+        settings = self._load_settings({"chunk_tokens": 256, "prefault": "use", **same})
         if self.old:
             side = self._made(settings, geometry, **options)
             side.bind(manager)
             return side, manager
-        adapter = self._import("connectors.vllm.adapter")
+        adapter = self._import("connectors.vllm.engine_protocols", "connectors.vllm.adapter")
         room = self._import("connectors.vllm.remedies.admission").LoadAdmission(geometry, 8192, 1 << 17)
         remedies, blocks = adapter.Remedies(geometry, room), adapter.ManagedBlocks(manager)
-        side = self._made(settings, geometry, **options, recovery=remedies)
+        try:
+            hooks = self._import("scheduler.hooks", "scheduler.base")
+            side = self._made(settings, geometry, hooks.EngineFacts(**options), hooks.EngineHooks(recovery=remedies))
+        except AttributeError:  # an older tree
+            side = self._made(settings, geometry, **options, recovery=remedies)
         side.bind(blocks)
         remedies.bind(blocks, side.counters)
         return side, manager
 
     def admitted(self, request: Any, blocks: list[Any], tokens: int) -> None:
-        """Pass on an admission."""
+        """Report to the scheduler side that `request` was admitted with `blocks`."""
         self.side.admitted(request, SimpleNamespace(blocks=(blocks,)) if self.old else (blocks,), tokens)
 
     def report(self, jobs: Iterable[Any]) -> Any:
-        """Return the report that the jobs are done."""
+        """Return a report in which all `jobs` are done."""
         done = {job.id: self._reports.Tally(1, 0) for job in jobs}
         return done if self.old else self._reports.Report(done)
 
     def end(self, requests: Iterable[Any]) -> None:
-        """End requests, and forget what is saved, which the next steps would be slower for: see `Catalog.sweep`."""
+        """End requests and empty the pool, because saved chunks would slow later steps down (see `Catalog.sweep`)."""
         for one in requests:
             self.side.finished(one)
         self.side.reset()
@@ -174,28 +180,30 @@ class _Tree:
             self.side.plan_step(output_of({}))
 
     def pipeline(self) -> Any:
-        """Return one that copies nothing."""
-        counters = self._import("trace.log").Counters()
-        old = {"layerwise": True} if self.old else {}
-        return self._pipeline(_NoCopy(), self.geometry(), wait_ms_max=1000, counters=counters, **old)
+        """Return a pipeline that copies nothing."""
+        if self.old:
+            counters = self._import("trace.log").Counters()
+            return self._pipeline(_NoCopy(), self.geometry(), wait_ms_max=1000, counters=counters, layerwise=True)
+        context = self._import("worker.context").RankContext(self._load_settings({}))
+        return self._pipeline(context, _NoCopy(), self.geometry())
 
 
 class Manager:
-    """The part of vLLM's cache manager that planning asks."""
+    """The part of vLLM's cache manager that kvpipe's planning reads."""
 
     def __init__(self) -> None:
-        """Start without blocks."""
+        """Make a manager without blocks."""
         self.req_to_blocks: dict[str, list[Any]] = {}
         self.num_cached_block: dict[str, int] = {}
         self.coordinator = SimpleNamespace(single_type_managers=[self])
 
     def reset_prefix_cache(self) -> bool:
-        """See vLLM's."""
+        """See the method of vLLM's manager."""
         return True
 
 
 class _NoCopy:
-    """Completes at once: what is left is kvpipe's own cost."""
+    """A transfer engine that completes every copy at once, so that only kvpipe's own cost is measured."""
 
     piece_bytes = 1 << 20
 
@@ -219,7 +227,10 @@ class _NoCopy:
 
 
 def request_of(name: str, tokens: int, seed: int = 0) -> Any:
-    """Return vLLM's request, as far as kvpipe asks it. Prompts of one `seed` begin with the same tokens."""
+    """Return an object with those attributes of vLLM's request that kvpipe reads.
+
+    Prompts with the same `seed` begin with the same tokens.
+    """
     hashes = [f"{seed}:{i}".encode().ljust(32, b".") for i in range(tokens // 16)]
     return SimpleNamespace(
         request_id=name, num_tokens=tokens, num_prompt_tokens=tokens, num_computed_tokens=0,
@@ -229,12 +240,12 @@ def request_of(name: str, tokens: int, seed: int = 0) -> Any:
 
 
 def blocks_of(tokens: int) -> list[Any]:
-    """Return vLLM's blocks for so many tokens."""
+    """Return objects in place of vLLM's blocks, as many as `tokens` tokens need."""
     return [SimpleNamespace(block_id=i, is_null=False) for i in range(-(-tokens // 16))]
 
 
 def output_of(scheduled: dict[str, int], preempted: AbstractSet[str] = frozenset()) -> Any:
-    """Return what vLLM's scheduler passes on: `scheduled` tokens of each request, and which were `preempted`."""
+    """Return an output of vLLM's scheduler, with the tokens `scheduled` by request and the `preempted` requests."""
     return SimpleNamespace(num_scheduled_tokens=scheduled, preempted_req_ids=preempted)
 
 
@@ -245,7 +256,7 @@ def _time(took: dict[str, list[float]], name: str, call: Callable[[], object], c
 
 
 def _lookups(tree: _Tree, number: int, took: dict[str, list[float]]) -> None:
-    """Prompts of 131,072 tokens that are held, and not; and steps of 256 running requests, and of one."""
+    """Measure lookups of prompts of 131,072 tokens, hit and missed, and steps with 256 running requests and with 1."""
     side, blocks = tree.side, blocks_of(LONG + 1)
     writer, reader, stranger = (request_of(name, LONG + 1, seed=-2 * number - (name == "s") - 1) for name in "wrs")
     tree.manager.req_to_blocks["w"] = blocks
@@ -277,7 +288,7 @@ def _lookups(tree: _Tree, number: int, took: dict[str, list[float]]) -> None:
 
 
 def _lives(tree: _Tree, seed: int, took: dict[str, list[float]]) -> None:
-    """Save 64 requests, then load them again."""
+    """Measure the calls of 64 requests that are saved, and of 64 requests that load the same prompts."""
     side, blocks = tree.side, blocks_of(TOKENS + 16)
 
     def come(name: str) -> list[Any]:
@@ -317,7 +328,7 @@ def _lives(tree: _Tree, seed: int, took: dict[str, list[float]]) -> None:
 
 
 def _preemptions(tree: _Tree, requests: list[Any], took: dict[str, list[float]]) -> None:
-    """Let 64 requests run of which the engine itself holds the prompts, and preempt them."""
+    """Measure the calls of 64 requests whose prompts the engine itself holds, and which are then preempted."""
     side, blocks = tree.side, blocks_of(TOKENS)
     for one in requests:
         side.lookup(one, 992)
@@ -337,7 +348,7 @@ def _preemptions(tree: _Tree, requests: list[Any], took: dict[str, list[float]])
 
 
 def _steps(tree: _Tree, number: int, took: dict[str, list[float]]) -> None:
-    """All hooks of a step on a rank."""
+    """Measure all hooks of a step on a rank."""
     pipeline, kinds = tree.pipeline(), tree.messages.Kind
 
     def job(number: int, kind: Any) -> Any:

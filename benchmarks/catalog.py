@@ -1,4 +1,4 @@
-"""The catalog: what a chunk costs with each policy; of a million chunks its longest call and the probes of a lookup."""
+"""Measures the catalog: the cost per chunk with each policy, and the longest call and probes with a million chunks."""
 
 from __future__ import annotations
 
@@ -17,35 +17,36 @@ import numpy as np
 from benchmarks.replay import workload as w
 from benchmarks.replay.replay import replay
 from benchmarks.report import Figure
-from kvpipe.cache.catalog import Catalog, Chunk, Owner
-from kvpipe.cache.large import PLAIN_MAX, Shards
+from kvpipe.cache.catalog import Catalog
+from kvpipe.cache.chunks import Chunk, Owner
 from kvpipe.cache.policy import make_policy
+from kvpipe.cache.policy.large import PLAIN_MAX, Shards
 from kvpipe.trace.log import Counters
 
 CHUNKS = 1_000_000
-SAVED = 1_300_000  # the last ones evict
+SAVED = 1_300_000  # more than `CHUNKS`, so that the last saves evict
 PROMPT = 16  # chunks
 RUNS = 3
 SLOTS = 4800
-"""Of a pool that is as large as many are: its mappings are plain."""
+"""The number of slots of a common pool. The catalog uses plain dicts for this size."""
 LONG = 24
-"""Chunks of a prompt, as Mooncake's have in the mean."""
+"""The number of chunks of a prompt. It is the mean of Mooncake's prompts."""
 ROUNDS = 5
 TICK_S = 0.001
-"""Between two readings of a clock that goes on within a request."""
+"""Seconds between two readings of a clock that ticks within a request."""
 DECISION_US_MAX = 5.0
-"""What a policy may cost a chunk more than `lru` does."""
+"""The most microseconds per chunk that a policy may cost beyond the cost of `lru`."""
 
 
 def run() -> list[Figure]:
-    """Every figure, of `lru` and of `sessions`."""
+    """Return all figures of `lru` and of `sessions`."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     out = []
     for policy in ("lru", "sessions"):
         taken = np.stack([np.fromiter(_calls(policy), float) for _ in range(RUNS)]) * 1e3
         slow = float(np.quantile(taken[0], 0.99999))
         beside = f"of a run 99.999 % take less than {slow:.2g} ms, all {taken[0].mean() * 1e3:.2g} us"
-        # what a call takes for itself it takes in every run; what the machine takes comes elsewhere
+        # the machine interrupts other calls in each run, so the least time of a call over all runs is the call's own
         out.append(Figure(f"longest call, a million chunks, {policy}", float(taken.min(0).max()), 1, "ms", beside))
         reset = float(taken.min(0)[SAVED + 2 * (SAVED // PROMPT)])
         out.append(Figure(f"a reset, a million chunks, {policy}", reset, 1, "ms", "one of those calls"))
@@ -53,7 +54,7 @@ def run() -> list[Figure]:
 
 
 def _decisions() -> list[Figure]:
-    """What a chunk costs more with `sessions` than with `lru`, both in turn: the least of each in some rounds."""
+    """Measure the cost per chunk of `sessions` beyond that of `lru`. Both alternate; the least of all rounds counts."""
     least = dict[tuple[str, str], float]()
     for _ in range(ROUNDS):
         for tick_s, policy in itertools.product((0.0, TICK_S), ("lru", "sessions")):
@@ -74,9 +75,10 @@ def _decisions() -> list[Figure]:
 
 
 def _phases(policy: str, tick_s: float) -> Iterator[tuple[str, float]]:
-    """Save prompts into free slots, save as many that evict them, twice, and load the last of these again.
+    """Measure three phases, and yield each phase's microseconds per chunk.
 
-    Yields what a chunk took in each phase, in microseconds.
+    The first phase saves prompts into free slots. The second saves twice as many prompts, which evict earlier chunks.
+    The third loads the last prompts again.
     """
     now_s, timer = 0.0, time.thread_time
 
@@ -101,7 +103,7 @@ def _phases(policy: str, tick_s: float) -> Iterator[tuple[str, float]]:
 
 
 def _serve(catalog: Catalog, keys: list[bytes]) -> None:
-    """Load what is there, save the others, end."""
+    """Serve one request: load its chunks that are held, save its other chunks, and release all leases."""
     owner, held, before = Owner("r", 0), list[Chunk](), b""
     for key in keys:
         chunk = catalog.find(0, key)
@@ -119,7 +121,7 @@ def _serve(catalog: Catalog, keys: list[bytes]) -> None:
 
 
 def _replays(policy: str, tick_s: float) -> Iterator[tuple[str, float]]:
-    """Yield what a chunk of recorded prompts takes, in microseconds: most are new, and nearly all are there."""
+    """Yield the microseconds per chunk of two recorded workloads. In the first most chunks miss, in the second few."""
     for workload, share in ((_mooncake(), 0.05), (_agents(), 0.1)):
         chunks = sum(len(prompt.keys) for prompt in workload.prompts)
         taken_s = replay(workload, policy, share, tick_s=tick_s).seconds
@@ -137,12 +139,12 @@ def _agents() -> w.Workload:
 
 
 def _calls(policy: str) -> Iterator[float]:
-    """Save prompts, of which every fourth is loaded again, reset, and save as many again as were forgotten.
+    """Save prompts and load every fourth one again. Then reset the catalog, and save as many chunks as it dropped.
 
-    Yields the seconds of this thread that each call took.
+    Yields the processor seconds of each call.
     """
     gc.collect()
-    gc.freeze()  # as vLLM does when it has started
+    gc.freeze()  # as vLLM does after its start
     gc.disable()
     catalog, timer, now_s = Catalog(CHUNKS, 1, make_policy(policy, CHUNKS), Counters()), time.thread_time, 0.0
     rng = random.Random(1)
@@ -178,7 +180,7 @@ def _calls(policy: str) -> Iterator[float]:
 
 
 def _probes() -> list[Figure]:
-    """What a probe of a lookup costs beside one of a single dict: of the same prompt again, and of any other."""
+    """Compare a lookup's probe with a probe of a single dict, for the same prompt repeatedly and for random prompts."""
     rng, out = random.Random(1), list[Figure]()
     keys = [rng.randbytes(32) for _ in range(CHUNKS)]
     plain, pieces = dict.fromkeys(keys, 0), Shards[int]()
@@ -192,7 +194,7 @@ def _probes() -> list[Figure]:
 
 
 def _copy(key: bytes) -> bytes:
-    """Return an equal key, as a request's own hashes are."""
+    """Return an equal key that is another object, like the hashes of a new request."""
     return bytes(bytearray(key))
 
 

@@ -1,4 +1,4 @@
-"""Which chunk size is best: time to first token and catalog size for prompts that share prefixes, by chunk size."""
+"""Compares chunk sizes by time to first token and size of the catalog, for prompts that share prefixes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from benchmarks.report import Figure
 from benchmarks.warm import bind_cores, prompt, ttft
-from kvpipe.connectors.vllm.trial.engine import Engine
-from kvpipe.testing.models import make_model
+from kvpipe.connectors.vllm.tiny.engine import Engine
+from kvpipe.connectors.vllm.tiny.models import make_model
 
 SIZES = (32, 64, 128, 256, 512, 1024)
 ENGINE: dict[str, Any] = {
@@ -19,7 +19,10 @@ ENGINE: dict[str, Any] = {
 
 
 def run() -> list[Figure]:
-    """Mean warm time to first token of prompts that diverge anywhere from four documents, per chunk size."""
+    """Return the mean warm time to first token of three documents, for each chunk size.
+
+    The notes also give the mean time of prompts that diverge from a document at a random token.
+    """
     bind_cores()
     model = str(make_model("big-kv"))
     rng = random.Random(5)

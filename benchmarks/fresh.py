@@ -1,4 +1,4 @@
-"""On a real engine: the first minutes. A new engine and pool, no warm-up, beside that engine without a connector."""
+"""Measures the first minutes of a real engine with a new pool and no warm-up, against the engine without connector."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from vllm.distributed.kv_transfer import kv_transfer_state
 from benchmarks.report import Figure
 from benchmarks.warm import WARM_ENGINE
 from benchmarks.warm import prompt as make_prompt
-from kvpipe.connectors.vllm.trial.engine import Engine
-from kvpipe.testing.models import make_model
+from kvpipe.connectors.vllm.tiny.engine import Engine
+from kvpipe.connectors.vllm.tiny.models import make_model
 from kvpipe.worker.side import WorkerSide
 
 ENGINES = 3
@@ -24,7 +24,10 @@ LEAST = 0.97
 
 
 class First(NamedTuple):
-    """One new engine: seconds of the users' cold prompts, without and with kvpipe, and what became of them."""
+    """The result of one new engine: the seconds of the users' cold prompts without and with kvpipe.
+
+    `ready`: the slots of the pool that were ready then, of `slots`. `found_tokens`: the tokens that hit afterwards.
+    """
 
     plain_s: float
     piped_s: float
@@ -35,7 +38,7 @@ class First(NamedTuple):
 
 @contextlib.contextmanager
 def without_connector(engine: Engine) -> Iterator[None]:
-    """Take the connector out of the idle engine, on both sides, as if it had been started without one."""
+    """Remove the connector from scheduler and worker of the idle engine, as if it had been started without one."""
     connector, group = engine.scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT
     engine.scheduler.connector = kv_transfer_state._KV_CONNECTOR_AGENT = None
     try:
@@ -45,7 +48,7 @@ def without_connector(engine: Engine) -> Iterator[None]:
 
 
 def first_minutes(seed: int, **kvpipe: Any) -> First:
-    """Start an engine and let the users come at once; then others, to the engine without its connector."""
+    """Start an engine, and measure the prompts of all users at once. Then measure other prompts without connector."""
     options = WARM_ENGINE | {"enable_prefix_caching": False}
     engine = Engine(str(make_model("big-kv")), kvpipe={"pool_bytes_max": POOL} | kvpipe, **options)
 
@@ -57,7 +60,7 @@ def first_minutes(seed: int, **kvpipe: Any) -> First:
         engine.generate(users(turn), ANSWER_TOKENS)
         return time.perf_counter() - begin
 
-    with without_connector(engine):  # what is slow at first in vLLM itself is not measured
+    with without_connector(engine):  # vLLM's own slow first steps are not measured
         engine.generate([make_prompt(PROMPT_TOKENS, 1)], ANSWER_TOKENS)
     piped_s = seconds(0)
     engine.settle()
@@ -71,12 +74,12 @@ def first_minutes(seed: int, **kvpipe: Any) -> First:
     for one in users(0):
         engine.generate([one], 1)
     found = engine.connector.stats().get("tokens_loaded", 0) - before
-    engine.close()  # frees its memory too
+    engine.close()  # also frees the engine's memory
     return First(plain_s, piped_s, ready, slots, found)
 
 
 def run() -> list[Figure]:
-    """The median of the ratios of new engines."""
+    """Return the median, over `ENGINES` new engines, of the ratio of times without and with kvpipe."""
     seen = [first_minutes(seed) for seed in range(ENGINES)]
     ratio = median(one.plain_s / one.piped_s for one in seen)
     tokens, mid = USERS * (PROMPT_TOKENS + ANSWER_TOKENS), sorted(seen, key=lambda one: one.plain_s / one.piped_s)[1]

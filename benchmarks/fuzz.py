@@ -1,4 +1,4 @@
-"""How many steps of vLLM's real scheduler the fuzz harness makes per second, one process per core."""
+"""Measures how many steps of vLLM's real scheduler the fuzz harness makes per second, with one process per core."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from multiprocessing.pool import Pool
 from benchmarks.report import Figure
 from kvpipe.connectors.vllm.trial.moves import trial_moves
 from kvpipe.connectors.vllm.trial.nightly import make_pool
-from kvpipe.connectors.vllm.trial.nightly import run as try_moves
+from kvpipe.connectors.vllm.trial.nightly import run_moves as try_moves
 from kvpipe.connectors.vllm.trial.shapes import SHAPES, Shape
 from kvpipe.connectors.vllm.trial.trial import Move
 
@@ -22,7 +22,7 @@ Moves = Callable[[Shape, int], Iterable[Move]]
 
 
 def run() -> list[Figure]:
-    """Measure with and without the worker side, and the same moves with kvpipe doing nothing."""
+    """Measure steps with and without the worker side, and the same moves with kvpipe bypassed."""
     cores = os.cpu_count() or 1
     every = list(SHAPES.values())
     alone = [shape._replace(ranks=0) for shape in every]

@@ -1,4 +1,4 @@
-"""Costs on the host without an engine: transitions, hooks, lookups, planning, wire size, copies, memory."""
+"""Measures costs on the host without an engine: transitions, hooks, lookups, planning, wire size, copies, memory."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ import torch
 from benchmarks.calls import Manager, blocks_of, output_of, request_of
 from benchmarks.report import Figure, median_s
 from kvpipe.cache.catalog import Catalog
-from kvpipe.cache.large import PLAIN_MAX
 from kvpipe.cache.policy import make_policy
-from kvpipe.config import load_settings
-from kvpipe.connectors.vllm.adapter import ManagedBlocks, Remedies
+from kvpipe.cache.policy.large import PLAIN_MAX
+from kvpipe.config.settings import load_settings
 from kvpipe.connectors.vllm.connector import KVPipeConnector
+from kvpipe.connectors.vllm.engine_protocols import ManagedBlocks, Remedies
 from kvpipe.connectors.vllm.metadata import PlanMetadata
 from kvpipe.connectors.vllm.metrics import Meter
 from kvpipe.connectors.vllm.remedies.admission import LoadAdmission
-from kvpipe.geometry import Geometry, Group, Layer
-from kvpipe.messages import Job, Kind, StepPlan
-from kvpipe.scheduler.base import MISS
+from kvpipe.connectors.vllm.worker_role import WorkerRole
+from kvpipe.protocol.engine import MISS
+from kvpipe.protocol.geometry import Geometry, Group, Layer
+from kvpipe.protocol.messages import Job, Kind, StepPlan
 from kvpipe.scheduler.gauges import totals
+from kvpipe.scheduler.hooks import EngineFacts, EngineHooks
 from kvpipe.scheduler.side import SchedulerSide
 from kvpipe.statemachine.copy import LANDED_AGAIN, SAVE, LayerCursor
 from kvpipe.trace.log import Counters
@@ -37,6 +39,7 @@ from kvpipe.transfer.cpu import CpuEngine
 from kvpipe.transfer.pages import view_pages
 from kvpipe.transfer.pool import HostPool
 from kvpipe.worker.caches import PagedCaches
+from kvpipe.worker.context import RankContext
 from kvpipe.worker.pipeline import Pipeline
 from kvpipe.worker.side import WorkerSide
 
@@ -44,11 +47,11 @@ LAYERS = 32
 
 
 def run() -> list[Figure]:
-    """Every figure that needs no engine."""
+    """Return all figures that need no engine."""
     os.sched_setaffinity(0, {0})
     torch.set_num_threads(1)
     gc.collect()
-    gc.freeze()  # as vLLM does when it has started
+    gc.freeze()  # as vLLM does after its start
     return [
         *_transitions(), *_hooks(), *_idle_hooks(), *_scheduler(), *_wire(), *_copies(), *_memory(),
     ]  # fmt: skip
@@ -72,7 +75,7 @@ def _transitions() -> list[Figure]:
 
 
 class _NoCopy:
-    """Completes at once: what is left is kvpipe's own cost."""
+    """A transfer engine that completes every copy at once, so that only kvpipe's own cost is measured."""
 
     piece_bytes = 1 << 20
 
@@ -111,7 +114,7 @@ def _job(number: int, kind: Kind, blocks: int) -> Job:
 
 def _hooks() -> list[Figure]:
     geometry = _geometry()
-    pipeline = Pipeline(_NoCopy(), geometry, wait_ms_max=1000, counters=Counters())
+    pipeline = Pipeline(RankContext(load_settings()), _NoCopy(), geometry)
     out = []
 
     def hooks() -> None:
@@ -140,13 +143,15 @@ def _hooks() -> list[Figure]:
 
 
 def _idle_hooks() -> list[Figure]:
-    """What every attention layer pays, as vLLM calls it: no job is open."""
+    """Measure the hooks of an attention layer, as vLLM calls them, while no job is open."""
     geometry = _geometry(page=1024, pool=1 << 24)
     caches = {layer.name: torch.zeros(1, 1, 16, 16) for layer in geometry.groups[0].layers}
     settings, paged = load_settings({"prefault": "use"}), PagedCaches(geometry, caches, 1)
-    side = WorkerSide(settings, geometry, paged, engine=_NoCopy())
+    side = WorkerSide(RankContext(settings), paged, engine=_NoCopy())
     made = object.__new__(KVPipeConnector)  # without an engine's configuration
-    made.worker, made.scheduler, made.counters, made._step = side, None, side.counters, side.step
+    role: Any = object.__new__(WorkerRole)
+    role.worker, role.counters, role.recorder, role.writer, role.step = side, side.counters, None, None, side.step
+    made._take_worker_role(role)
 
     def both(connector: Any) -> None:
         for layer in range(LAYERS):
@@ -159,7 +164,7 @@ def _idle_hooks() -> list[Figure]:
 
 
 class _Empty:
-    """The least that two hooks can cost."""
+    """A connector whose hooks do nothing. Its time is the least possible cost of two hooks."""
 
     def wait_for_layer_load(self, layer_name: str) -> None: ...
 
@@ -174,21 +179,23 @@ def _timed(call: Any) -> float:
     return time.perf_counter() - begin
 
 
-def _side() -> tuple[SchedulerSide, Manager]:
-    settings = load_settings({"chunk_tokens": 256, "prefault": "use"})
-    geometry, manager = _geometry(page=1024, pool=PLAIN_MAX << 19), Manager()  # larger ones pay more: decision 30
+def make_side(**given: Any) -> tuple[SchedulerSide, Manager]:
+    """Return a scheduler side with a pool of common size and the settings `given`, and the engine's block manager."""
+    settings = load_settings({"chunk_tokens": 256, "prefault": "use", **given})
+    geometry, manager = _geometry(page=1024, pool=PLAIN_MAX << 19), Manager()  # larger pools cost more: decision 30
     room, blocks = LoadAdmission(geometry, 8192, 1 << 17), ManagedBlocks(manager)  # type: ignore[arg-type]
     remedies = Remedies(geometry, room)
-    side = SchedulerSide(settings, geometry, hash_tokens=16, ranks=1, saves=True, loads=True, recovery=remedies)
+    facts = EngineFacts(hash_tokens=16, ranks=1, saves=True, loads=True)
+    side = SchedulerSide(settings, geometry, facts, EngineHooks(recovery=remedies))
     side.bind(blocks)
     remedies.bind(blocks, side.counters)
     return side, manager
 
 
 def _scheduler() -> list[Figure]:
-    from kvpipe.messages import Report, Tally
+    from kvpipe.protocol.messages import Report, Tally
 
-    side, manager = _side()
+    side, manager = make_side()
     tokens = 131_072
     writer = request_of("writer", tokens + 1)
     blocks = blocks_of(tokens + 1)
@@ -204,7 +211,7 @@ def _scheduler() -> list[Figure]:
     full = median_s(lambda: side.lookup(reader, 0), 50)
     miss = median_s(lambda: side.lookup(stranger, 0), 200, 10)
 
-    side, manager = _side()
+    side, manager = make_side()
     running = [request_of(f"r{i}", 1000, seed=i) for i in range(256)]
     for request in running:
         manager.req_to_blocks[request.request_id] = blocks[:64]
@@ -277,7 +284,7 @@ def _copy_all(engine: CpuEngine, plan: CopyPlan, layers: int) -> None:
 
 
 def _memory() -> list[Figure]:
-    from kvpipe.cache.catalog import Owner
+    from kvpipe.cache.chunks import Owner
 
     chunks = 20_000
     gc.collect()

@@ -1,4 +1,4 @@
-"""On a real engine: first tokens of a model with recurrent states, and how many drafts are accepted with hits."""
+"""Measures on a real engine first tokens of a model with recurrent states, and the acceptance of drafts with hits."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from benchmarks.report import Figure
 from benchmarks.warm import LENGTHS, WARM_ENGINE, bind_cores, prompt, ttft
-from kvpipe.connectors.vllm.trial.engine import Engine
-from kvpipe.testing.models import make_model
+from kvpipe.connectors.vllm.tiny.engine import Engine
+from kvpipe.connectors.vllm.tiny.models import make_model
 
 REPEATS = 3
 DRAFTS = 4
@@ -16,13 +16,16 @@ ANSWER_TOKENS = 96
 
 
 def run() -> list[Figure]:
-    """Both, each on engines of its own."""
+    """Return the figures of both, each measured on its own engine."""
     bind_cores()
     return [*_states(), _acceptance()]
 
 
 def _states() -> list[Figure]:
-    """Mamba 2 and attention. vLLM's CPU build lacks the kernel that exports a state from within a step: that is off."""
+    """Measure a model with Mamba 2 and attention.
+
+    The export of states within a step is switched off, because vLLM's CPU build lacks the kernel for it.
+    """
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
     promised = MambaMixer2.get_kv_cache_spec
@@ -51,7 +54,10 @@ def _states() -> list[Figure]:
 
 
 def _acceptance() -> Figure:
-    """A draft model that is the model's twin: with its own KV of the whole prompt it is accepted throughout."""
+    """Compare the acceptance of drafts with and without hits.
+
+    The draft model equals the model. If its KV of the whole prompt is loaded, all its drafts are accepted.
+    """
     model = str(make_model("llama"))
     config = {"method": "draft_model", "model": model, "num_speculative_tokens": DRAFTS}
     engine = Engine(model, kvpipe={}, speculative_config=config, enable_prefix_caching=False)

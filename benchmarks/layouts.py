@@ -1,4 +1,4 @@
-"""Chunks that another number of ranks has stored: how long fetching them takes, beside one's own; MLA's size."""
+"""Measures fetches of chunks that an engine with another number of ranks has stored, and the size of MLA chunks."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.report import Figure
-from kvpipe.geometry import Geometry, Group, Layer
-from kvpipe.messages import TierOrder
+from kvpipe.protocol.geometry import Geometry, Group, Layer
+from kvpipe.protocol.messages import TierOrder
 from kvpipe.tiers.base import Tier
 from kvpipe.tiers.carrier import Carrier
 from kvpipe.tiers.disk.spec import DiskSpec
 from kvpipe.tiers.guard import READ, WRITE, guarded
-from kvpipe.tiers.parts import Share, kept_splits, split_of
+from kvpipe.tiers.parts import RankParts, Share, kept_splits, split_of
 from kvpipe.tiers.spec import TierSpec
 from kvpipe.trace.log import Counters
 from kvpipe.transfer.pool import HostPool
 
 HEADS, LAYERS, BLOCK_TOKENS, CHUNK_TOKENS = 8, 16, 16, 256
-HEAD_BYTES = 2 * 128 * 2  # of a token: keys and values, in bfloat16
+HEAD_BYTES = 2 * 128 * 2  # bytes of a token's keys and values in a head, in bfloat16
 CHUNKS, ROUNDS = 12, 9
 LATENT_BYTES = 576 * 2
 IN_HALVES = "1, with share_ranks_max=2,"
@@ -32,12 +32,15 @@ ORDERS = {"heads first": 1, "tokens first": BLOCK_TOKENS}
 
 
 class Ranks:
-    """The carriers of an engine's ranks, over one tier. `heads`: 1 for latents. `most`: its `share_ranks_max`."""
+    """The carriers of an engine's ranks over one tier."""
 
     def __init__(
         self, spec: TierSpec, ranks: int, most: int, heads: int, rows: int, head_bytes: int, count: int = LAYERS
     ) -> None:
-        """`rows`: runs of a head in a page. `count`: layers."""
+        """`most`: `share_ranks_max`. `heads`: heads, or 1 for latents. `rows`: runs of a head in a page.
+
+        `count`: the number of layers.
+        """
         self.ranks, (self.split,) = ranks, kept_splits((heads,), ranks, most)
         page = heads // split_of(heads, ranks) * BLOCK_TOKENS * head_bytes
         layers = tuple(Layer(str(i), page) for i in range(count))
@@ -55,24 +58,21 @@ class Ranks:
                     tiers,
                     geometry,
                     pool,
-                    rank=rank,
-                    ranks=ranks,
+                    RankParts(rank, ranks, shares, most),
                     counters=Counters(),
-                    shares=shares,
-                    share_ranks_max=most,
                 )
             )
         self._ids = 0
 
     def carry(self, *, stores: bool, names: list[bytes], split: int) -> float:
-        """Carry a chunk of each name on every rank. Returns how long that took."""
+        """Store or fetch a chunk for each of `names` on every rank, and return the seconds until all have ended."""
         orders = []
         for slot, name in enumerate(names):
             self._ids += 1
             orders.append(TierOrder(self._ids, stores, 0, slot, 0, CHUNK_TOKENS // BLOCK_TOKENS, name, split))
         begin, ended = time.perf_counter(), 0
         for carrier in self.carriers:
-            carrier.begin(orders, "c" * 32, 1)
+            carrier.carry_out(orders, "c" * 32, 1)
         while ended < len(orders) * self.ranks:
             for carrier in self.carriers:
                 got = carrier.collect()
@@ -82,7 +82,7 @@ class Ranks:
         return time.perf_counter() - begin
 
     def bytes_written(self) -> int:
-        """What all ranks have written."""
+        """Return the number of bytes that all ranks have written."""
         return sum(carrier.bytes["disk", WRITE] for carrier in self.carriers)
 
 
@@ -99,7 +99,7 @@ def _engines(folder: Path, heads: int, rows: int, head_bytes: int) -> Iterator[d
 
 
 def run() -> list[Figure]:
-    """Every figure, on a disk beside the results."""
+    """Return all figures. They are measured on the disk of the repository."""
     folder = Path(tempfile.mkdtemp(prefix=".bench-", dir=Path(__file__).parents[1]))
     try:
         figures = [one for order, rows in ORDERS.items() for one in _fetches(folder / order.split()[0], order, rows)]
@@ -109,7 +109,10 @@ def run() -> list[Figure]:
 
 
 def _fetches(folder: Path, order: str, rows: int) -> list[Figure]:
-    """Another layout's chunks and one's own in turn: what the disk does changes from one second to the next."""
+    """Compare fetches of chunks of another layout with fetches of the engine's own chunks.
+
+    The fetches alternate, because a disk's rate changes within seconds.
+    """
     took: dict[tuple[str, str], list[float]] = {}
     with _engines(folder, HEADS, rows, HEAD_BYTES) as engines:
         names = {kind: [os.urandom(32) for _ in range(CHUNKS)] for kind in engines}

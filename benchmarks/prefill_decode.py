@@ -1,7 +1,8 @@
-"""Prefill in one server, decode in another: the time to the first token through tiers, beside one server and NIXL.
+"""Measures the time to first token when one server prefills and another decodes, with KV transfer through tiers.
 
-A prompt goes to the prefill server for one token, and at its answer to the decode server, as a proxy sends it. The time
-counts from the first call to the decode server's first token. Each server computes on a core of its own.
+For comparison, one server alone and NIXL are measured. As a proxy does, the benchmark sends a prompt to the prefill
+server for one token, and after its answer to the decode server. The time is measured from the first call to the decode
+server's first token. Each server computes on a core of its own.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from typing import Any, Final, NamedTuple
 
 from benchmarks.report import Figure
 from benchmarks.warm import prompt
-from kvpipe.testing.models import make_model
-from kvpipe.testing.tier_worlds import WORLDS
+from kvpipe.connectors.vllm.tiny.models import make_model
+from tests.rigs.tier_worlds import WORLDS
 
 LENGTHS: Final = (512, 2048)
 REPEATS: Final = 5
@@ -32,20 +33,20 @@ ANSWER_TOKENS: Final = 4
 START_S_MAX: Final = 600.0
 TIERS: Final = ("disk", "redis")
 MOST: Final = 1.5
-"""The limit, in times of one server's time to the first token."""
+"""The limit on the time to first token, as a multiple of one server's time to first token."""
 HITS_LEAST: Final = 0.9
-"""A hit ends before a prompt's last token, at a whole block of 32 tokens."""
+"""The least share of a prompt that must hit. A hit ends before the last token, at a whole block of 32 tokens."""
 USAGE: Final = {"include_usage": True}
 HANDED: Final = {"do_remote_decode": True, "do_remote_prefill": False}
 NIXL: Final[dict[str, Any]] = {
     "kv_connector": "NixlConnector", "kv_connector_module_path": "tests.engine.tamed_nixl", "kv_role": "kv_both",
     "kv_buffer_device": "cpu",
 }  # fmt: skip
-"""With a progress thread that sleeps: unchanged it takes half of the core that computes."""
+"""NIXL's configuration. Its progress thread is changed to sleep, because it would take half of the computing core."""
 
 
 class Answer(NamedTuple):
-    """A server's answer: seconds to the first token, its tokens, and how many tokens of the prompt it had."""
+    """A server's answer: seconds to the first token, the tokens, and the number of the prompt's tokens that hit."""
 
     first_s: float
     tokens: list[int]
@@ -53,10 +54,10 @@ class Answer(NamedTuple):
 
 
 class Server:
-    """One server of vLLM's, on the core `core`."""
+    """A server process of vLLM that computes on one core."""
 
     def __init__(self, core: int, transfer: dict[str, Any] | None) -> None:
-        """Start it. `transfer`: vLLM's `--kv-transfer-config`."""
+        """Start the server on the core `core`. `transfer`: vLLM's `--kv-transfer-config`."""
         self.model, self._port = str(make_model("big-kv")), _free_port()
         command = [
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model, "--host", "127.0.0.1",
@@ -74,7 +75,7 @@ class Server:
         )
 
     def wait(self) -> None:
-        """Wait until it answers."""
+        """Wait until the server answers. Raises RuntimeError if it ends or does not answer in time."""
         limit = time.monotonic() + START_S_MAX
         while True:
             if self._process.poll() is not None or time.monotonic() > limit:
@@ -85,7 +86,10 @@ class Server:
             time.sleep(0.5)
 
     def prefill(self, tokens: Sequence[int], handed: Any) -> Any:
-        """Compute a prompt and one token. `handed`: its transfer parameters. Returns those for the decode server."""
+        """Compute a prompt and one token, and return the transfer parameters for the decode server.
+
+        `handed`: the transfer parameters of this request.
+        """
         with self._asked(tokens, 1, handed) as response:
             return json.loads(response.read()).get("kv_transfer_params")
 
@@ -116,7 +120,7 @@ class Server:
             yield connection.getresponse()
 
     def end(self) -> None:
-        """End it."""
+        """Kill the server."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -130,7 +134,7 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def _servers(*transfers: dict[str, Any] | None) -> Iterator[list[Server]]:
-    """Start servers beside each other, and end them."""
+    """Start a server for each of `transfers`, yield them when all answer, and kill them at the end."""
     made = []
     try:
         for core, transfer in enumerate(transfers):
@@ -144,7 +148,7 @@ def _servers(*transfers: dict[str, Any] | None) -> Iterator[list[Server]]:
 
 
 def _alone(lengths: Sequence[int]) -> dict[int, tuple[float, list[list[int]]]]:
-    """Return, by length, one server's median seconds to the first token, and its answers."""
+    """Return by prompt length the median seconds to the first token of a server alone, and its answers."""
     out = {}
     with _servers(None) as (server,):
         for n in lengths:
@@ -156,7 +160,7 @@ def _alone(lengths: Sequence[int]) -> dict[int, tuple[float, list[list[int]]]]:
 def _pair(
     transfers: Sequence[dict[str, Any]], answers: dict[int, list[list[int]]], *, hands: bool
 ) -> dict[int, tuple[float, int]]:
-    """Return, by length, the median seconds from a prompt's arrival to the decode server's first token, and the hits.
+    """Return by prompt length the median seconds until the decode server's first token, and the hits.
 
     The hits are the fewest tokens of a prompt that the decode server did not compute. `hands`: the prefill server
     returns transfer parameters for the decode server.
@@ -188,7 +192,7 @@ def _kvpipe(role: str, tier: dict[str, Any]) -> dict[str, Any]:
 
 
 def run() -> list[Figure]:
-    """Every way and length, beside one server."""
+    """Return the figures of each kind of tier and each prompt length, relative to one server."""
     alone = _alone(LENGTHS)
     answers = {n: given for n, (_, given) in alone.items()}
     nixl = _pair([NIXL, NIXL], answers, hands=True)

@@ -1,4 +1,4 @@
-"""On a real engine: hits of a hybrid when many wait for few blocks, and the steps of a lone asynchronous load."""
+"""Measures a hybrid model's hits when many requests wait for few blocks, and the steps of one asynchronous load."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 from benchmarks.report import Figure
 from benchmarks.warm import bind_cores, prompt
-from kvpipe.connectors.vllm.trial.engine import Engine
+from kvpipe.connectors.vllm.tiny.engine import Engine
+from kvpipe.connectors.vllm.tiny.models import make_model
 from kvpipe.scheduler.gauges import totals
-from kvpipe.testing.models import make_model
 
 USERS, ANSWER_TOKENS = 48, 60
 CROWDED: dict[str, Any] = {"num_gpu_blocks_override": 120, "max_num_batched_tokens": 512, "max_num_seqs": 64}
@@ -19,7 +19,10 @@ ROOMY: dict[str, Any] = {"num_gpu_blocks_override": 1200, "max_model_len": 8256,
 
 
 def run() -> list[Figure]:
-    """Both, each on an engine of its own. A sliding window and full attention: every load is asynchronous."""
+    """Return the figures of both, each on its own engine.
+
+    The model has a sliding window and full attention, so every load is asynchronous.
+    """
     bind_cores()
     return [*_crowd(), *_alone()]
 
@@ -33,7 +36,7 @@ def _engine(**options: Any) -> Engine:
 
 
 def _crowd() -> list[Figure]:
-    """Users come at once, and again with the same documents: then all of those are hits, and blocks are short."""
+    """Let all users send a document at once, and then again. The second time all documents hit, but blocks are few."""
     engine, draw = _engine(**CROWDED), random.Random(1)
     documents = [prompt(draw.randrange(200, 900), 100 + user) for user in range(USERS)]
     steps = []
@@ -66,7 +69,10 @@ def _crowd() -> list[Figure]:
 
 
 def _alone() -> list[Figure]:
-    """One user after the other: nobody runs while a hit is loaded. The same with steps that do not wait for loads."""
+    """Serve one user after the other, so that no request runs while a hit is loaded, and count empty steps.
+
+    The users are served twice: with idle steps that return at once, and with idle steps that wait for the load.
+    """
     engine = _engine(**ROOMY)
     side, step_of, empty = engine.connector.scheduler, engine.scheduler.schedule, [0]
     assert side is not None

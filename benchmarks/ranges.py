@@ -1,6 +1,7 @@
-"""Ways for two ranks to read each its half of the heads of what one has stored, and what each way costs that one.
+"""Measures ways in which two ranks can each read half of the heads from a value that one rank has stored.
 
-What follows decides nothing by itself: decision 24 does. The minimum of every round counts, own values in the same one.
+The ways' cost for the rank that stores the value is measured, too. Decision 24 uses these figures. Each figure is a
+ratio of least times over all rounds, relative to values that have a rank's own layout.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ import xxhash
 
 from benchmarks.layouts import BLOCK_TOKENS, CHUNKS, HEAD_BYTES, HEADS, ORDERS, Ranks
 from benchmarks.report import Figure
-from kvpipe.testing.tier_worlds import WORLDS
 from kvpipe.tiers.envelope import pages
+from tests.rigs.tier_worlds import WORLDS
 
 VALUE_BYTES: Final = 16 << 20
 LANES, ROUNDS = 4, 15
 RUNS = {"heads first": HEADS // 2 * BLOCK_TOKENS * HEAD_BYTES, "tokens first": HEADS // 2 * HEAD_BYTES}
-"""Bytes of a rank's half of the heads that lie together."""
+"""The contiguous bytes of a rank's half of the heads, by the order of the KV cache."""
 OWN_MAX, OTHERS_MAX = 1.03, 1.15
 
 Bytes = npt.NDArray[np.uint8]
@@ -36,7 +37,7 @@ Way = Callable[[], float]
 
 
 def run() -> list[Figure]:
-    """Every figure: milliseconds of a value over those of one's own."""
+    """Return all figures: the time of a value, relative to the time of a value in the rank's own layout."""
     out = [figure for kind in ("disk", "redis", "s3") for layers in (1, 16) for figure in _in_parts(kind, layers)]
     folder = Path(tempfile.mkdtemp(prefix=".bench-", dir=Path(__file__).parents[1]))
     try:
@@ -47,18 +48,18 @@ def run() -> list[Figure]:
 
 
 def _minima(ways: Mapping[str, Way]) -> dict[str, float]:
-    """Return the least that each takes, all of them in turn."""
+    """Return the least time of each of `ways`. All ways run alternately."""
     took: dict[str, list[float]] = {name: [] for name in ways}
     for at in range(ROUNDS + 1):
         for name, way in ways.items():
             one = way()
-            if at:  # the first one takes new memory
+            if at:  # the first round allocates memory
                 took[name].append(one)
     return {name: min(some) for name, some in took.items()}
 
 
 def _figures(what: str, ways: Mapping[str, Way], limit: float) -> list[Figure]:
-    """The first of `ways` is one's own."""
+    """Return the ratio of each way's time to that of the first way, which handles values in the rank's own layout."""
     (_, own), *others = _minima(ways).items()
     beside = "{:.2f} of {:.2f} ms a value"
     return [
@@ -71,7 +72,7 @@ def _figures(what: str, ways: Mapping[str, Way], limit: float) -> list[Figure]:
 
 
 def _in_parts(kind: str, layers: int) -> list[Figure]:
-    """What `share_ranks_max=2` costs an engine of one rank, through its carrier."""
+    """Measure the cost of `share_ranks_max=2` for an engine of one rank, through its carrier."""
     out = []
     with tempfile.TemporaryDirectory(prefix=".bench-", dir=Path(__file__).parents[1]) as folder:
         for order, rows in ORDERS.items():
@@ -102,7 +103,7 @@ def _load(ranks: Ranks) -> Way:
 
 @contextmanager
 def _files(folder: Path) -> Iterator[list[Path]]:
-    """As many values, as long as that of a chunk."""
+    """Write `CHUNKS` files with a value of `VALUE_BYTES` each, and yield their paths."""
     whole = _buffer(VALUE_BYTES)
     files = [folder / str(at) for at in range(CHUNKS)]
     for file in files:
@@ -119,7 +120,7 @@ def _buffer(size: int) -> Bytes:
 
 
 def _each(items: Sequence[Path], lanes: int, work: Callable[[Path], object]) -> float:
-    """Return the seconds of a value, with so many values under way at once."""
+    """Return the seconds per value, with `lanes` values read in parallel."""
     begin = time.perf_counter()
     with ThreadPoolExecutor(lanes) as pool:
         list(pool.map(work, items))
@@ -132,7 +133,7 @@ def _read(file: Path, into: Sequence[memoryview], at: int, flags: int = os.O_DIR
         for first in range(0, len(into), 1024):
             some = into[first : first + 1024]
             left = sum(one.nbytes for one in some)
-            while left:  # the last part of one buffer alone can be short
+            while left:  # only a read into a single buffer can be short
                 got = os.preadv(fd, some if len(some) > 1 else [some[0][-left:]], at)
                 at, left = at + got, left - got
                 assert len(some) == 1 or not left
@@ -141,7 +142,7 @@ def _read(file: Path, into: Sequence[memoryview], at: int, flags: int = os.O_DIR
 
 
 def _read_by_two(files: list[Path]) -> list[Figure]:
-    """Two ranks' lanes beside each other. One's own: half a value each, checked."""
+    """Measure reads by two ranks in parallel. In their own layout, each rank reads and checks half a value."""
     half, twice = VALUE_BYTES // 2, [file for file in files for _ in range(2)]
     spare = [_buffer(VALUE_BYTES) for _ in range(2 * LANES)]
     slots = [_buffer(half) for _ in range(2 * LANES)]
@@ -194,7 +195,10 @@ def _read_by_two(files: list[Path]) -> list[Figure]:
 
 
 def _read_by_one(files: list[Path]) -> list[Figure]:
-    """Who has stored it, were each rank's half in one piece: the halves go where they belong in the slot."""
+    """Measure reads by the rank that stored a value, if each half of the value were stored contiguously.
+
+    The rank then has to move both halves to their places in its slot.
+    """
     slots, spare = ([_buffer(VALUE_BYTES) for _ in range(LANES)] for _ in range(2))
 
     def own(file: Path) -> None:

@@ -1,4 +1,4 @@
-"""Figures, their limits, the table and the JSON file."""
+"""The figures of a benchmark, with their limits, as a table and as a JSON file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rich.table import Table
 
 @dataclass
 class Figure:
-    """One measured figure. `limit` is what it should not exceed, or, with `at_least`, not fall short of."""
+    """One measured figure. `limit`: the largest value that it should have, or, with `at_least`, the smallest."""
 
     name: str
     value: float
@@ -36,7 +36,7 @@ class Figure:
 
 
 def median_s(call: Callable[[], object], repeats: int, inner: int = 1) -> float:
-    """Median seconds of one of `inner` calls, over `repeats` samples after one warm-up."""
+    """Return the median seconds of one call, over `repeats` samples of `inner` calls each, after one warm-up."""
     call()
     samples = []
     for _ in range(repeats):
@@ -48,7 +48,7 @@ def median_s(call: Callable[[], object], repeats: int, inner: int = 1) -> float:
 
 
 def machine() -> dict[str, object]:
-    """What the figures were measured on."""
+    """Return the machine and the versions that the figures were measured with."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)  # noqa: S607
     cpu = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
@@ -65,13 +65,13 @@ def machine() -> dict[str, object]:
 
 
 def show(title: str, figures: list[Figure], path: Path, **more: object) -> None:
-    """Print the table and write the JSON, which contains `more` too."""
+    """Print the table of figures, and write the JSON, which also contains `more`."""
     tabulate(title, figures)
     write(figures, path, **more)
 
 
 def tabulate(title: str, figures: list[Figure]) -> None:
-    """Print the table."""
+    """Print the table of figures."""
     table = Table(title=title, box=box.SIMPLE_HEAD)
     table.add_column("figure")
     for heading in ("median", "limit", "unit"):
@@ -86,7 +86,7 @@ def tabulate(title: str, figures: list[Figure]) -> None:
 
 
 def write(figures: list[Figure], path: Path, **more: object) -> None:
-    """Write the JSON, which contains `more` too."""
+    """Write the JSON, which also contains `more`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [asdict(f) | {"holds": f.ok} for f in figures]
     path.write_text(json.dumps({"machine": machine(), **more, "figures": rows}, indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""On a real engine: throughput when nothing is reused, beside the same engine with its connector taken out."""
+"""Measures a real engine's throughput when no prompt hits, against the same engine without its connector."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from benchmarks.fresh import without_connector
 from benchmarks.report import Figure
 from benchmarks.warm import bind_cores
 from benchmarks.warm import prompt as make_prompt
-from kvpipe.connectors.vllm.trial.engine import Engine
-from kvpipe.testing.models import make_model
+from kvpipe.connectors.vllm.tiny.engine import Engine
+from kvpipe.connectors.vllm.tiny.models import make_model
 
 PAIRS = 30
 LOADS = {
-    # name: (requests, prompt tokens, answer tokens, how much of the throughput must be left)
+    # name: (requests, prompt tokens, answer tokens, least ratio of throughputs with and without kvpipe)
     "decode-heavy": (16, 32, 32, 0.99),
     "prefill-heavy": (4, 250, 2, 0.96),
 }
 
 
 def run() -> list[Figure]:
-    """Median of the ratios of neighbouring runs in one engine: equal engines differ by more than the limit."""
+    """Return medians of ratios of consecutive runs in one engine. Two equal engines differ by more than the limit."""
     bind_cores()
-    first = fresh.run()  # in a process that has touched little memory yet
+    first = fresh.run()  # runs first, while this process has touched little memory
     engine = Engine(str(make_model("serving")), kvpipe={"pool_bytes_max": "2GiB"}, num_gpu_blocks_override=600)
     seconds: dict[tuple[str, bool], list[float]] = {(load, on): [] for load in LOADS for on in (False, True)}
     seed = 0

@@ -1,4 +1,4 @@
-"""The disk tier beside plain direct I/O on the same disk; its lookups, its index, what a checksum costs."""
+"""Compares the disk tier with plain direct I/O on the same disk, and measures lookups, the index and checksums."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import xxhash
 
 from benchmarks.report import Figure, median_s
 from kvpipe.tiers.base import Get, Key, Put, Read, Written
-from kvpipe.tiers.disk.files import place
+from kvpipe.tiers.disk.files import folders_of
 from kvpipe.tiers.disk.spec import DiskSpec
 from kvpipe.tiers.disk.tier import DiskTier
 from kvpipe.tiers.envelope import HEADER_BYTES
@@ -31,7 +31,7 @@ NAMESPACE = "b" * 32
 
 
 def run() -> list[Figure]:
-    """Every figure, measured in a folder beside the results: the temporary one may be in memory."""
+    """Return all figures. They are measured in a folder of the repository, because /tmp may be in memory."""
     folder = Path(tempfile.mkdtemp(prefix=".bench-", dir=Path(__file__).parents[1]))
     try:
         return [*anyio.run(_moves, folder), *anyio.run(_lookups, folder), *_checksums()]
@@ -44,7 +44,7 @@ def _key(number: int) -> Key:
 
 
 def _buffers(size: int, count: int) -> list[tuple[memoryview, memoryview]]:
-    """Return aligned buffers for values of `size`, filled with what no disk shortens."""
+    """Return aligned buffers for values of `size` bytes, filled with random bytes that no disk can compress."""
     noise, out = os.urandom(size), []
     for _ in range(count):
         view = memoryview(mmap.mmap(-1, size))
@@ -54,7 +54,10 @@ def _buffers(size: int, count: int) -> list[tuple[memoryview, memoryview]]:
 
 
 async def _moves(folder: Path) -> list[Figure]:
-    """Rates of writing and reading, tier and plain in turn: a disk's own rate changes from one second to the next."""
+    """Measure the rates of writes and reads by the tier and by plain I/O.
+
+    Tier and plain I/O alternate, because a disk's rate changes within seconds.
+    """
     spec = DiskSpec.model_validate({"path": folder / "moves", "bytes_max": 8 << 30, "direct": "on"})
     tier = spec.make("disk")
     await tier.open()
@@ -96,11 +99,11 @@ async def _moves(folder: Path) -> list[Figure]:
 
 
 def _alone(tier: DiskTier) -> Figure:
-    """What a write costs beside the moving of bytes, in its thread."""
+    """Measure the time of a write in its thread, without the time in which bytes are written."""
 
     def one(number: int) -> float:
         begin = time.perf_counter()
-        draft = tier._room.begin(2 * HEADER_BYTES)
+        draft = tier._room.begin_draft(2 * HEADER_BYTES)
         assert tier._room.finish(draft, _key(number))
         return time.perf_counter() - begin
 
@@ -108,10 +111,10 @@ def _alone(tier: DiskTier) -> Figure:
 
 
 class _Plain:
-    """Files past the page cache, by as many threads as the tier has lanes.
+    """Plain direct I/O, by as many threads as the tier has lanes.
 
-    Values are written into new files of their own, as the tier must; for comparison, and to be read, over one another's
-    old bytes in a large file, for whose blocks nobody has to look.
+    Each value is written into a new file, as the tier does. For comparison, and for reads, values are also written over
+    old bytes of one large file, which needs no new blocks on the disk.
     """
 
     def __init__(self, path: Path, size: int, buffers: list[tuple[memoryview, memoryview]], lanes: int) -> None:
@@ -121,7 +124,7 @@ class _Plain:
         self.each(os.pwritev)
 
     def each(self, call: Callable[[int, tuple[memoryview, memoryview], int], int]) -> None:
-        """Move every buffer."""
+        """Read or write every buffer at its place in the large file, with `call`."""
         done = self._pool.map(lambda i: call(self._fd, self._buffers[i], i * self._size), range(len(self._buffers)))
         assert set(done) == {self._size}
 
@@ -137,7 +140,7 @@ class _Plain:
             os.close(fd)
 
     def clear(self) -> None:
-        """Delete those files."""
+        """Delete the files that `files` has written."""
         for i in range(len(self._buffers)):
             Path(f"{self._path}-{i}").unlink()
 
@@ -148,11 +151,11 @@ class _Plain:
 
 
 async def _lookups(folder: Path) -> list[Figure]:
-    """How soon a folder of many files is known, and asked."""
+    """Measure how fast the index of a folder with many files is built, and how long a lookup takes."""
     path = folder / "many"
     keys = [_key(i) for i in range(FILES)]
     for key in keys:
-        file = path.joinpath(*place(key), key.text)
+        file = path.joinpath(*folders_of(key), key.text)
         file.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(file, os.O_WRONLY | os.O_CREAT, 0o600))
     spec = DiskSpec.model_validate({"path": path, "bytes_max": 1 << 30})

@@ -1,4 +1,4 @@
-"""The Mooncake tier beside its own client called directly, in turns, on one cluster over TCP on loopback."""
+"""Compares the Mooncake tier with direct calls of Mooncake's client, on one cluster over TCP on loopback."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import numpy as np
 
 from benchmarks.report import Figure
 from kvpipe.testing.buffers import aligned, some_key
-from kvpipe.testing.servers.mooncake import Master, master, node
-from kvpipe.testing.tier_worlds.mooncake import spec_of
 from kvpipe.tiers.base import Get, Put, Read, Tier, Written
+from tests.rigs.servers.mooncake import Master, master, node
+from tests.rigs.tier_worlds.mooncake import spec_of
 
 ROUNDS, VALUES, HEADER, LOOKUPS = 31, 8, 4096, 1000
 MIB = 1 << 20
 
 
 def run() -> list[Figure]:
-    """Reads, writes and lookups."""
-    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # of the client in this process
+    """Return the figures of reads, writes and lookups."""
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # log level of the client in this process
     with master() as cluster, node(cluster.address, 1 << 30):
         return anyio.run(_figures, cluster)
 
@@ -51,7 +51,7 @@ def _client(address: str) -> Any:
 
 
 async def _moves(direct: Any, tier: Tier, size: int) -> list[Figure]:
-    """Write and read `VALUES` values, by the client from and to memory that it knows, by the tier from and to ours."""
+    """Write and read `VALUES` values, by the client with registered memory and by the tier with kvpipe's memory."""
     whole = memoryview(aligned(VALUES * size))
     at = np.frombuffer(whole, np.uint8).ctypes.data
     np.frombuffer(whole, np.uint8)[:] = np.random.default_rng(0).integers(0, 256, VALUES * size, np.uint8)
@@ -93,7 +93,10 @@ async def _in_turns(
     mine: Callable[[], Awaitable[None]],
     before: Callable[[], Awaitable[None]] | None = None,
 ) -> tuple[float, float, float]:
-    """Median seconds of either, and median of the rounds' quotients, the first round left out."""
+    """Run both calls alternately. Returns the median seconds of each, and the median of the rounds' ratios.
+
+    The first round is the warm-up. `before` runs before each call, and is not measured.
+    """
     took: dict[Any, list[float]] = {plain: [], mine: []}
     for turn in range(ROUNDS + 1):
         for call in (plain, mine) if turn % 2 else (mine, plain):

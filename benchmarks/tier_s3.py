@@ -1,4 +1,4 @@
-"""The S3 tier beside its client called directly, on a real server on loopback: informative, the server is the limit."""
+"""Compares the S3 tier with direct calls of its client, on a real server on loopback, which limits both."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import anyio
 
 from benchmarks.report import Figure
 from kvpipe.testing.buffers import aligned, get, put, some_key
-from kvpipe.testing.servers.s3 import shared
-from kvpipe.testing.tier_worlds.s3 import spec_of
 from kvpipe.tiers.s3.child import Client
 from kvpipe.tiers.s3.tier import S3Tier
+from tests.rigs.servers.s3 import shared
+from tests.rigs.tier_worlds.s3 import spec_of
 
 REPEATS = 7
 BODY_BYTES = (1 << 20, 8 << 20, 32 << 20)
 LIMIT = 3.0
-"""How many times as long as the client alone a call may take."""
+"""The limit on the time of a call through the tier, as a multiple of the time of a direct call."""
 
 _Call = Callable[[], Awaitable[Any]]
 
 
 def run() -> list[Figure]:
-    """Every figure: seconds through the tier over seconds of the client alone."""
+    """Return all figures: the time through the tier, relative to the time of the client alone."""
     return anyio.run(_run)
 
 
@@ -82,7 +82,7 @@ async def _head(client: Client, name: str) -> None:
 
 
 async def _pair(*calls: _Call) -> list[float]:
-    """Return the least seconds of each call, made in turns."""
+    """Return the least seconds of each call. The calls alternate."""
     seconds: list[list[float]] = [[] for _ in calls]
     for _ in range(REPEATS):
         for call, took in zip(calls, seconds, strict=True):

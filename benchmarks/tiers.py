@@ -1,4 +1,4 @@
-"""On a real engine: the first token of prompts that come from disk, and what a remote tier that is down costs."""
+"""Measures on a real engine the first token of prompts loaded from disk, and the cost of a remote tier that is down."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 from benchmarks.report import Figure
 from benchmarks.throughput import LOADS
 from benchmarks.warm import LENGTHS, WARM_ENGINE, bind_cores, prompt, ttft
-from kvpipe.connectors.vllm.trial.engine import Engine
+from kvpipe.connectors.vllm.tiny.engine import Engine
+from kvpipe.connectors.vllm.tiny.models import make_model
 from kvpipe.scheduler.side import SchedulerSide
-from kvpipe.testing.models import make_model
 
 REPEATS = 3
 PAIRS = 15
@@ -31,7 +31,7 @@ def _side(engine: Engine) -> SchedulerSide:
 
 @contextlib.contextmanager
 def _without_tiers(engine: Engine) -> Iterator[None]:
-    """Let the idle engine be one that was configured with none."""
+    """Remove the tiers from the idle engine, as if it had been configured without tiers."""
     side = _side(engine)
     staging, side.staging = side.staging, None
     try:
@@ -41,9 +41,9 @@ def _without_tiers(engine: Engine) -> Iterator[None]:
 
 
 def run() -> list[Figure]:
-    """Both, each on an engine of its own."""
+    """Return the figures of both, each measured on its own engine."""
     bind_cores()
-    folder = Path(tempfile.mkdtemp(prefix=".bench-", dir=Path(__file__).parents[1]))  # not in memory, as /tmp may be
+    folder = Path(tempfile.mkdtemp(prefix=".bench-", dir=Path(__file__).parents[1]))  # /tmp may be in memory
     try:
         return [*_from_disk(folder), *_dead_tier()]
     finally:
@@ -56,7 +56,7 @@ def _from_disk(folder: Path) -> list[Figure]:
     config: dict[str, Any] = {"pool_bytes_max": "3GiB", "tiers": [disk], **waits}
     engine = Engine(str(make_model("big-kv")), kvpipe=config, enable_prefix_caching=False, **WARM_ENGINE)
     side, out = _side(engine), []
-    while side.catalog.ready < side.catalog.slots:  # else little of the first prompt is saved: see `fresh.py` for that
+    while side.catalog.ready < side.catalog.slots:  # so that the whole first prompt can be saved
         engine.generate([prompt(64, 1)], 2)
     for n in LENGTHS:
         tokens = prompt(n, 2000 + n)
@@ -65,9 +65,9 @@ def _from_disk(folder: Path) -> list[Figure]:
         warm = []
         for _ in range(REPEATS):
             side.catalog.reset()
-            before = side.report.hit_tokens.get("disk", 0)
+            before = side.tracer.hit_tokens.get("disk", 0)
             warm.append(ttft(engine, tokens))
-            assert side.report.hit_tokens["disk"] - before >= n - 256, "it came from elsewhere"
+            assert side.tracer.hit_tokens["disk"] - before >= n - 256, "it came from elsewhere"
             engine.settle()
         mib = n // 32 * side.geometry.groups[0].bytes_per_block >> 20
         beside = f"disk {median(warm) * 1e3:.0f} ms ({mib / median(warm):.0f} MiB/s), cold {cold * 1e3:.0f} ms"

@@ -1,4 +1,4 @@
-"""What tracing costs: per event on the thread that records it, in an engine's throughput, and to read a gigabyte."""
+"""Measures the cost of tracing: per recorded event, in an engine's throughput, and of reading a trace of 1 GiB."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import msgspec
 from benchmarks.report import Figure
 from benchmarks.warm import bind_cores
 from benchmarks.warm import prompt as make_prompt
-from kvpipe.connectors.vllm.trial.engine import Engine
+from kvpipe.connectors.vllm.tiny.engine import Engine
+from kvpipe.connectors.vllm.tiny.models import make_model
 from kvpipe.statemachine.core import Cursor, Edge, State
-from kvpipe.testing.models import make_model
-from kvpipe.testing.synthetic_trace import play
 from kvpipe.trace import events as e
 from kvpipe.trace import transitions
 from kvpipe.trace.recorder import FileSink, Recorder
+from tests.rigs.synthetic_trace import play
 
 RECORDED = 20_000
 GIGABYTE = 1 << 30
@@ -38,7 +38,7 @@ REQUESTS, PROMPT, ANSWER = 8, 32, 16
 
 
 def run() -> list[Figure]:
-    """Per event first, with the least around it; the engine last."""
+    """Return all figures. Events are measured first, while the process has few objects, and the engine last."""
     return [*_per_event(), *_reading(), *_throughput()]
 
 
@@ -77,7 +77,7 @@ def _per_event() -> list[Figure]:
 
 
 def _us(once: Callable[[], None], recorder: Recorder) -> float:
-    """Median microseconds of one of `RECORDED` events; the queue is emptied in between, as the writer would."""
+    """Return the median microseconds per event. `once` records `RECORDED` events; the queue is emptied before."""
     once()
     taken = []
     for _ in range(9):
@@ -128,7 +128,7 @@ def _reading() -> list[Figure]:
 
 @contextlib.contextmanager
 def _silent(engine: Engine) -> Iterator[None]:
-    """Take tracing out of the idle engine, on both sides."""
+    """Switch tracing off in the scheduler and the worker of the idle engine."""
     recorders = [engine.connector.recorder, engine.worker_connector.recorder]
     kept = [(one.lifecycle, one.transitions, one.detail) for one in recorders]
     for one in recorders:
@@ -141,7 +141,7 @@ def _silent(engine: Engine) -> Iterator[None]:
 
 
 def _throughput() -> list[Figure]:
-    """Median of the ratios of neighbouring runs in one engine, as equal engines differ by more than the limit."""
+    """Return medians of ratios of consecutive runs in one engine. Two equal engines differ by more than the limit."""
     bind_cores()
     os.environ["VLLM_LOGGING_LEVEL"] = "INFO"
     out = []
@@ -174,7 +174,7 @@ def _throughput() -> list[Figure]:
 
 @contextlib.contextmanager
 def _stdout_to(path: Path) -> Iterator[None]:
-    """Send the log to a file, as an operator would."""
+    """Redirect standard output, and thus the log, to a file, as an operator would."""
     kept = os.dup(1)
     with path.open("w") as sink:
         os.dup2(sink.fileno(), 1)

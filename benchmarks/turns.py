@@ -1,6 +1,6 @@
-"""On a real engine: conversations from an engine's first second, each kind of engine in a process of its own.
+"""Measures conversations on a real engine from its first second. Each engine runs in a process of its own.
 
-Eight users have four turns each. Memory for all of them is in kvpipe's pool, and for three of them in vLLM's cache.
+Eight users have four turns each. kvpipe's pool has room for the KV of all users, and vLLM's cache for three users.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 from benchmarks.report import Figure
 from benchmarks.warm import prompt as make_prompt
-from kvpipe.connectors.vllm.trial.engine import Engine
-from kvpipe.testing.models import make_model
+from kvpipe.connectors.vllm.tiny.engine import Engine
+from kvpipe.connectors.vllm.tiny.models import make_model
 
 ROUNDS = 3
 USERS, TURNS, PROMPT_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 8, 4, 2100, 60, 16
@@ -28,12 +28,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "own": {"users": USERS},
 }
-"""`own`: vLLM's own cache has room for all users."""
+"""The kinds of engines. In `own`, vLLM's own cache has room for all users."""
 HITS_LEAST, SECONDS_MOST, COLD_LEAST = 0.98, 1.05, 0.97
 
 
 def measure(kind: str, seed: int) -> dict[str, float]:
-    """Return the seconds of a new engine's first turns and of all turns, and the share of tokens it had to hand."""
+    """Return a new engine's seconds for the first turns and for all turns, the share of hits, and evictions."""
     users = KINDS[kind].get("users", USERS_ON_DEVICE)
     engine = Engine(
         str(make_model("big-kv")),
@@ -42,7 +42,7 @@ def measure(kind: str, seed: int) -> dict[str, float]:
         block_size=BLOCK,
         max_model_len=TOKENS_MAX + BLOCK,
         max_num_batched_tokens=2048,
-        num_gpu_blocks_override=users * (TOKENS_MAX // BLOCK + 2) + 1,  # vLLM keeps one for itself
+        num_gpu_blocks_override=users * (TOKENS_MAX // BLOCK + 2) + 1,  # vLLM reserves one block
     )
     computed, schedule = 0, engine.scheduler.schedule
 
@@ -71,7 +71,7 @@ def measure(kind: str, seed: int) -> dict[str, float]:
 
 
 def run() -> list[Figure]:
-    """The medians of several new engines of each kind, one after the other."""
+    """Return the medians of `ROUNDS` new engines of each kind, which run one after the other."""
     seen: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
     for seed in range(ROUNDS):
         for kind in KINDS if seed % 2 == 0 else reversed(KINDS):

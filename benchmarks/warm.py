@@ -1,4 +1,4 @@
-"""On a real engine: the warm time to first token, beside a cold one and vLLM's own prefix cache."""
+"""Measures on a real engine the warm time to first token, against the cold time and vLLM's own prefix cache."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
 
 import torch
 
-import kvpipe.loop  # notes the cores of the process before this thread is bound to one
 from benchmarks.report import Figure, median_s
-from kvpipe.connectors.vllm.trial.engine import Engine
-from kvpipe.testing.models import VOCAB, make_model
+from kvpipe.connectors.vllm.tiny.engine import Engine
+from kvpipe.connectors.vllm.tiny.models import VOCAB, make_model
+from kvpipe.machine.cores import CPUS_AT_START  # imported before this thread is bound to a core
 from kvpipe.trace.log import log
 
 REPEATS = 5
@@ -28,26 +28,26 @@ WARM_ENGINE: dict[str, Any] = {
 
 
 def bind_cores() -> None:
-    """Give the forward core 0; kvpipe's threads have the rest."""
-    log.info("cores", engine=[0], kvpipe=sorted(kvpipe.cores.CPUS_AT_START - {0}))
+    """Bind this thread, which runs the forward, to core 0. kvpipe's threads use the other cores."""
+    log.info("cores", engine=[0], kvpipe=sorted(CPUS_AT_START - {0}))
     os.sched_setaffinity(0, {0})
 
 
 def prompt(tokens: int, seed: int) -> list[int]:
-    """Return a random prompt."""
+    """Return a random prompt of `tokens` tokens."""
     rng = random.Random(seed)
     return [rng.randrange(3, VOCAB) for _ in range(tokens)]
 
 
 def ttft(engine: Engine, tokens: list[int]) -> float:
-    """Return the seconds until a lone request has its first and only token."""
+    """Return the seconds until a single request has its first and only token."""
     begin = time.perf_counter()
     engine.generate([tokens], 1)
     return time.perf_counter() - begin
 
 
 def run() -> list[Figure]:
-    """Figures per prompt length."""
+    """Return the figures of each prompt length."""
     bind_cores()
     model = str(make_model("big-kv"))
     prompts = {n: prompt(n, 1000 + n) for n in LENGTHS}

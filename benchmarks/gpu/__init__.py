@@ -1,1 +1,1 @@
-"""Benchmarks that need a GPU: the data plane alone, and whole engines."""
+"""The benchmarks that need a GPU: of the data plane alone, and of whole engines."""

@@ -1,7 +1,7 @@
-"""Check and measure the CUDA data plane on one GPU: `python -m benchmarks.gpu [--simulated] [--seconds-max 480]`.
+"""Checks and measures the CUDA data plane on one GPU: `python -m benchmarks.gpu [--simulated] [--seconds-max 480]`.
 
-Needs torch and Triton; the figures of the pipeline's hooks need anyio, pydantic and msgspec too. vLLM is not
-needed (`benchmarks.gpu.engine` is what runs it).
+This needs torch and Triton. The figures of the pipeline's hooks also need anyio, pydantic and msgspec. vLLM is not
+needed; `benchmarks.gpu.engine` runs vLLM.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu import (
-    bare,  # first: it stands in for what a bare machine lacks
+    bare,  # imported first: finds the packages that a bare machine lacks
     hooks,
     plane,
     race,
@@ -32,7 +32,7 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
 def hunts(gpu: Gpu, rounds: int, until: float) -> Iterator[Figure]:
-    """Hunt for races in every mover, with and without waves: each has an equal share of the time that is left."""
+    """Hunt for races in every mover, with and without waves. Each hunt gets an equal share of the time that is left."""
     kinds = [(mover, wave_bytes) for mover in Mover for wave_bytes in (0, 1 << 20)]
     for number, (mover, wave_bytes) in enumerate(kinds):
         now = time.monotonic()
@@ -43,7 +43,10 @@ def hunts(gpu: Gpu, rounds: int, until: float) -> Iterator[Figure]:
 
 
 def parts(gpu: Gpu, until: float = math.inf) -> list[Part]:
-    """List what is run, in the order of its importance, or why it is not. `until`: as of `Hunt.run`."""
+    """Return the parts, the most important first. A part that cannot run has the reason instead of a function.
+
+    `until`: the time at which the race hunts end, see `Hunt.run`.
+    """
     small = gpu.simulated
     rounds, pairs = (6, 2) if small else (2000, 15)
     width = (32, 64) if small else (4096, 14336)
@@ -77,7 +80,7 @@ def parts(gpu: Gpu, until: float = math.inf) -> list[Part]:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the parts, write JSON after each figure, print one table; a part that fails does not stop the others."""
+    """Run the parts, write JSON after each figure, and print a table. A failed part does not stop the others."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--simulated", action="store_true", help="run everything on the host, to see that it runs")
     parser.add_argument("--seconds-max", type=float, default=480, help="begin no part after so long")
@@ -118,7 +121,7 @@ def main(arguments: list[str]) -> int:
 
 
 def device(gpu: Gpu, commit: str) -> dict[str, object]:
-    """What the figures were measured on, beyond the host."""
+    """Return the device, and the versions of its driver and libraries. `machine` of the report has the host's."""
     if gpu.simulated:
         return {"gpu": "none: simulated on the host"}
     import triton

@@ -1,4 +1,4 @@
-"""Lets the data plane run on a machine that has torch and Triton and none of kvpipe's other needs."""
+"""Finds which of kvpipe's requirements are missing on a machine that has torch and Triton."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 
 
 def missing(*names: str) -> list[str]:
-    """Return those of the named packages that cannot be imported."""
+    """Return the named packages that cannot be imported."""
     absent = []
     for name in names:
         try:
@@ -17,4 +17,4 @@ def missing(*names: str) -> list[str]:
 
 
 ABSENT = missing("anyio", "pydantic", "msgspec")
-"""What the pipeline's figures need and this machine lacks."""
+"""The packages that the pipeline's figures need and that cannot be imported on this machine."""

@@ -1,7 +1,7 @@
 """`python -m benchmarks.gpu.engine`: the engine scenarios and the time to first token on a real vLLM with CUDA.
 
-Needs no network: models are made here, engines run in this process. With ``--device cpu`` the same scenarios run on
-vLLM's CPU build, which shows that they work, and nothing about speed.
+No network is needed, because models are created locally and engines run in this process. With ``--device cpu``, the
+same scenarios run on vLLM's CPU build. This tests the scenarios, but shows nothing about speed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ if TYPE_CHECKING:
     from benchmarks.gpu.engine_live import Setup
 
 CPU_BLOCK, CUDA_BLOCK = 32, 16
-GRACE_S: Final = 100  # after the budget: a section is not cut off, but a device that hangs is
-CAPTURED: Final = [1, 2, 4, 8, 16, 32]  # batch sizes; vLLM drops those above max_num_seqs
+GRACE_S: Final = 100  # seconds beyond the budget, after which a hanging run is killed; a section may end within them
+CAPTURED: Final = [1, 2, 4, 8, 16, 32]  # batch sizes of graphs; vLLM drops sizes above max_num_seqs
 GRAPHS: Final = ("default", "full", "none")
 SHAPE_NAMES: Final = ("tiny", "mid", "big")
 CASE_NAMES: Final = ("auto-sync", "auto-async", "layerwise-sync", "layerwise-async", "step-sync", "step-async")
+MOVER_CASES: Final = ("auto-sync-dma", "auto-sync-staged", "auto-sync-direct")
+"""A case for each mover. The riskiest mover comes last, because after an illegal access all later cases fail."""
 MODE_NAMES: Final = ("no connector", "auto", "layerwise", "step")
-# no network, no second process, no kernels that are compiled with a compiler that may be missing
+# These variables avoid the network, a second process, and kernels that need a compiler, which may be missing.
 ENVIRONMENT: Final = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_HOST_IP": "127.0.0.1",
@@ -54,7 +56,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--breakable", action="store_true", help="with --graphs default: graphs with breaks, without torch.compile"
     )
     parser.add_argument("--shapes", type=_names(SHAPE_NAMES), default=SHAPE_NAMES, help="of tiny,mid,big")
-    parser.add_argument("--cases", type=_names(CASE_NAMES), default=CASE_NAMES, help="of " + ",".join(CASE_NAMES))
+    parser.add_argument(
+        "--cases",
+        type=_names(CASE_NAMES + MOVER_CASES),
+        default=CASE_NAMES,
+        help="of " + ",".join(CASE_NAMES + MOVER_CASES),
+    )
     parser.add_argument("--modes", type=_names(MODE_NAMES), default=MODE_NAMES, help="of " + ",".join(MODE_NAMES))
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of the tiny model")
     parser.add_argument("--seconds-max", type=float, default=480, help="later sections are skipped then")
@@ -75,14 +82,14 @@ def _names(known: tuple[str, ...]) -> Any:
 
 
 def set_environment(args: argparse.Namespace) -> None:
-    """Set what must be set before torch and vLLM are imported."""
+    """Set the environment variables that torch and vLLM read when they are imported."""
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     os.environ["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "1" if args.breakable else "0"
 
 
 def make_setup(args: argparse.Namespace, *, cuda: bool) -> Setup:
-    """Return what all engines have in common."""
+    """Return the settings that all engines of the run have in common."""
     from benchmarks.gpu.engine_live import Setup
 
     if not cuda:
@@ -99,7 +106,7 @@ def make_setup(args: argparse.Namespace, *, cuda: bool) -> Setup:
 
 
 def dtypes_of(args: argparse.Namespace, *, cuda: bool) -> list[str]:
-    """Return the data types for the tiny model, in the order to try them."""
+    """Return the data types for the tiny model, in the order in which they are tried."""
     if args.dtype != "auto":
         return [args.dtype]
     if not cuda:
@@ -115,7 +122,7 @@ def dtypes_of(args: argparse.Namespace, *, cuda: bool) -> list[str]:
 
 
 def run(args: argparse.Namespace, home: Path) -> int:
-    """Run everything; return 1 when a section failed."""
+    """Run all sections. Returns 0, 1 if a section failed, or 2 if `--device cuda` finds no device."""
     begin = time.monotonic()
     import torch
 
@@ -157,7 +164,7 @@ def run(args: argparse.Namespace, home: Path) -> int:
 
 
 def main() -> int:
-    """Run from the command line."""
+    """Run the scenarios from the command line, and return the exit status."""
     args = arguments()
     set_environment(args)
     faulthandler.dump_traceback_later(args.seconds_max + GRACE_S, exit=True)

@@ -1,8 +1,9 @@
-"""Answers with kvpipe are those without it, token by token, and a wrong byte would show.
+"""Checks that answers with kvpipe equal answers without kvpipe, token by token, and that a wrong byte is detected.
 
-On a GPU two runs of one prompt may differ where two tokens are nearly tied: kernels round differently by batch and
-chunk. So the reference notes by how much each token won, and a first difference where it hardly won is counted as a
-near tie. The bytes of the KV cache have no such excuse: what is loaded equals what was computed.
+On a GPU, two runs of one prompt may differ if two tokens have nearly equal probabilities, because kernels round
+differently by batch and chunk. So the reference records the margin of each token over the next best token. If answers
+first differ at a token with a small margin, the difference is counted as a near tie. The bytes of the KV cache allow no
+difference: loaded bytes must equal the computed bytes.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from benchmarks.gpu.engine_models import SHAPES
 from benchmarks.gpu.engine_report import Figures, Ledger, Skip
 from kvpipe.transfer.pool import HostPool
 
-BUDGET_TOKENS: Final = 256  # per step: longer prompts are prefilled in chunks
-CACHE_TOKENS: Final = 1280  # of the whole KV cache: the crowd does not fit, so that requests are preempted
+BUDGET_TOKENS: Final = 256  # tokens per step: longer prompts are prefilled in chunks
+CACHE_TOKENS: Final = 1280  # tokens of the KV cache: the crowd does not fit, so requests are preempted
+CACHE_BYTES: Final = 1 << 30  # of which `CACHE_TOKENS` are used
 ANSWER: Final = 24
 CROWD_ANSWER: Final = 120
-# margins in log-probability that other rounding may overturn, and the share of a section's answers that may need it
+# The largest margin in log-probability of a near tie, and the largest share of a section's answers with near ties.
 NEAR: Final = {"float32": (0.05, 0.25), "bfloat16": (0.2, 1.0)}
 EXACT: Final = (0.0, 0.0)
 POOL: Final = "256MiB"
@@ -33,23 +35,27 @@ POOL: Final = "256MiB"
 
 @dataclass(frozen=True)
 class Case:
-    """One configuration of kvpipe."""
+    """One configuration of kvpipe that is tested."""
 
     mode: str
     load: str
+    mover: str = "auto"
 
     @property
     def name(self) -> str:
-        """For tables and the command line."""
-        return f"{self.mode}-{self.load}"
+        """The case's name in tables and on the command line."""
+        return f"{self.mode}-{self.load}" + ("" if self.mover == "auto" else f"-{self.mover}")
 
     @property
     def config(self) -> dict[str, Any]:
         """The connector's extra config."""
-        return {"mode": self.mode, "load": self.load, "pool_bytes_max": POOL}
+        return {"mode": self.mode, "load": self.load, "mover": self.mover, "pool_bytes_max": POOL}
 
 
-CASES: Final = tuple(Case(mode, load) for mode in ("auto", "layerwise", "step") for load in ("sync", "async"))
+CASES: Final = (
+    *(Case(mode, load) for mode in ("auto", "layerwise", "step") for load in ("sync", "async")),
+    *(Case("auto", "sync", mover) for mover in ("dma", "staged", "direct")),
+)
 
 
 def prompt(tokens: int, seed: int, vocab: int = SHAPES["tiny"].vocab) -> list[int]:
@@ -63,7 +69,7 @@ CROWD: Final = [prompt(60 + 20 * i, 100 + i) for i in range(10)]
 TALK: Final = prompt(200, 4)
 REPLY: Final = prompt(30, 5)
 LEAVING: Final = [prompt(220 + 40 * i, 200 + i) for i in range(3)]
-LONE: Final = [prompt(250, 300 + i) for i in range(6)]  # the one with the clearest answer is used
+LONE: Final = [prompt(250, 300 + i) for i in range(6)]  # the prompt with the largest margins is used
 CLEAR_TOKENS: Final = 4
 
 
@@ -87,7 +93,7 @@ class Comparison:
         self.answers = self.ties = 0
 
     def same(self, got: Sequence[Answer], expected: Sequence[Answer]) -> None:
-        """Raise unless the answers are the same, near ties aside."""
+        """Raise AssertionError unless the answers are equal up to near ties."""
         assert len(got) == len(expected)
         for number, (mine, theirs) in enumerate(zip(got, expected, strict=True)):
             self.answers += 1
@@ -102,31 +108,35 @@ class Comparison:
             self.ties += 1
 
     def figures(self) -> Figures:
-        """Return the counts. Raises when too many answers needed the excuse."""
+        """Return the counts. Raises AssertionError if too many answers differ by near ties."""
         assert self.ties <= self._share * max(self.answers, 4), f"{self.ties} near ties in {self.answers} answers"
         return {"answers": self.answers, "near ties": self.ties}
 
 
 def first_difference(a: Answer, b: Answer) -> int | None:
-    """Return the first position at which the answers differ."""
+    """Return the first position at which the answers differ, or None if they are equal."""
     if len(a.tokens) != len(b.tokens):
         return min(len(a.tokens), len(b.tokens))
     return next((i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=True)) if x != y), None)
 
 
 def options_of(setup: Setup) -> dict[str, Any]:
-    """Return the engine's settings: chunked prefill and preemption happen by themselves."""
+    """Return the engine's settings.
+
+    Its limits are so small that prefills are chunked and requests are preempted. The cache's size is fixed, because
+    vLLM's own measurement fails while other processes use the GPU.
+    """
     return {
         "max_model_len": 1024,
         "max_num_batched_tokens": BUDGET_TOKENS,
         "max_num_seqs": 16,
         "num_gpu_blocks_override": CACHE_TOKENS // setup.block,
         "enable_prefix_caching": True,
-    }
+    } | ({"kv_cache_memory_bytes": CACHE_BYTES} if setup.cuda else {})
 
 
 def play_reference(live: Live) -> Reference:
-    """Run everything once."""
+    """Run all prompts on an engine without a connector, and return the answers."""
     turns, history = [], TALK
     for _ in range(2):
         (answer,) = live.ask([history], ANSWER)
@@ -150,7 +160,7 @@ class Scenarios:
         self._live, self._reference, self._near = live, reference, near
 
     def repeated(self) -> Figures:
-        """Several requests at once, one of them longer than a step: computed, then loaded."""
+        """Run several requests at once, one of them longer than a step. They are computed first, then loaded."""
         live, comparison = self._live, Comparison(self._near)
         comparison.same(live.ask(BATCH, ANSWER), self._reference.batch)
         live.forget()
@@ -164,7 +174,7 @@ class Scenarios:
         return comparison.figures() | {"loaded tokens": loaded}
 
     def conversation(self) -> Figures:
-        """The second turn finds the first, generated tokens included."""
+        """Run a conversation. The second turn loads the first turn, including its generated tokens."""
         live, comparison = self._live, Comparison(self._near)
         loaded = 0
         for number, (history, answer) in enumerate(self._reference.turns):
@@ -174,13 +184,13 @@ class Scenarios:
             loaded = live.count("tokens_loaded") - before
             if number and not comparison.ties:
                 unit = live.connector.geometry.unit_tokens
-                held = len(self._reference.turns[number - 1][0]) + ANSWER - 1  # the last token's KV is never computed
+                held = len(self._reference.turns[number - 1][0]) + ANSWER - 1  # the last token has no KV
                 due = min(held, len(history) - 1) // unit * unit
                 assert loaded == due, f"{loaded} tokens were loaded, {due} could be"
         return comparison.figures() | {"loaded tokens": loaded}
 
     def aborted(self) -> Figures:
-        """One of three requests is aborted in mid-flight, computing and then loading; the others are right."""
+        """Abort one of three requests while it computes, and in a second run while it loads. The others stay right."""
         live, comparison = self._live, Comparison(self._near)
         for _ in range(2):
             live.forget()
@@ -200,7 +210,7 @@ class Scenarios:
         return comparison.figures()
 
     def preempted(self) -> Figures:
-        """More requests than the cache holds: resumed ones load what they had saved."""
+        """Run more requests than the cache holds. Preempted requests load the KV that they had saved."""
         live, comparison = self._live, Comparison(self._near)
         live.forget()
         loaded, preempted = live.count("tokens_loaded"), live.count("preempted")
@@ -211,7 +221,7 @@ class Scenarios:
         return comparison.figures() | {"preempted": preempted, "loaded tokens": loaded}
 
     def bytes_equal(self) -> Figures:
-        """What is loaded into the cache equals, byte by byte, what was computed; one flipped byte is seen."""
+        """Check that loaded bytes in the cache equal the computed bytes, and that a flipped byte is detected."""
         computed = self._prefix()
         loaded = self._prefix()
         assert _differing(computed, loaded) == 0, f"{_differing(computed, loaded)} bytes differ after a load"
@@ -225,7 +235,10 @@ class Scenarios:
         return {"bytes": sum(page.numel() for page in computed), "flipped bytes found": found}
 
     def corrupted(self) -> Figures:
-        """Another answer from a wrong chunk: the comparison of answers can fail, and loaded KV is what is read."""
+        """Corrupt a saved chunk, and check that the answer changes.
+
+        This proves that the engine reads the loaded KV, and that the comparison of answers detects wrong KV.
+        """
         live = self._live
         tokens, expected = self._reference.lone
         slot, page = self._slot_of(self._prefix()), live.pages()[0].shape[1]
@@ -247,12 +260,12 @@ class Scenarios:
         return comparison.figures() | {"differs from token": at}
 
     def clean(self) -> Figures:
-        """Nothing was contained, lost or left over."""
+        """Check that no exception was contained, and that no lease, job or request is left."""
         stats = self._live.check_clean()
         return {key: stats.get(key, 0) for key in ("tokens_loaded", "slots_used", "preempted")}
 
     def _prefix(self) -> list[torch.Tensor]:
-        """Answer the lone prompt with vLLM's own cache emptied; return the cache's bytes of its whole blocks."""
+        """Answer the lone prompt after vLLM's prefix cache was emptied, and return the bytes of its whole blocks."""
         live, (tokens, _) = self._live, self._reference.lone
         live.forget()
         request = live.put(tokens, 4)
@@ -265,7 +278,7 @@ class Scenarios:
         return found
 
     def _slot_of(self, pages: list[torch.Tensor]) -> int:
-        """Find the slot that begins with the first layer's first block."""
+        """Return the pool's slot that begins with the first layer's first block."""
         wanted, pool = pages[0][0], self._live.pool
         self._live.settle()
         found = (pool.tensor[:, : len(wanted)] == wanted).all(dim=1).nonzero().flatten().tolist()
@@ -282,7 +295,7 @@ def _flip(pool: HostPool, slot: int, places: range) -> None:
 
 
 def check_graphs(live: Live, case: Case, setup: Setup, asked: str) -> Figures:
-    """VLLM keeps whole graphs, but gives them up in layerwise mode, where hooks run between all layers."""
+    """Check vLLM's CUDA graphs: full graphs, except in layerwise mode, where hooks run between all layers."""
     if not setup.cuda:
         raise Skip("needs CUDA")
     if asked == "none":
@@ -309,7 +322,7 @@ SECTIONS: Final[dict[str, Callable[[Scenarios], Figures]]] = {
 
 
 class Correctness:
-    """All cases against one reference."""
+    """Runs all cases, and compares each with one reference."""
 
     def __init__(self, ledger: Ledger, setup: Setup, model: str, asked_graphs: str) -> None:
         """`asked_graphs`: the value of `--graphs`."""

@@ -1,4 +1,4 @@
-"""An engine for these scenarios: answers with their margins, the KV cache's bytes, kvpipe's counters and pool."""
+"""An engine for the GPU scenarios. It exposes answers with margins, the KV cache, and kvpipe's counters and pool."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from kvpipe.connectors.vllm.trial.engine import Engine
+from kvpipe.connectors.vllm.tiny.engine import Engine
 from kvpipe.testing.catalog_integrity import check_integrity
 from kvpipe.transfer.pages import view_pages
 from kvpipe.transfer.pool import HostPool
 from kvpipe.worker.side import WorkerSide
 
-MODULE: Final = "kvpipe.connectors.vllm.connector"  # named, so that kvpipe need not be installed
-CHOICES: Final = 2  # log-probabilities per token: the answer's, and the runner-up's
+MODULE: Final = "kvpipe.connectors.vllm.connector"  # given to vLLM, so that kvpipe need not be installed
+CHOICES: Final = 2  # log-probabilities per token: the answer's token and the next best token
 PIN_S_MAX: Final = 60.0
-NOISY: Final = ("vllm.renderers.base", "vllm.v1.worker.cpu_worker")  # warn of what is not used here
+NOISY: Final = ("vllm.renderers.base", "vllm.v1.worker.cpu_worker")  # their warnings are about unused features
 GAUGES: Final = ("leases", "pieces_writing", "jobs_in_flight", "requests")
 
 
 class Setup(NamedTuple):
-    """What all engines of a run have in common."""
+    """Settings that all engines of a run have in common."""
 
     cuda: bool
     block: int
-    options: dict[str, Any]  # of `vllm.LLM`
+    options: dict[str, Any]  # options of `vllm.LLM`
 
 
 class Answer(NamedTuple):
-    """Greedy tokens, and by how much each won over the next best, in log-probability."""
+    """Greedy tokens. `margins`: each token's log-probability minus that of the next best token."""
 
     tokens: list[int]
     margins: list[float]
 
 
 class Live(Engine):
-    """One engine in this process. Closed even when it could not be made."""
+    """One engine in this process. If its start fails, its memory and vLLM's global state are freed."""
 
     def __init__(self, setup: Setup, model: str, kvpipe: dict[str, Any] | None = None, **options: Any) -> None:
         """`kvpipe`: the extra config, or None for an engine without a connector."""
@@ -60,7 +60,7 @@ class Live(Engine):
     # ---- running --------------------------------------------------------------------------------------------------
 
     def ask(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Answer]:
-        """Run `prompts` together."""
+        """Run `prompts` together, and return their answers."""
         ids = [self.put(prompt, max_tokens) for prompt in prompts]
         outputs = self.drain()
         return [answer_of(outputs[i]) for i in ids]
@@ -78,7 +78,7 @@ class Live(Engine):
         return request_id
 
     def settle(self, seconds_max: float = 300.0) -> None:
-        """Step on until nothing is owed, also where steps are scheduled ahead of their results."""
+        """Step until no request, job or scheduled step is left. Raises TimeoutError after `seconds_max`."""
         limit = time.monotonic() + seconds_max
         while time.monotonic() < limit:
             ahead = bool(getattr(self.core, "batch_queue", None))
@@ -91,29 +91,35 @@ class Live(Engine):
         raise TimeoutError(message)
 
     def forget(self) -> None:
-        """Empty vLLM's own prefix cache; kvpipe's stays."""
+        """Empty vLLM's own prefix cache. kvpipe's pool is not changed.
+
+        The weights may have changed before such a call, so the next step digests them. Run a short request now, so that
+        its step computes the digest and no measurement includes the digest's time.
+        """
         self.settle()
         if self.llm.reset_prefix_cache() is False:
             message = "vLLM refused to reset its prefix cache: blocks are still in use"
             raise RuntimeError(message)
+        self.generate([[0]], 1)
+        self.settle()
 
     def close(self) -> None:
-        """Shut down, and give back the device's memory."""
+        """Shut the engine down, and free the device's memory."""
         try:
             super().close()
         finally:
             _clean_up(cuda=self._cuda)
 
-    # ---- looking --------------------------------------------------------------------------------------------------
+    # ---- inspection -----------------------------------------------------------------------------------------------
 
     @property
     def runner(self) -> Any:
-        """VLLM's model runner."""
+        """The runner of the model, made by vLLM."""
         return self.core.model_executor.driver_worker.worker.model_runner
 
     @property
     def graphs(self) -> str:
-        """The CUDA graph mode that vLLM has settled on."""
+        """The CUDA graph mode that vLLM has chosen."""
         return str(self.core.vllm_config.compilation_config.cudagraph_mode.name)
 
     @property
@@ -129,16 +135,16 @@ class Live(Engine):
         return self.side.pipeline._engine._pool  # type: ignore[attr-defined,no-any-return]
 
     def count(self, name: str) -> int:
-        """One of the scheduler side's counters."""
+        """Return the counter `name` of the scheduler side."""
         return int(self.connector.stats().get(name, 0))
 
     def pages(self) -> list[torch.Tensor]:
-        """Per layer the whole cache as (blocks, page bytes), aliasing it."""
+        """Return each layer's whole KV cache as a tensor (blocks, page bytes) that shares the cache's memory."""
         blocks = self.core.vllm_config.cache_config.num_gpu_blocks
         return [view_pages(str(i), cache, blocks).tensor for i, cache in enumerate(self.runner.kv_caches)]
 
     def prefix_of(self, request_id: str, tokens: int) -> list[torch.Tensor]:
-        """Return copies, per layer, of a request's first blocks. Its prompt must have been computed."""
+        """Return a copy of a request's first blocks for each layer. The request's prompt must have been computed."""
         (internal,) = [r for r in self.scheduler.requests if r.startswith(request_id)]
         (table,) = self.scheduler.kv_cache_manager.get_block_ids(internal)
         if self._cuda:
@@ -147,7 +153,7 @@ class Live(Engine):
         return [pages[index.to(pages.device)].cpu() for pages in self.pages()]
 
     def wait_for_pinning(self) -> None:
-        """Wait until the pool is pinned: copies to and from what is not yet pinned are slower."""
+        """Wait until the whole pool is pinned, because copies to and from unpinned memory are slower."""
         limit = time.monotonic() + PIN_S_MAX
         while any(thread.name == "kvpipe-ready" for thread in threading.enumerate()):
             if time.monotonic() > limit:
@@ -156,7 +162,7 @@ class Live(Engine):
             time.sleep(0.05)
 
     def check_clean(self) -> dict[str, int]:
-        """Return kvpipe's counters. Raises unless nothing was contained, lost or left over."""
+        """Return kvpipe's counters. Raises AssertionError if a fault was counted or anything is left over."""
         self.settle()
         scheduler = self.connector.scheduler
         pipeline = self.side.pipeline
@@ -174,13 +180,13 @@ class Live(Engine):
 
 @contextlib.contextmanager
 def without_connector(live: Live) -> Iterator[None]:
-    """Take the connector out of the settled engine, on both sides, as if it had been started without one."""
+    """Remove the connector from scheduler and worker for a while, as if the engine had been started without one."""
     from vllm.distributed.kv_transfer import kv_transfer_state
 
     live.settle()
     scheduler, runner = live.scheduler, live.runner
     kept, group = scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT
-    held = getattr(runner, "kv_connector", None)  # model runner V2 has its own reference
+    held = getattr(runner, "kv_connector", None)  # model runner V2 has a reference of its own
     scheduler.connector = kv_transfer_state._KV_CONNECTOR_AGENT = None
     if held is not None:
         from vllm.v1.worker.gpu.kv_connector import NO_OP_KV_CONNECTOR
@@ -196,7 +202,7 @@ def without_connector(live: Live) -> Iterator[None]:
 
 
 def answer_of(output: Any) -> Answer:
-    """Read tokens and margins of a finished request."""
+    """Return the tokens and margins of a finished request."""
     (done,) = output.outputs
     margins = []
     for choices in done.logprobs or ():
@@ -206,7 +212,7 @@ def answer_of(output: Any) -> Answer:
 
 
 def _clean_up(*, cuda: bool) -> None:
-    """Free vLLM's process-wide state and the device's memory, however far the engine had come."""
+    """Free vLLM's process-wide state and the device's memory, even after a failed start of the engine."""
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
     from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
@@ -214,6 +220,6 @@ def _clean_up(*, cuda: bool) -> None:
         with contextlib.suppress(Exception):
             call()
     if cuda:
-        gc.unfreeze()  # vLLM froze what it made at start-up: else its tensors would stay. Takes seconds.
+        gc.unfreeze()  # vLLM froze its objects at start-up, so its tensors would not be freed
         gc.collect()
         torch.cuda.empty_cache()

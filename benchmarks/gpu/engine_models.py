@@ -1,4 +1,4 @@
-"""Llama-shaped models written locally: one with random weights for answers, two of real sizes with dummy ones."""
+"""Llama-shaped models that are created locally: one with random weights, and two of real sizes with dummy weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 SEED: Final = 0
-WIDTH: Final = 0.1  # of the weights: wide, so that greedy answers differ token by token and a wrong KV value shows
+WIDTH: Final = 0.1  # the weights' standard deviation, so large that wrong KV values change greedy answers
 EMBEDDING_WIDTH: Final = 1.0
 
 
@@ -23,23 +23,23 @@ class Shape(NamedTuple):
     kv_heads: int
     head: int
     vocab: int
-    dummy: bool  # vLLM makes up the weights: answers show nothing, and nothing is written
+    dummy: bool  # vLLM creates dummy weights, so answers mean nothing and no weights are written
 
     @property
     def token_elements(self) -> int:
-        """Elements of KV cache per token."""
+        """The number of elements of a token's KV in all layers."""
         return 2 * self.layers * self.kv_heads * self.head
 
 
 SHAPES: Final = {
     "tiny": Shape(256, 512, 4, 4, 2, 64, 512, dummy=False),
-    "mid": Shape(2048, 8192, 16, 32, 8, 64, 128_256, dummy=True),  # 1 B
-    "big": Shape(4096, 14_336, 32, 32, 8, 128, 128_256, dummy=True),  # 8 B
+    "mid": Shape(2048, 8192, 16, 32, 8, 64, 128_256, dummy=True),  # 1 B parameters
+    "big": Shape(4096, 14_336, 32, 32, 8, 128, 128_256, dummy=True),  # 8 B parameters
 }
 
 
 def write_model(name: str, home: Path) -> Path:
-    """Write the model of shape `name` into a folder of `home` and return it."""
+    """Write the model of shape `name` into a folder of `home`, and return the folder."""
     shape, folder = SHAPES[name], home / name
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_config(shape)), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Guarded sections: one that fails is recorded and the run goes on; one for which no time is left is skipped."""
+"""Runs sections one by one. A failed section is recorded, the next one runs. Without time, sections are skipped."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ QUERY_S_MAX: Final = 20
 
 
 class Skip(Exception):  # noqa: N818  (not an error)
-    """Raised by a section that has nothing to do here; its text is the reason."""
+    """Raised by a section that cannot run on this machine. The text is the reason."""
 
 
 @dataclass
 class Section:
-    """What became of one section."""
+    """The result of one section."""
 
     name: str
     outcome: str  # passed, failed or skipped
@@ -44,16 +44,16 @@ class Section:
 
 
 class Ledger:
-    """Runs sections and keeps their results. The JSON is written after each, so that a run that is cut off has it."""
+    """Runs sections and keeps their results. JSON is written after each section, so a killed run leaves results."""
 
     def __init__(self, seconds_max: float, path: Path | None, head: dict[str, Any], begin: float) -> None:
-        """`head` goes into the JSON as it is. `begin`: of the run, on the monotonic clock."""
+        """`head` is copied into the JSON. `begin`: the run's start, in seconds of the monotonic clock."""
         self.sections: list[Section] = []
         self._begin, self._seconds_max, self._path, self._head = begin, seconds_max, path, head
 
     @property
     def spent_s(self) -> float:
-        """Seconds since the run began."""
+        """The seconds since the run's start."""
         return time.monotonic() - self._begin
 
     @property
@@ -62,7 +62,7 @@ class Ledger:
         return any(section.outcome == "failed" for section in self.sections)
 
     def run(self, name: str, call: Callable[[], Figures | None], *, always: bool = False) -> bool:
-        """Run one section. Returns whether it passed. `always`: whatever time is left."""
+        """Run one section, and return whether it passed. `always`: run the section even if no time is left."""
         if self.spent_s > self._seconds_max and not always:
             self.skip(name, f"no time left: {self.spent_s:.0f} s of {self._seconds_max:.0f} s are spent")
             return False
@@ -71,7 +71,7 @@ class Ledger:
             section.figures = call() or {}
         except Skip as why:
             section.outcome, section.note = "skipped", str(why)
-        except Exception as error:  # noqa: BLE001  (what goes wrong is the finding)
+        except Exception as error:  # noqa: BLE001  (the error is the result)
             lines = traceback.format_exc().strip().splitlines()
             section.outcome, section.traceback = "failed", lines[-TRACEBACK_LINES:]
             section.note = f"{type(error).__name__}: {' '.join(str(error).split())}"[:NOTE_CHARACTERS]
@@ -80,7 +80,7 @@ class Ledger:
         return section.outcome == "passed"
 
     def skip(self, name: str, why: str) -> None:
-        """Record a section that is not run."""
+        """Record a section that does not run, with the reason `why`."""
         self._add(Section(name, "skipped", why))
 
     def _add(self, section: Section) -> None:
@@ -104,7 +104,7 @@ class Ledger:
         self._path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def show(self, title: str) -> None:
-        """Print the table."""
+        """Print the table of all sections."""
         table = Table(title=title, box=box.SIMPLE_HEAD)
         table.add_column("section", no_wrap=True)
         table.add_column("outcome")
@@ -125,7 +125,7 @@ def _listed(figures: Figures) -> str:
 
 
 def described(commit: str | None) -> dict[str, Any]:
-    """Return what the run ran on: the machine, its GPU and driver, the versions. None of it may stop the run."""
+    """Return the machine, its GPU and driver, and the versions of packages. A fact that is not found stops nothing."""
     try:
         facts: dict[str, Any] = machine()
     except OSError as error:  # no git
@@ -143,7 +143,7 @@ def described(commit: str | None) -> dict[str, Any]:
 def _version(name: str) -> str | None:
     try:
         return str(__import__(name).__version__)
-    except Exception as error:  # noqa: BLE001  (absent, or broken: the engine will report it)
+    except Exception as error:  # noqa: BLE001  (the engine reports a missing package)
         return f"not importable: {error!r}"
 
 

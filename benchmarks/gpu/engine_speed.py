@@ -1,7 +1,8 @@
-"""Time to first token and decode throughput: kvpipe, vLLM's own prefix cache, and no connector, interleaved.
+"""Measures the time to first token and the decode throughput with kvpipe, vLLM's own prefix cache, and no connector.
 
-What a mode costs is not seen within its engine: `layerwise` has made vLLM give up its graphs of whole steps there,
-with the connector taken out, too. So decoding is compared with an engine that never had one, and has vLLM's own graphs.
+An engine's mode cannot be compared with a run in the same engine without the connector. In `layerwise` mode vLLM does
+not capture graphs of whole steps, even if the connector is removed later. So decoding is also compared with an engine
+that was started without a connector and has vLLM's own graphs.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from benchmarks.gpu.engine_models import SHAPES, Shape
 from benchmarks.gpu.engine_report import Figures, Ledger
 
 ALONE: Final = "no connector"
-ROUND_S_MAX: Final = 90.0  # a section stops repeating then
+ROUND_S_MAX: Final = 90.0  # a section begins no further round after this time
 
 
 class Plan(NamedTuple):
-    """What is measured on a shape."""
+    """The parameters of the measurements on one shape."""
 
     lengths: tuple[int, ...]
-    rounds: int  # after one that warms up
+    rounds: int  # after a warm-up round
     requests: int
     answer: int
     pool: str
-    memory: float  # share of the GPU's
+    memory: float  # share of the GPU's memory
     dtype: str
 
 
@@ -45,7 +46,7 @@ SLACK_TOKENS: Final = 256
 
 
 def options_of(setup: Setup, plan: Plan) -> dict[str, Any]:
-    """Return the engine's settings: the longest prompt is prefilled in one step."""
+    """Return the engine's settings, with which the longest prompt is prefilled in one step."""
     longest = max(plan.lengths) + SLACK_TOKENS
     held = 2 * longest + plan.requests * (DECODE_PROMPT + plan.answer + setup.block)
     return {
@@ -62,13 +63,13 @@ class Meter:
     """Measures one engine."""
 
     def __init__(self, live: Live, shape: Shape, plan: Plan) -> None:
-        """Prompts are never used twice unless they are meant to be found."""
+        """Prepare random prompts. A prompt is used twice only if it is meant to hit."""
         self._live, self._shape, self._plan = live, shape, plan
         self._seeds = itertools.count(10_000)
         self._item = live.runner.kv_caches[0].element_size()
 
     def first_token(self, length: int) -> Figures:
-        """Return medians of the time to first token: cold, loaded by kvpipe, and found in vLLM's own cache."""
+        """Return the median times to first token: computed, loaded by kvpipe, and hit in vLLM's own prefix cache."""
         seconds: dict[str, list[float]] = {}
         loaded = 0
         self._live.wait_for_pinning()
@@ -102,14 +103,14 @@ class Meter:
         return took, loaded
 
     def decode(self) -> Figures:
-        """Decode with whatever the engine has."""
+        """Return the decode throughput of the engine as it was started, in tokens per second."""
         seconds = [self._decode(on=True) for _ in self._rounds()]
         return {"tokens/s": self._plan.requests * self._plan.answer / median(seconds[1:])}
 
     def overhead(self, alone: Figures) -> Figures:
-        """With nothing to reuse: a cold first token, and decoding, with kvpipe saving and with it taken out.
+        """Compare first tokens and decoding while kvpipe saves with runs without the connector. No prompt hits.
 
-        `alone`: what `decode` has measured of an engine without a connector, or nothing.
+        `alone`: the figures of `decode` of an engine without a connector; may be empty.
         """
         plan, ratios = self._plan, dict[str, list[float]]()
         rates: dict[bool, list[float]] = {True: [], False: []}
@@ -144,7 +145,7 @@ class Meter:
         return took
 
     def _rounds(self) -> Iterator[int]:
-        """Yield the number of each round; 0 warms up. At least one is measured."""
+        """Yield the number of each round. Round 0 is the warm-up. At least one more round follows."""
         begin = time.monotonic()
         for number in range(self._plan.rounds + 1):
             if number > 1 and time.monotonic() - begin > ROUND_S_MAX:
@@ -152,7 +153,7 @@ class Meter:
             yield number
 
     def _prompt(self, length: int) -> list[int]:
-        return prompt(length - 1, next(self._seeds), self._shape.vocab)  # no whole block is left to compute again
+        return prompt(length - 1, next(self._seeds), self._shape.vocab)  # a full last block would be recomputed
 
     @staticmethod
     def _timed(call: Callable[[], object]) -> float:
@@ -162,7 +163,7 @@ class Meter:
 
 
 def run(ledger: Ledger, setup: Setup, model: str, name: str, modes: Sequence[str]) -> None:
-    """Measure shape `name` in `modes`. The others are compared with `ALONE` where that comes first."""
+    """Measure the shape `name` in each of `modes`. If `ALONE` comes first, the other modes are compared with it."""
     plan, shape = PLANS[name], SHAPES[name]
     alone: Figures = {}
 

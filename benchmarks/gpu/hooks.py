@@ -1,4 +1,4 @@
-"""What the pipeline costs the host: its hooks, the way from an event to a transition, and idling."""
+"""Costs of the pipeline on the host: its hooks, the delay from an event to a transition, and idle threads."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import torch
 
 from benchmarks.gpu.rig import LLAMA_8B, LLAMA_70B_TP4, PAGES, Gpu, Rig
 from benchmarks.report import Figure
-from kvpipe.messages import Job, Kind, StepPlan
-from kvpipe.transfer.cuda import POLL_S_MAX, POLL_US_MIN, OrderingPoint
+from kvpipe.protocol.messages import Job, Kind, StepPlan
+from kvpipe.transfer.cuda import POLL_S_MAX, POLL_US_MIN
+from kvpipe.transfer.waves import OrderingPoint
 
 SYNCHRONISING = (
     "cudaDeviceSynchronize", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaMemcpy", "cuStreamSynchronize",
@@ -23,12 +24,12 @@ SYNCHRONISING = (
     "cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaFreeHost", "cudaHostRegister", "cudaMallocHost",
 )  # fmt: skip
 REQUESTS = 64
-IN_FLIGHT = 4  # steps that nobody has waited for
+IN_FLIGHT = 4  # steps that are queued without a wait
 CPU_TICKS = 100
 
 
 def _jobs(rig: Rig, step: int) -> tuple[Job, ...]:
-    """Every request saves a chunk, and every second one loads one, in blocks in no order."""
+    """Return a job per request, with blocks in random order. Every second job loads a chunk, the others save one."""
     blocks = iter(rig.blocks_for(rig.blocks))
     jobs = []
     for number in range(REQUESTS):
@@ -39,22 +40,24 @@ def _jobs(rig: Rig, step: int) -> tuple[Job, ...]:
 
 
 MODES = {"": POLL_US_MIN, ", blocking events": 0}
-"""How the completion thread learns of events, and what that does to other callers of CUDA."""
+"""The least polling interval of the completion thread in microseconds, by the suffix of a figure's name. With 0, the
+thread waits for blocking events."""
 
 
 def hooks(gpu: Gpu, steps: int) -> Iterator[Figure]:
-    """Host time per hook with work, of 80 layers and 64 requests; no synchronising call in any."""
+    """Measure the host time of each hook with 80 layers and 64 requests, and count synchronising calls in hooks."""
     for mode, poll_us_min in MODES.items():
         yield from _hooks(gpu, steps, mode, poll_us_min)
 
 
 def _hooks(gpu: Gpu, steps: int, mode: str, poll_us_min: int) -> Iterator[Figure]:
-    from kvpipe.trace.log import Counters
+    from kvpipe.config.settings import load_settings
+    from kvpipe.worker.context import RankContext
     from kvpipe.worker.pipeline import Pipeline
 
     rig = Rig(gpu, gpu.sized(LLAMA_70B_TP4), REQUESTS, None, poll_us_min=poll_us_min)
     rig.wait_pinned()
-    pipe = Pipeline(rig.engine, rig.geometry, wait_ms_max=30_000, counters=Counters(), blocks=rig.blocks)
+    pipe = Pipeline(RankContext(load_settings()), rig.engine, rig.geometry, blocks=rig.blocks)
     took: dict[str, list[float]] = {}
 
     def timed(name: str, call: Callable[..., object], *args: object) -> None:
@@ -85,7 +88,7 @@ def _hooks(gpu: Gpu, steps: int, mode: str, poll_us_min: int) -> Iterator[Figure
         p99 = quantiles(times, n=100)[98] if len(times) > 1 else times[0]
         beside = f"median {median(times):.1f}, p99 {p99:.1f}"
         yield Figure(f"host time of {name}{mode}", fmean(times), 15, "us", beside)
-    if not gpu.simulated and not mode:  # of which a thread that waits for events makes some
+    if not gpu.simulated and not mode:  # a thread that waits for events itself makes synchronising calls
 
         def several() -> None:
             gpu.sleep(50)
@@ -99,7 +102,7 @@ def _hooks(gpu: Gpu, steps: int, mode: str, poll_us_min: int) -> Iterator[Figure
 
 
 def _synchronising(run: Callable[[], None]) -> float:
-    """Count calls that may make the host wait for the device, beyond those of the profiler itself."""
+    """Return the number of calls in `run` that may make the host wait for the device, without the profiler's own."""
     return float(sum((_profiled(run) - _profiled(lambda: None)).values()))
 
 
@@ -115,19 +118,20 @@ def _profiled(run: Callable[[], object]) -> Counter[str]:
 
 
 def latency(gpu: Gpu, samples: int) -> Iterator[Figure]:
-    """From the moment at which an event has fired until the loop thread has moved the cursor."""
+    """Measure the time from the firing of an event until the loop thread has moved the cursor."""
     for mode, poll_us_min in MODES.items():
         yield from _latency(gpu, samples, mode, poll_us_min)
 
 
 def _latency(gpu: Gpu, samples: int, mode: str, poll_us_min: int) -> Iterator[Figure]:
-    from kvpipe.trace.log import Counters
+    from kvpipe.config.settings import load_settings
+    from kvpipe.worker.context import RankContext
     from kvpipe.worker.pipeline import Pipeline
 
     shape = gpu.sized(LLAMA_8B)._replace(layers=1)
     rig = Rig(gpu, shape, 8, None, poll_us_min=poll_us_min)
     rig.wait_pinned()
-    pipe = Pipeline(rig.engine, rig.geometry, wait_ms_max=30_000, counters=Counters(), blocks=rig.blocks)
+    pipe = Pipeline(RankContext(load_settings()), rig.engine, rig.geometry, blocks=rig.blocks)
     moved: list[int] = []
     landed = pipe.copies._landed
 
@@ -143,13 +147,11 @@ def _latency(gpu: Gpu, samples: int, mode: str, poll_us_min: int) -> Iterator[Fi
         pipe.begin(StepPlan(number, (Job(number, int(Kind.SAVE), "r", 1, rows),)))
         pipe.save_layer(0)
         batch = pipe._save
-        assert batch is not None
-        assert batch.last is not None
-        mark = batch.last.mark
         pipe.end_step()
+        mark = batch.last.mark  # the fence at the step's end has queued the copy
         if isinstance(mark, OrderingPoint) and mark.landed is not None:
             while not mark.landed.query():
-                time.sleep(0)  # let the others have the interpreter
+                time.sleep(0)  # let other threads get the interpreter
         fired = time.perf_counter_ns()
         while len(moved) <= number:
             time.sleep(0.000_02)
@@ -162,7 +164,7 @@ def _latency(gpu: Gpu, samples: int, mode: str, poll_us_min: int) -> Iterator[Fi
 
 
 def wakeups(gpu: Gpu, samples: int) -> Iterator[Figure]:
-    """Ways to wait for an event: how much later than by asking without a pause, and at what cost of a core."""
+    """Compare ways to wait for an event: their delay beyond a busy loop of queries, and their share of a core."""
 
     def poll(event: torch.cuda.Event) -> None:
         pause_s = POLL_US_MIN / 1e6
@@ -197,7 +199,7 @@ def wakeups(gpu: Gpu, samples: int) -> Iterator[Figure]:
 
 
 def _idle_percent(seconds: float) -> float:
-    """Percent of a core that kvpipe's threads use when there is nothing to do."""
+    """Return the percentage of a core that kvpipe's idle threads use."""
 
     def ticks() -> int:
         total = 0

@@ -1,4 +1,4 @@
-"""How fast bytes move, beside the bus itself, and what the forward notices of it."""
+"""Measures the throughput of copies as a share of the bus's limit, and how much copies slow the forward down."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.gpu.rig import CHUNK_TOKENS, LLAMA_8B, LLAMA_70B_TP4, PAGES, Gpu, Rig, Shape
 from benchmarks.report import Figure
-from kvpipe.messages import Kind
+from kvpipe.protocol.messages import Kind
 from kvpipe.transfer.base import CopyPlan, Direction, Ticket
 from kvpipe.transfer.movers import Mover
 
@@ -21,10 +21,10 @@ MOVERS = (None, Mover.DMA, Mover.STAGED, Mover.DIRECT)
 
 
 class Limit:
-    """What one large pinned copy makes of the bus: gigabytes per second up, down and both at once."""
+    """The bus's limit in GB/s, measured with one large pinned copy: each direction alone, and both at once."""
 
     def __init__(self, gpu: Gpu, size: int = 512 << 20) -> None:
-        """Measure."""
+        """Measure the limits with copies of `size` bytes."""
         self.gpu, self.size = gpu, size
         self.host = [gpu.pinned(size).fill_(7) for _ in Direction]
         self.there = [torch.full((size,), 9, dtype=torch.uint8, device=gpu.where) for _ in Direction]
@@ -33,7 +33,7 @@ class Limit:
         self.both = 2 * size / GB / (gpu.median_ms(lambda: self.run(*Direction), REPEATS) / 1e3)
 
     def run(self, *directions: Direction) -> tuple[Any, Any]:
-        """Copy, in each direction on a stream of its own."""
+        """Copy in the given directions, each on its own stream, and return the marks before and after."""
         self.gpu.sync()
         begin = self.gpu.mark()
         for d in directions:
@@ -57,7 +57,10 @@ class Limit:
 
 
 def throughput(gpu: Gpu, limit: Limit, shape: Shape, chunks: int, asked: float) -> Iterator[Figure]:
-    """Whole chunks in scattered blocks, each way and both ways, by every mover; shares of the limit."""
+    """Measure copies of whole chunks in scattered blocks with every mover, as shares of the bus's limit.
+
+    Each direction is measured alone, then both at once.
+    """
     for mover in MOVERS:
         rig = Rig(gpu, shape, chunks, mover)
         rig.wait_pinned()
@@ -90,7 +93,8 @@ def _one_mover(rig: Rig, limit: Limit, name: str, asked: float) -> Iterator[Figu
 def _calibrated(rig: Rig) -> Iterator[Figure]:
     yield Figure(f"{rig.shape.name}: start-up", rig.attach_s, 10, "s", "pins a piece, compiles kernels, calibrates")
     for direction, ways in rig.engine.costs.items():
-        for mover, (landed, read) in ways.items():
+        for mover, way in ways.items():
+            landed, read = way.landed, way.read
             title = f"{rig.shape.name}: calibrated {direction.name.lower()}, {mover.value}"
             note = f"{landed.fixed_us:.0f} us a batch, {landed.copy_us:.2f} us a copy"
             if read != landed:
@@ -99,10 +103,10 @@ def _calibrated(rig: Rig) -> Iterator[Figure]:
 
 
 class Forward:
-    """The matrix products of a Llama-3-8B layer, for so many tokens."""
+    """The matrix products of `layers` layers of Llama-3-8B, for `tokens` tokens."""
 
     def __init__(self, gpu: Gpu, tokens: int, layers: int, hidden: int = 4096, inner: int = 14336) -> None:
-        """One set of weights per layer where they fit, as in life: decode reads them all."""
+        """Make a set of weights for each layer, because a real decode step reads the weights of all layers."""
         self.gpu, self.layers = gpu, layers
         shapes = [(hidden, hidden * 3 // 2), (hidden, hidden), (hidden, 2 * inner), (inner, hidden)]
         scale = hidden**-0.5
@@ -113,7 +117,7 @@ class Forward:
         self.y = torch.randn(tokens, inner, device=gpu.where, dtype=gpu.dtype)
 
     def layer(self, number: int) -> None:
-        """Run one layer."""
+        """Run the matrix products of one layer."""
         qkv, out, up, down = self.weights[number]
         self.x @ qkv
         self.x @ out
@@ -121,7 +125,7 @@ class Forward:
         self.y @ down
 
     def run(self, before: Callable[[int], object], after: Callable[[int], object]) -> tuple[Any, Any]:
-        """Run all layers with hooks; return the marks before and after."""
+        """Run all layers, with a hook before and after each, and return the marks before and after."""
         begin = self.gpu.mark()
         for number in range(self.layers):
             before(number)
@@ -131,11 +135,11 @@ class Forward:
 
 
 def nothing(_: int) -> None:
-    """A hook without work."""
+    """Do nothing. This is a hook without work."""
 
 
 def paired(gpu: Gpu, plain: Callable[[], tuple[Any, Any]], loaded: Callable[[], tuple[Any, Any]], pairs: int) -> float:
-    """Return the median ratio of `loaded` to `plain`, run in turns."""
+    """Run `plain` and `loaded` alternately, and return the median ratio of the time of `loaded` to that of `plain`."""
     ratios = []
     for turn in range(pairs + 1):
         gpu.sync()
@@ -148,7 +152,7 @@ def paired(gpu: Gpu, plain: Callable[[], tuple[Any, Any]], loaded: Callable[[], 
 
 
 def hidden_load(gpu: Gpu, tokens: int, hit_tokens: int, pairs: int, width: tuple[int, int]) -> Iterator[Figure]:
-    """A prefill of `tokens` while `hit_tokens` are loaded layer by layer, against the same without."""
+    """Compare a prefill of `tokens` while `hit_tokens` are loaded layer by layer with a prefill without loads."""
     shape = gpu.sized(LLAMA_8B)
     forward = Forward(gpu, tokens, shape.layers, *width)
     for mover in MOVERS:
@@ -175,9 +179,9 @@ def hidden_load(gpu: Gpu, tokens: int, hit_tokens: int, pairs: int, width: tuple
 
 
 def decode_saving(gpu: Gpu, requests: int, pairs: int, width: tuple[int, int]) -> Iterator[Figure]:
-    """Decode steps of `requests` while every token's KV is saved, block by block, against the same without.
+    """Compare decode steps of `requests` requests, whose KV is saved block by block, with decode steps without saves.
 
-    Several in a row, as in life: the host prepares a step while the device is still at the one before.
+    Several steps run in a row, because the host prepares a step while the device still computes the step before.
     """
     shape = gpu.sized(LLAMA_8B)
     forward = Forward(gpu, requests, shape.layers, *width)
@@ -192,14 +196,14 @@ def decode_saving(gpu: Gpu, requests: int, pairs: int, width: tuple[int, int]) -
             return begin, gpu.mark()
 
         def saving(rig: Rig = rig) -> tuple[Any, Any]:
-            full = max(1, requests // 16)  # blocks of 16 tokens: so many are full in a step
+            full = max(1, requests // 16)  # the number of blocks of 16 tokens that become full in a step
             steps = [rig.jobs([(slot, 1) for slot in range(full)], Kind.SAVE) for _ in range(STEPS)]
             begin = gpu.mark()
             for jobs in steps:
                 plan = rig.begin(Direction.SAVE, jobs)
                 tickets: list[Ticket] = []
                 forward.run(nothing, lambda k, plan=plan, mine=tickets: mine.append(rig.submit(plan, k)))  # type: ignore[misc]
-                rig.engine.fence(tickets[-1], 0)  # the next step's compute waits for what still reads
+                rig.engine.fence(tickets[-1], 0)  # the next step's compute waits for copies that still read
             return begin, gpu.mark()
 
         ratio = paired(gpu, plain, saving, pairs)

@@ -1,8 +1,8 @@
-"""The race hunt: compute overwrites what was just saved, and reads what is just being loaded, thousands of times.
+"""The race hunt: thousands of times, compute overwrites blocks that were just saved and reads blocks during a load.
 
-Slots are ordered by the host: a round loads what the round before it has saved, once the host was notified that it has
-landed, into blocks that compute has just used. Everything else is left to the device: slots that are saved to were
-loaded from a round ago, for compute that the save waits for.
+The host orders the use of slots. A round loads the chunks that the round before saved, after the host was notified that
+these chunks have landed. The load writes to blocks that compute has just used. The device orders all other accesses: a
+save writes to slots from which the round before loaded, and waits for the compute that writes its blocks.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import NamedTuple
 import torch
 
 from benchmarks.gpu.rig import PAGES, Gpu, Rig, Shape
-from kvpipe.messages import Kind
+from kvpipe.protocol.messages import Kind
 from kvpipe.transfer.base import Direction, Ticket
 from kvpipe.transfer.movers import Mover
 
 SHAPE = Shape("race", 4, 4 << 10)
 CHUNKS = 3
-SETS = 2  # of slots: one is saved to, one loaded from
-PATIENCE = 64  # rounds between two looks at the bytes
+SETS = 2  # sets of slots: a round saves to one set and loads from the other
+PATIENCE = 64  # rounds between two waits for the device
 
 
 class Finding(NamedTuple):
-    """What a hunt has found."""
+    """The result of a hunt."""
 
-    rounds: int  # so many were done
+    rounds: int  # rounds that were done
     wrong: int
     failed: int
 
 
 class _Saved(NamedTuple):
-    """What a round has saved: the last ticket, (slot, pages), and the bytes of each layer."""
+    """The chunks that a round has saved: the last ticket, each chunk's (slot, pages), and the bytes of each layer."""
 
     last: Ticket
     stretches: list[tuple[int, int]]
@@ -42,7 +42,7 @@ class _Saved(NamedTuple):
 
 
 class Hunt:
-    """One engine and what stands for the model's compute."""
+    """A race hunt on one transfer engine, with random writes and checks in place of the model's compute."""
 
     def __init__(self, gpu: Gpu, mover: Mover, wave_bytes: int) -> None:
         """`wave_bytes`: 0 queues each layer by itself."""
@@ -54,7 +54,7 @@ class Hunt:
         self.saved: _Saved | None = None
 
     def late(self) -> None:
-        """Every now and then, one of the engine's streams is busy with something else for a while."""
+        """Delay one of the engine's streams for a short random time, in about a third of all calls."""
         if self.gpu.simulated or torch.rand((), generator=self.random) > 0.3:
             return
         lanes = list(self.rig.engine.lanes.values())
@@ -64,17 +64,17 @@ class Hunt:
             self.gpu.sleep(0.05 + 0.3 * float(torch.rand((), generator=self.random)))
 
     def draw(self, rounds: int) -> None:
-        """Draw the blocks of all rounds: a copy to the device between two rounds would wait for the device."""
+        """Draw the blocks of all rounds in advance, because a copy to the device between rounds would synchronise."""
         self.blocks = [self.rig.blocks_for(2 * CHUNKS * PAGES) for _ in range(rounds)]
         self.on_device = torch.tensor(self.blocks, device=self.gpu.where)
 
     def round(self, number: int) -> None:
-        """Write, save, overwrite; load elsewhere what was saved before, read after the guard."""
+        """Write, save and overwrite blocks. Then load the last round's chunks to other blocks, and check them."""
         if number % 2:
-            self.gpu.sleep(0.02)  # compute itself is late
+            self.gpu.sleep(0.02)  # delays compute
         before, self.saved = self.saved, self._save(number)
         if before is not None:
-            self.rig.wait_for(before.last)  # a chunk is found when it has landed, and not before
+            self.rig.wait_for(before.last)  # lookups find a chunk only after it has landed
             self._load(number, before)
 
     def _save(self, number: int) -> _Saved:
@@ -113,7 +113,10 @@ class Hunt:
         cache[target] = 0x5A
 
     def run(self, rounds: int, until: float = math.inf) -> Finding:
-        """Hunt, and look now and then. Begins no round after `until`, seconds of the monotonic clock, but the first."""
+        """Run at most `rounds` rounds, and return the finding.
+
+        After `until`, in seconds of the monotonic clock, no round begins, except for the first.
+        """
         self.draw(rounds)
         done = 0
         for number in range(rounds):

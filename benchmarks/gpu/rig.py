@@ -1,4 +1,4 @@
-"""A transfer engine over caches of a model's shape, and the clock of the device that they are on."""
+"""A transfer engine over KV caches of a model's shape, and the clock of the device that holds these caches."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from kvpipe.geometry import Geometry, Group, Layer
-from kvpipe.messages import Job, Kind
+from kvpipe.protocol.geometry import Geometry, Group, Layer
+from kvpipe.protocol.messages import Job, Kind
 from kvpipe.transfer.base import CopyPlan, Direction, Ticket
-from kvpipe.transfer.cuda import CudaEngine, OrderingPoint
+from kvpipe.transfer.cuda import CudaEngine
 from kvpipe.transfer.movers import Mover
 from kvpipe.transfer.pages import PageView, view_pages
 from kvpipe.transfer.pool import HostPool
 from kvpipe.transfer.ready import Readier
+from kvpipe.transfer.waves import OrderingPoint
 
 if TYPE_CHECKING:
     from kvpipe.testing.fake_device import FakeDevice
@@ -28,7 +29,7 @@ PAGES = CHUNK_TOKENS // BLOCK_TOKENS
 
 
 class Shape(NamedTuple):
-    """A model's KV cache on one rank: layers, and bytes of a block of 16 tokens in one of them."""
+    """A model's KV cache on one rank. `page_bytes`: bytes of a block of 16 tokens in one layer."""
 
     name: str
     layers: int
@@ -36,7 +37,7 @@ class Shape(NamedTuple):
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes of 256 tokens in all layers."""
+        """The bytes of 256 tokens in all layers."""
         return self.layers * self.page_bytes * PAGES
 
 
@@ -46,22 +47,22 @@ LLAMA_70B_TP4 = Shape("Llama-3-70B TP4", 80, 8 << 10)
 
 
 class Gpu:
-    """A CUDA device, or, `simulated`, host memory with a device that does everything at once, or with `device`."""
+    """A CUDA device, or, if `simulated`, host memory with a fake device."""
 
     def __init__(self, *, simulated: bool, device: FakeDevice | None = None) -> None:
-        """Choose the device."""
+        """Choose the device. `device`: the fake device; None: a fake device that runs every call at once."""
         self.simulated, self.device = simulated, device
         self.where = torch.device("cpu") if simulated else torch.device("cuda", torch.cuda.current_device())
         self.dtype = torch.float32 if simulated else torch.bfloat16
 
     def sized(self, shape: Shape) -> Shape:
-        """Return `shape`, or a small one where nothing is measured."""
+        """Return `shape`, or a smaller shape if the device is simulated."""
         if not self.simulated:
             return shape
         return shape._replace(layers=SIMULATED_LAYERS, page_bytes=shape.page_bytes // SIMULATED_SHRINKS)
 
     def mark(self) -> Any:
-        """Return a point in time on the compute stream."""
+        """Return a mark: a point in time on the compute stream."""
         if self.simulated:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -69,21 +70,21 @@ class Gpu:
         return event
 
     def ms(self, begin: Any, end: Any) -> float:
-        """Milliseconds between two marks."""
+        """Return the milliseconds between two marks."""
         if self.simulated:
             return float((end - begin) * 1e3)
         end.synchronize()
         return float(begin.elapsed_time(end))
 
     def sync(self) -> None:
-        """Wait for the device."""
+        """Wait until the device has done all queued work."""
         if self.device is not None:
             self.device.compute.synchronize()
         if not self.simulated:
             torch.cuda.synchronize()
 
     def sleep(self, ms: float) -> None:
-        """Keep the current stream busy."""
+        """Keep the current stream busy for about `ms` milliseconds."""
         if not self.simulated:
             torch.cuda._sleep(int(ms * 1.5e6))  # type: ignore[no-untyped-call]  # cycles, at about 1.5 GHz
 
@@ -92,7 +93,7 @@ class Gpu:
         return torch.empty(size, dtype=torch.uint8, pin_memory=not self.simulated)
 
     def engine(self, mover: Mover | None, **options: Any) -> CudaEngine:
-        """Make an engine."""
+        """Make a transfer engine on this device."""
         if not self.simulated:
             return CudaEngine(mover=mover, **options)
         from benchmarks.gpu.simulated import Immediate
@@ -100,23 +101,23 @@ class Gpu:
         return CudaEngine(self.device or Immediate(), mover=mover, **options)
 
     def compute(self, work: Callable[[], object]) -> None:
-        """Queue what stands for the model's compute."""
+        """Queue `work` on the compute stream, in place of the model's compute."""
         if self.device is None:
             work()
         else:
             self.device.compute.put(lambda: (work(), None)[1])
 
     def median_ms(self, run: Callable[[], tuple[Any, Any]], repeats: int) -> float:
-        """Return the median time between the two marks that `run` makes, after a warm-up."""
+        """Return the median milliseconds between the two marks that `run` returns, after one warm-up."""
         run()
         return median(self.ms(*run()) for _ in range(repeats))
 
 
 class Rig:
-    """An engine of one mover over caches of one shape."""
+    """A transfer engine with one mover, over KV caches of one shape."""
 
     def __init__(self, gpu: Gpu, shape: Shape, chunks: int, mover: Mover | None, **options: Any) -> None:
-        """Make caches for twice as many chunks as slots, fill them at random, and attach the engine."""
+        """Make a pool and caches for `2 * chunks` chunks each, fill the caches at random, and attach the engine."""
         self.gpu, self.shape, self.chunks = gpu, shape, chunks
         self.blocks = 2 * chunks * PAGES
         group = Group(tuple(Layer(f"layer.{i}", shape.page_bytes) for i in range(shape.layers)), BLOCK_TOKENS)
@@ -138,20 +139,20 @@ class Rig:
         return words.view(torch.uint8)
 
     def wait_pinned(self) -> float:
-        """Wait until the whole pool is pinned; return the seconds since the engine was made."""
+        """Wait until the whole pool is pinned, and return the seconds that attaching and this wait have taken."""
         began = time.perf_counter()
         while self.engine.pinned_slots < self.pool.slots and time.perf_counter() - began < 60:
             time.sleep(0.005)
         return self.attach_s + time.perf_counter() - began
 
     def blocks_for(self, count: int) -> list[int]:
-        """Return `count` blocks in no order."""
+        """Return the numbers of `count` blocks in random order."""
         return [int(b) for b in self._random.permutation(self.blocks)[:count]]
 
     def jobs(
         self, stretches: Iterable[tuple[int, int]], kind: Kind, blocks: Iterable[int] | None = None
     ) -> tuple[Job, ...]:
-        """Return one job per (slot, pages), into or out of `blocks`; None: blocks in no order."""
+        """Return one job per (slot, pages), to or from `blocks`. None: blocks in random order."""
         wanted = list(stretches)
         given = iter(self.blocks_for(sum(pages for _, pages in wanted)) if blocks is None else blocks)
         jobs = []
@@ -161,36 +162,36 @@ class Rig:
         return tuple(jobs)
 
     def begin(self, direction: Direction, jobs: tuple[Job, ...]) -> CopyPlan:
-        """Do what a step's beginning does: compile a plan and prepare it."""
+        """Compile a plan of `jobs` and prepare it, as the beginning of a step does."""
         plan = CopyPlan(direction, jobs, 1)
         self.engine.prepare(plan)
         return plan
 
     def chunk_plan(self, direction: Direction, chunks: int | None = None, first: int = 0) -> CopyPlan:
-        """Plan whole chunks in blocks in no order."""
+        """Return a plan that copies whole chunks to or from blocks in random order."""
         kind = Kind.SAVE if direction is Direction.SAVE else Kind.LOAD_ASYNC
         stretches = [(first + slot, PAGES) for slot in range(chunks or self.chunks)]
         return CopyPlan(direction, self.jobs(stretches, kind), 1)
 
     def submit(self, plan: CopyPlan, layer: int, ordinal: int | None = None) -> Ticket:
-        """Submit one layer."""
+        """Submit one layer of `plan`, and return the layer's ticket."""
         ticket = Ticket(None, layer, layer if ordinal is None else ordinal, self.reported.append)
         self.engine.submit(plan, ticket)
         return ticket
 
     def land(self, ticket: Ticket) -> None:
         """Make the compute stream wait until a ticket's bytes have landed."""
-        self.engine.fence(ticket, 0)  # whatever was held back is queued now
+        self.engine.fence(ticket, 0)  # queues the copies that were held back
         if not self.gpu.simulated and isinstance(ticket.mark, OrderingPoint) and ticket.mark.landed is not None:
             torch.cuda.current_stream().wait_event(ticket.mark.landed)  # type: ignore[arg-type]
 
     def wait_for(self, ticket: Ticket) -> None:
-        """Wait on the host until a ticket is complete, as the scheduler's side does before it uses a slot again."""
+        """Wait on the host until a ticket is complete, as the scheduler side does before it reuses a slot."""
         self.engine.fence(ticket, 0)
         assert ticket.wait(COMPLETE_S_MAX), "a ticket never completed"
 
     def copy(self, *plans: CopyPlan) -> tuple[Any, Any]:
-        """Copy every layer of the plans, side by side; return the marks before and after."""
+        """Copy every layer of all plans in parallel, and return the marks before and after."""
         self.gpu.sync()
         begin = self.gpu.mark()
         for plan in plans:
@@ -204,12 +205,12 @@ class Rig:
         return begin, self.gpu.mark()
 
     def failed(self) -> int:
-        """Return how many tickets have failed so far; all must have been reported."""
+        """Return the number of failed tickets among the reported ones. All tickets must have been reported."""
         self.gpu.sync()
         return sum(bool(ticket.failed) for ticket in self.reported)
 
     def close(self) -> None:
-        """Shut the engine down and free memory."""
+        """Shut the engine down and free the caches."""
         self._readier.stop()
         self.engine.shutdown()
         self.caches.clear()

@@ -1,9 +1,9 @@
-"""All that is to be measured on a GPU, in the order of its worth: `python -m benchmarks.gpu.runs [--part N]`.
+"""All measurements on a GPU, the most important first: `python -m benchmarks.gpu.runs [--part N]`.
 
-The first three parts together fit into 25 minutes, each part into one call of at most 10; the others are run where they
-are asked for. The first asks `benchmarks.gpu.probe`'s
-questions, and where pinning or batches of copies are refused nothing more is run. Each run is a process of its own
-with a limit of time, and leaves a file of JSON and its output; one that fails does not stop the others.
+The first three parts together take at most 25 minutes, and each part takes at most 10 minutes. The other parts run only
+on request. The first run is `benchmarks.gpu.probe`. If the driver refuses pinning or batches of copies, no other run
+follows. Each run is a process with a time limit, and writes a JSON file and a file with its output. A failed run does
+not stop the others.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ import time
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from benchmarks.gpu.engine import MOVER_CASES
 from benchmarks.gpu.probe import REFUSED
 
 ROOT: Final = Path(__file__).parents[2]
 RESULTS: Final = ROOT / "docs" / "results" / "gpu"
 PART_S_MAX, TOTAL_S_MAX = 600, 1500
-NOTHING: Final = 2  # the exit status of our own modules where there is no device; pytest's, of tests it cannot read
-GRACE_S: Final = 20  # of a run's limit: it ends by itself before, if it looks at the clock
+NOTHING: Final = 2  # exit status of our modules without a device; pytest uses it for unreadable tests
+GRACE_S: Final = 20  # a run that checks its time ends by itself so many seconds before its limit
 PLANE, ENGINE = "benchmarks.gpu", "benchmarks.gpu.engine"
 SIMULATED: Final = {
     "benchmarks.gpu.probe": ("--simulated",),
     PLANE: ("--simulated",),
     ENGINE: ("--device", "cpu", "--shapes", "tiny"),
 }
-"""What a module is asked for besides, where there is no GPU."""
+"""Additional arguments of a module on a machine without a GPU."""
 
 
 class Run(NamedTuple):
@@ -42,7 +43,7 @@ class Run(NamedTuple):
     variables: tuple[tuple[str, str], ...] = ()
 
     def command(self, folder: Path, *, simulated: bool) -> list[str]:
-        """Return the command line; what it finds out goes into `folder`."""
+        """Return the command line of the run. The run writes its results into `folder`."""
         more = SIMULATED.get(self.module, ()) if simulated else ()
         if self.module != "pytest":
             more += ("--json", str(folder / f"{self.name}.json"))
@@ -52,13 +53,15 @@ class Run(NamedTuple):
 
 
 QUEUES: Final = (("CUDA_DEVICE_MAX_CONNECTIONS", "32"),)
+FA3: Final = ("--shapes", "tiny", "--attn", "FLASH_ATTN", "--graphs", "full", "--modes", "")
+"""Arguments for FlashAttention 3, the usual attention on an H100, without torch.compile and without speed tests."""
 HIDING: Final = ("--only", "hidden load", "--only", "decode")
 PARTS: Final[tuple[tuple[Run, ...], ...]] = (
     (
         Run("probe", 90, "benchmarks.gpu.probe", ()),
+        Run("fa3-movers", 240, ENGINE, (*FA3, "--cases", ",".join(MOVER_CASES))),
         Run("movers", 150, "pytest", ("tests/transfer", "-q", "-k", "cuda_")),
         Run("races", 90, PLANE, ("--only", "races")),
-        Run("throughput", 150, PLANE, ("--only", "Llama-3-8B", "--only", "Llama-3-70B TP4")),
     ),
     (
         Run("speed-1b", 270, ENGINE, ("--shapes", "mid", "--modes", "no connector,auto")),
@@ -67,27 +70,32 @@ PARTS: Final[tuple[tuple[Run, ...], ...]] = (
     (
         Run("hiding", 120, PLANE, HIDING),
         Run("host", 120, PLANE, ("--only", "hooks", "--only", "wake-ups", "--only", "latency")),
-        Run("engine-full", 120, ENGINE, ("--shapes", "tiny", "--graphs", "full", "--cases", "auto-sync,step-async")),
-        Run("engine-v1", 120, ENGINE, ("--shapes", "tiny", "--runner", "v1", "--cases", "auto-sync,step-async")),
+        Run("throughput", 150, PLANE, ("--only", "Llama-3-8B", "--only", "Llama-3-70B TP4")),
     ),
     (
         Run("speed-1b-modes", 300, ENGINE, ("--shapes", "mid", "--modes", "no connector,layerwise,step")),
         Run("speed-8b", 300, ENGINE, ("--shapes", "big")),
     ),
     (
-        Run("engine-flash", 150, ENGINE, ("--shapes", "tiny", "--attn", "FLASH_ATTN", "--cases", "auto-sync")),
+        Run("engine-full", 120, ENGINE, ("--shapes", "tiny", "--graphs", "full", "--cases", "auto-sync,step-async")),
+        Run("engine-v1", 120, ENGINE, ("--shapes", "tiny", "--runner", "v1", "--cases", "auto-sync,step-async")),
         Run("engine-eager", 120, ENGINE, ("--shapes", "tiny", "--graphs", "none", "--cases", "auto-sync")),
         Run("hiding-32-queues", 120, PLANE, HIDING, QUEUES),
     ),
 )
-"""What each is for: 1 does it work, is anything wrong, the bus; 2 time to first token and decoding of a 1 B model, a
-whole engine; 3 what the forward notices, the host, other graphs and runners. If asked for: 4 the other modes, an 8 B
-model; 5 what else may differ."""
+"""The parts, by number:
+
+1. Tests of each mover, with FlashAttention 3 and alone, and the race hunt.
+2. Time to first token and decoding of a 1 B model, and tests of a whole engine.
+3. Effects on the forward, the host and the bus.
+4. On request: the other modes, and an 8 B model.
+5. On request: other graphs, runners and settings whose results may differ.
+"""
 PARTS_MAIN: Final = 3
 
 
 def run(one: Run, folder: Path, *, simulated: bool, more: tuple[str, ...] = ()) -> int:
-    """Run one; return its exit status, 124 for one that was ended. `more`: for the engine."""
+    """Run the process `one`, and return its exit status, or 124 after a timeout. `more`: arguments for the engine."""
     command = one.command(folder, simulated=simulated) + list(more if one.module == ENGINE else ())
     environment = os.environ | dict(one.variables)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
@@ -101,7 +109,7 @@ def run(one: Run, folder: Path, *, simulated: bool, more: tuple[str, ...] = ()) 
 
 
 def main(arguments: list[str]) -> int:
-    """Run what was asked for; print a line for each."""
+    """Run the requested parts, and print a line for each run. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.runs", description=__doc__)
     parser.add_argument(
         "--part", type=int, action="append", choices=range(1, len(PARTS) + 1), help="may be repeated; else 1 to 3"

@@ -1,21 +1,21 @@
-"""A device that does at once what it is asked to: proves that the benchmarks run, and shows nothing about time."""
+"""A fake device that runs every call at once. It tests the benchmarks themselves, and its times mean nothing."""
 
 from __future__ import annotations
 
-from kvpipe.testing.fake_device import FakeDevice, FakeStream, Work
+from kvpipe.testing.fake_device import FakeDevice, FakeStream, QueuedCall
 
 
 class _Stream(FakeStream):
-    def put(self, work: Work) -> None:
+    def put(self, work: QueuedCall) -> None:
         super().put(work)
         self.device.drain()
 
 
 class Immediate(FakeDevice):
-    """Every stream is empty again when a call returns."""
+    """A fake device whose streams have done all their work when a call returns."""
 
     def stream(self, name: str) -> FakeStream:
-        """Make a stream."""
+        """Make a stream that runs its work at once."""
         made = _Stream(self, name)
         self.streams.append(made)
         return made

@@ -1,6 +1,6 @@
-"""`python -m benchmarks.replay`: every policy at every capacity, beside Belady's optimum, then memory and tiers.
+"""`python -m benchmarks.replay` replays every policy at every capacity, and Belady's optimum, then memory and tiers.
 
-Writes `docs/results/traces.json`, and a page and a picture of its content.
+The results are written to `docs/results/traces.json`, and drawn on a page and in a picture.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.replay.setting import PARTS, Setting
 
 
 def main(arguments: list[str]) -> int:
-    """Print each replay as soon as it is over, then the tables."""
+    """Run the replays, print each result as soon as its replay ends, then print the tables."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.replay", description=__doc__)
     parser.add_argument(
         "--policy", nargs="*", default=[*policies(), BELADY], help="replay these; others stay as they are"

@@ -1,6 +1,6 @@
-"""What prefetching is worth: clients announce when they go on, and the scheduler side fetches before (`engine.py`).
+"""Measures the gain from prefetching: clients announce their resumes, and the scheduler side prefetches (`engine.py`).
 
-Each replay is compared with the one of the same requests, memory, tiers and policy without announcements.
+Each replay is compared with a replay of the same requests, memory, tiers and policy without announcements.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.replay.report import AGENTS, Row, load_of, percent
 from benchmarks.replay.setting import Setting
 
 SHARES: Final = (0.02, 0.05)
-"""Of all different chunks of a workload: how many memory holds."""
+"""The sizes of memory, as shares of the workload's number of different chunks."""
 BEHIND: Final = ("disk", "network", "disk, network")
 HEADS: Final = (
     "memory, tiers, policy", "announced", "draws", "mean TTFT s", "of that without", "95 % s", "of that without",
@@ -27,7 +27,10 @@ _SAME: Final = ("workload", "seed", "host", "behind", "policy")
 
 
 class Announced(NamedTuple):
-    """One replay of the whole scheduler side. `host`: memory's share. `announced`, `sigma`: as of `hints.py`."""
+    """One replay of the whole scheduler side. `host`: the share of all chunks that fits into memory.
+
+    `announced` and `sigma`: the model and the error of the announcements (`hints.py`).
+    """
 
     workload: str
     seed: int
@@ -39,7 +42,7 @@ class Announced(NamedTuple):
     setting: Setting = Setting()
 
     def row(self) -> Row:
-        """Replay; return what it came to. `read`: bytes, from all tiers."""
+        """Replay the requests, and return the result. Its `read` is the number of bytes read from all tiers."""
         load, setting = load_of(self.workload, self.seed), self.setting
         pauses_s = hints.pauses(load, self.announced, self.sigma, setting.model.answer_s_per_token)
         host = replace(setting.host(load), slots=load.slots(self.host))
@@ -62,14 +65,14 @@ def cases(
     policies: Iterable[str], seeds: int, announced: Iterable[str], sigma: float, shares: Sequence[float],
     setting: Setting,
 ) -> list[Announced]:  # fmt: skip
-    """Return the replays of coding agents. What says nothing of pauses has no `sigma`."""
+    """Return the replays of coding agents. The `sigma` of a replay without announcements is 0."""
     each = [(one, 0.0 if one == hints.NONE else sigma) for one in dict.fromkeys((hints.NONE, *announced))]
     all_ = itertools.product(range(seeds), shares, BEHIND, policies, each)
     return [Announced(AGENTS, seed, host, behind, policy, *how, setting) for seed, host, behind, policy, how in all_]
 
 
 def table(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Yield the lines below `HEADS`, each the mean over the seeds: of ratios, seed by seed."""
+    """Yield the rows below `HEADS`. Each value is a mean over the seeds; ratios are computed for each seed first."""
     rows: list[Row] = found.get("prefetch", [])
     plain = {_same(row): row for row in rows if row["announced"] == hints.NONE}
     by = dict[tuple[Any, ...], list[tuple[Row, Row]]]()

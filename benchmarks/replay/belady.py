@@ -1,8 +1,8 @@
-"""The most that any policy could hit, had it known what comes: Belady's MIN, of the same requests and slots.
+"""Computes the hits of Belady's MIN, the optimal policy, which knows all later requests.
 
-What is used again last goes first, and of what is used again by the same request its end. A chunk is never used again
-before those that it follows, so what is held is always whole prefixes: MIN, which has the most hits of all policies,
-loses none of them to a gap.
+MIN first evicts the chunk whose next use is the latest. Among chunks that the same request uses next, MIN evicts the
+last chunk of the prompt first. A chunk is never used again before the chunks that precede it in the prompt. So the held
+chunks are always whole prefixes. MIN has the most hits of all policies, and loses no hit to a gap in a prefix.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NEVER: Final = 1 << 60
 
 
 def hits(workload: Workload, slots: int) -> Iterator[int]:
-    """Yield, for each prompt, how many of its chunks, from the first on, are held when it arrives."""
+    """Yield for each prompt the number of its chunks, from the first on, that are held at its arrival."""
     prompts = workload.prompts
     uses, next_use = list[list[int]](), dict[bytes, int]()
     for number in range(len(prompts) - 1, -1, -1):
@@ -32,5 +32,5 @@ def hits(workload: Workload, slots: int) -> Iterator[int]:
             heapq.heappush(order, (-use, -place, key))
         while len(held) > slots:
             use, _, key = heapq.heappop(order)
-            if held.get(key) == -use:  # else it was used meanwhile, and has a later entry
+            if held.get(key) == -use:  # otherwise the chunk was used since, and has a later entry
                 del held[key]

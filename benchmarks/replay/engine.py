@@ -1,7 +1,8 @@
 """An engine in virtual time around kvpipe's real scheduler side: lookups, leases, loads, saves, staging, stores.
 
-It schedules as vLLM does: first come, first served, as long as there are tokens in a step and blocks on the device;
-prompts that run go on before others begin. Its own prefix cache, least recently used, is asked first.
+The engine schedules as vLLM does. Requests are served in the order of their arrival, as long as the step has tokens
+left and the device has blocks left. Running prompts continue before others begin. The engine asks its own prefix cache,
+which evicts the least recently used chunks, before it asks kvpipe.
 """
 
 from __future__ import annotations
@@ -19,23 +20,24 @@ from unittest.mock import patch
 from benchmarks.replay.model import Host, Link, Model, Store
 from benchmarks.replay.tiers import Clock, VirtualFinder, VirtualTier
 from benchmarks.replay.workload import Prompt, Workload
-from kvpipe.config import load_settings
-from kvpipe.geometry import Geometry, Group, Layer
-from kvpipe.messages import ROW_BYTES, Job, Kind, Report, StepPlan, Tally
-from kvpipe.scheduler.base import LATER
-from kvpipe.scheduler.hints import RawHints
+from kvpipe.config.settings import load_settings
+from kvpipe.protocol.engine import LATER
+from kvpipe.protocol.geometry import Geometry, Group, Layer
+from kvpipe.protocol.messages import ROW_BYTES, Job, Kind, Report, StepPlan, Tally
+from kvpipe.scheduler.hooks import EngineFacts
 from kvpipe.scheduler.side import SchedulerSide
+from kvpipe.scheduler.wishes import RawHints
 
 _T = TypeVar("_T")
 IDLE_STEP_S: Final = 0.001
-"""An engine that has nothing to compute, while chunks wait to be stored, steps so often."""
+"""Seconds of a step of an engine that computes nothing while chunks wait to be stored or prefetched."""
 DEVICE: Final = "device"
 COMPUTED: Final = "computed"
 
 
 @dataclass
 class Outcome:
-    """What a replay came to. `tokens`: of all prompts, by where they came from; times in seconds."""
+    """The result of a replay. `tokens`: the tokens of all prompts, by their source. Times are in seconds."""
 
     workload: str
     policy: str
@@ -43,9 +45,9 @@ class Outcome:
     tokens: Counter[str] = field(default_factory=Counter)
     ttft_s: list[float] = field(default_factory=list)
     moved: dict[str, int] = field(default_factory=dict)
-    """Bytes, by the way they went."""
+    """The copied bytes, by source and destination."""
     scheduler_s: float = 0.0
-    """Of the processor, in kvpipe's scheduler side."""
+    """Processor time of kvpipe's scheduler side, in seconds."""
     steps: int = 0
     ended_at_s: float = 0.0
     faults: dict[str, Any] = field(default_factory=dict)
@@ -53,17 +55,17 @@ class Outcome:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Return which share of all tokens came from where."""
+        """The share of all tokens that came from each source."""
         whole = sum(self.tokens.values())
         return {where: count / whole for where, count in self.tokens.items()}
 
     def ttft(self, share: float) -> float:
-        """Return how long `share` of all requests waited for their first token, at most."""
+        """Return the time within which `share` of all requests got their first token, in seconds."""
         return sorted(self.ttft_s)[min(len(self.ttft_s) - 1, int(share * len(self.ttft_s)))]
 
 
 class Running:
-    """One request, as the scheduler side knows requests, and what the engine knows of it. Its names are vLLM's."""
+    """One request. It has the attributes that the scheduler side and this engine read, with vLLM's names."""
 
     __slots__ = (
         "block_hashes", "cache_salt", "lora_request", "num_computed_tokens", "num_preemptions", "num_prompt_tokens",
@@ -71,7 +73,7 @@ class Running:
     )  # fmt: skip
 
     def __init__(self, number: int, prompt: Prompt) -> None:
-        """It has arrived."""
+        """Make a request that has just arrived."""
         self.prompt, self.request_id, self.block_hashes = prompt, str(number), prompt.keys
         self.num_tokens = self.num_prompt_tokens = max(1, prompt.tokens)
         self.num_computed_tokens = self.num_preemptions = 0
@@ -80,21 +82,21 @@ class Running:
 
 
 class Device:
-    """The engine's own blocks, in chunks: those of running requests, and below them what may be of use again."""
+    """The blocks of the engine's device, counted in chunks. Idle chunks of finished requests may be hit again."""
 
     def __init__(self, slots: int) -> None:
-        """Empty."""
+        """Make an empty device with room for `slots` chunks."""
         self.slots, self.used = slots, 0
         self._pinned: Counter[bytes] = Counter()
         self._idle: OrderedDict[bytes, None] = OrderedDict()
 
     def held(self, keys: Sequence[bytes]) -> int:
-        """Return how many of the first chunks are there."""
+        """Return how many chunks at the beginning of `keys` the device holds without a gap."""
         pinned, idle = self._pinned, self._idle
         return next((at for at, key in enumerate(keys) if key not in idle and key not in pinned), len(keys))
 
     def begin(self, keys: Sequence[bytes], held: int, size: int) -> None:
-        """Give a request its `size` chunks; `held` of them are there."""
+        """Allocate the `size` chunks of a request. The device already holds the first `held` of them."""
         self.used += size
         for key in keys[:held]:
             self._pinned[key] += 1
@@ -102,13 +104,13 @@ class Device:
         self._trim()
 
     def computed(self, keys: Sequence[bytes], held: int) -> None:
-        """All of a request's chunks can be found."""
+        """Make all chunks of a computed prompt available to lookups."""
         for key in keys[held:]:
             self._pinned[key] += 1
             self._idle.pop(key, None)
 
     def end(self, keys: Sequence[bytes], size: int) -> None:
-        """A request is over."""
+        """Free the `size` chunks of a finished request. Its prompt's chunks stay available while there is room."""
         self.used -= size
         for key in reversed(keys):
             self._pinned[key] -= 1
@@ -123,12 +125,12 @@ class Device:
 
 
 class Scheduled(dict[str, int]):
-    """Tokens that are computed in a step, by request. `decodes`: beside them, those of answers."""
+    """The number of prompt tokens that a step computes, by request. `decodes`: the step also computes answers."""
 
     decodes = False
 
     def __bool__(self) -> bool:
-        """Whether the engine has anything to do."""
+        """Whether the engine computes any tokens in this step."""
         return self.decodes or len(self) > 0
 
 
@@ -139,9 +141,9 @@ class Engine:
         self, workload: Workload, policy: str, *, model: Model, host: Host, tiers: Sequence[Store] = (),
         pauses_s: Sequence[float | None] = (), **settings: Any,
     ) -> None:  # fmt: skip
-        """`settings`: of kvpipe's own. A host without slots: an engine without kvpipe.
+        """`settings`: kvpipe's settings. With a `host` without slots, the engine runs without kvpipe.
 
-        `pauses_s`: in how long each request's client announces that it goes on; none: no client announces that.
+        `pauses_s`: the pause in seconds that each request's client announces. Empty: no client announces a pause.
         """
         self.workload, self.model, self.clock = workload, model, Clock()
         self.chunk = workload.chunk_tokens
@@ -159,26 +161,25 @@ class Engine:
 
         used = host.slots > 0
         with patch("kvpipe.scheduler.side.Finder", lambda *_, **__: finder):
-            self.side = SchedulerSide(
-                given, geometry, hash_tokens=self.chunk, ranks=1, saves=used, loads=used, tiers=finder.tiers
-            )
+            facts = EngineFacts(hash_tokens=self.chunk, ranks=1, saves=used, loads=used)
+            self.side = SchedulerSide(given, geometry, facts, tiers=finder.tiers)
         self.side.ranks_ready({0: geometry.slots}, ["weights"])
         block = SimpleNamespace(block_id=1, is_null=False)
         longest = max(-(-prompt.tokens // self.chunk) for prompt in workload.prompts) + 1
-        self.table = [block] * longest  # which blocks they are makes no difference to any figure
+        self.table = [block] * longest  # the blocks' identities affect no result
         self.side.bind(SimpleNamespace(table=lambda *_: self.table, knows=lambda *_: False, free=lambda: longest))  # type: ignore[arg-type]
         self.arrivals, self.pauses_s = deque(enumerate(workload.prompts)), pauses_s
         self.waiting: deque[Running] = deque()
         self.running: list[Running] = []
         self.alive = 0
         self.loading: dict[str, Running] = {}
-        self.local: dict[str, int] = {}  # chunks that the device had, of each request with blocks
+        self.local: dict[str, int] = {}  # by request with blocks: its chunks that the device already had
         self.report = Report(rate=host.bytes_per_s)
 
     # ---- the loop -------------------------------------------------------------------------------------------------
 
     def run(self) -> Outcome:
-        """Replay all, to the end of the last answer."""
+        """Replay all requests until the last answer has ended."""
         with _time_is(self.clock):
             while self.arrivals or self.waiting or self.running or self.alive or self.side.jobs.in_flight:
                 self._step()
@@ -212,7 +213,7 @@ class Engine:
         if not scheduled and end_s <= clock.now_s:
             begins_s = self.arrivals[0][1].at_s if self.arrivals else float("inf")
             end_s = max(clock.now_s, min(begins_s, clock.next_s))
-            if self.alive:  # it decodes, and so makes steps
+            if self.alive:  # the engine decodes, so it makes steps
                 end_s = min(end_s, max(clock.now_s + IDLE_STEP_S, self.side.prefetching.announced.due_s))
             if self.side.staging is not None and (
                 self.side.staging.stores.pending or (not self.alive and self.side.prefetching.has_work())
@@ -235,7 +236,7 @@ class Engine:
     # ---- scheduling -----------------------------------------------------------------------------------------------
 
     def _schedule(self) -> dict[str, int]:
-        """Return how many tokens of whom are computed in this step."""
+        """Return the number of tokens that this step computes for each request."""
         left, scheduled = self.model.step_tokens, dict[str, int]()
         for request in self.running:
             left -= self._take(request, left, scheduled)
@@ -265,12 +266,12 @@ class Engine:
         return -(-request.num_tokens // self.chunk)
 
     def _admit(self, request: Running, size: int) -> bool | None:
-        """Return whether it waits for its load, or None: it is to be asked again."""
+        """Admit `request`, and return whether it waits for a load. Returns None if the lookup must be repeated."""
         held = min(self.device.held(request.block_hashes), (request.num_tokens - 1) // self.chunk)
         local = held * self.chunk
         answer = self._timed(self.side.lookup, request, local)
         if answer is LATER:
-            self.clock.at(self.clock.now_s + self.patience_s, lambda: None)  # then it is asked again at the latest
+            self.clock.at(self.clock.now_s + self.patience_s, lambda: None)  # the latest time of the next lookup
             return None
         tokens, waits = answer
         self.device.begin(request.block_hashes, held, size)
@@ -293,7 +294,7 @@ class Engine:
     # ---- what a step does -----------------------------------------------------------------------------------------
 
     def _carry(self, plan: StepPlan, scheduled: dict[str, int]) -> float:
-        """Begin what is planned; return when the step is over."""
+        """Start the planned jobs and orders, and return the time at which the step ends."""
         now_s, by_id = self.clock.now_s, {one.request_id: one for one in self.running}
         compute_s = self.model.step_s if scheduled else 0.0
         for request_id, tokens in scheduled.items():
@@ -351,7 +352,7 @@ class Engine:
 
 @contextmanager
 def _time_is(clock: Clock) -> Iterator[None]:
-    """Let the scheduler's process read the replay's clock."""
+    """Replace the clock of kvpipe's scheduler side by the replay's clock."""
     with ExitStack() as stack:
         for name, module in list(sys.modules.items()):
             if name.startswith(("kvpipe.scheduler.", "kvpipe.cache.", "kvpipe.tiers.finder")) and hasattr(

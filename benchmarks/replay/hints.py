@@ -1,4 +1,4 @@
-"""Clients' hints on their sessions: right, about right or wrong."""
+"""Models of the hints that clients send about their sessions. The hints are right, nearly right, or wrong."""
 
 from __future__ import annotations
 
@@ -7,25 +7,30 @@ import random
 from typing import Final
 
 from benchmarks.replay.workload import Workload
-from kvpipe.cache.hints import Action, Hint
+from kvpipe.cache.policy.hints import Action, Hint
 
 NONE: Final = "none"
 RESUME: Final = "resume"
-"""When the next prompt comes that begins with most of this one; its pause is wrong by a log-normal factor."""
+"""Each hint says when the next prompt comes that begins with at least half of this prompt. The pause until then is
+multiplied by a random log-normal factor. Prompts that are not resumed get no hint."""
 ADVERSARIAL: Final = "adversarial"
-"""The contrary: the pause is turned round at a minute, and what is not used again is hinted to come in a second."""
+"""The hints are wrong: short pauses are announced as long ones, and long pauses as short ones (3600 s² / pause).
+Prompts that are not used again are announced to be resumed in 1 s."""
 TURNED: Final = "turned"
-"""The first half of all prompts are hinted at right, the others to the contrary."""
+"""The first half of all prompts have the hints of `RESUME`, the second half those of `ADVERSARIAL`."""
 CONSTANT: Final = "constant"
-"""Each prompt is hinted to be resumed in a second."""
+"""Each prompt is announced to be resumed in 1 s."""
 DEAD: Final = "dead"
-"""What is not used again is announced to come in ten minutes; nothing is announced of the rest."""
+"""Prompts that are not used again are announced to be resumed in 10 minutes. All other prompts get no hint."""
 MODELS: Final = (NONE, RESUME, ADVERSARIAL, TURNED, CONSTANT, DEAD)
 _MINUTE_S: Final = 60.0
 
 
 def resumes(workload: Workload) -> list[float | None]:
-    """Return when the next prompt comes that begins with at least half of each, in seconds; None: never."""
+    """Return for each prompt when the next prompt arrives that begins with at least half of it, in seconds.
+
+    None: no such prompt arrives.
+    """
     out, later = list[float | None](), dict[bytes, float]()
     for prompt in reversed(workload.prompts):
         keys = prompt.keys
@@ -35,7 +40,7 @@ def resumes(workload: Workload) -> list[float | None]:
 
 
 def hints(workload: Workload, model: str, sigma: float, seed: int = 0) -> list[Hint | None]:
-    """Return the hint that comes with each prompt. `sigma`: of the logarithm of the pause, for all models."""
+    """Return the hint that comes with each prompt. `sigma`: the standard deviation of the pause's logarithm."""
     draw, out = random.Random(seed), list[Hint | None]()
     for number, (prompt, at_s) in enumerate(zip(workload.prompts, resumes(workload), strict=True)):
         wrong = math.exp(draw.gauss(0, sigma))
@@ -56,7 +61,7 @@ def hints(workload: Workload, model: str, sigma: float, seed: int = 0) -> list[H
 
 
 def pauses(workload: Workload, model: str, sigma: float, answer_s_per_token: float) -> list[float | None]:
-    """Return what is announced: in how many seconds from its end each prompt is resumed; None: nothing is announced."""
+    """Return for each prompt the announced pause from its end to its resume, in seconds. None: no announcement."""
     ends_s = (prompt.at_s + prompt.answer * answer_s_per_token for prompt in workload.prompts)
     hinted = zip(hints(workload, model, sigma), ends_s, strict=True)
     return [max(0.0, hint.at_s - end_s) if hint is not None else None for hint, end_s in hinted]

@@ -1,4 +1,4 @@
-"""What computing and carrying cost. Every figure is a parameter; nothing here was measured."""
+"""Cost models of computing and copying. All figures are parameters. None of them was measured."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ GIGA: Final = 1e9
 
 @dataclass(frozen=True)
 class Model:
-    """An engine's device and the model on it. The defaults are Llama 3.1 8B in 16 bits on four H100, which reach 40 %.
+    """An engine's device and the model that runs on it.
 
-    A token costs 2 FLOP per parameter, and its attention 4 per layer, per element of the hidden state and per token
-    before it. A prompt is computed in steps of at most `step_tokens`, beside others'. Decoding costs the device
-    nothing: a request only keeps its blocks for `answer_s_per_token` each.
+    The defaults are Llama 3.1 8B in 16 bits on four H100 at 40 % of their peak FLOP/s. A token costs 2 FLOP per
+    parameter. Its attention costs 4 FLOP per layer, per element of the hidden state and per earlier token. A step
+    computes at most `step_tokens` prompt tokens of all requests together. Decoding takes no computing time, but a
+    request keeps its blocks for `answer_s_per_token` seconds per token of its answer.
     """
 
     parameters: float = 8.0e9
@@ -23,15 +24,15 @@ class Model:
     flop_per_s: float = 1.6e15
     bytes_per_token: int = 131_072
     device_tokens: int = 800_000
-    """What the device's own prefix cache holds, those of running requests included."""
+    """The tokens for which the device has blocks, including blocks of running requests."""
     step_tokens: int = 8192
     step_s: float = 0.005
-    """Of each step, beside its tokens."""
+    """The fixed time of each step in seconds, in addition to the time of its tokens."""
     answer_s_per_token: float = 0.02
     requests_max: int = 128
 
     def prefill_s(self, first: int, stop: int) -> float:
-        """Return how long tokens [first, stop) of one prompt take."""
+        """Return the time in seconds to compute the tokens [first, stop) of one prompt."""
         own = 2 * self.parameters * (stop - first)
         attention = 2 * self.layers * self.hidden * (stop**2 - first**2)
         return (own + attention) / self.flop_per_s
@@ -39,16 +40,16 @@ class Model:
 
 @dataclass
 class Link:
-    """One direction between two places. What is carried takes its turn; the latency of one hides behind others."""
+    """One direction between two places. Transfers run one after the other, but their latencies overlap."""
 
     bytes_per_s: float
     latency_s: float = 0.0
     moved: int = 0
-    """Bytes so far."""
+    """The bytes that were copied so far."""
     _free_at_s: float = field(default=0.0, repr=False)
 
     def carry(self, size: int, at_s: float) -> float:
-        """Begin at `at_s`, or when what came before is over; return when `size` bytes have arrived."""
+        """Start a transfer at `at_s`, or when the transfers before it have ended. Returns the time of its end."""
         self._free_at_s = max(at_s, self._free_at_s) + size / self.bytes_per_s
         self.moved += size
         return self._free_at_s + self.latency_s
@@ -56,7 +57,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Store:
-    """A tier behind memory. It drops the least recently used chunk when it holds `slots`."""
+    """A tier below memory. It holds at most `slots` chunks, and evicts the least recently used chunk."""
 
     name: str
     slots: int
@@ -68,18 +69,18 @@ class Store:
 
 @dataclass(frozen=True)
 class Host:
-    """The pool in memory, and the way to it."""
+    """The pool in memory, and the link between the pool and the device."""
 
     slots: int
     bytes_per_s: float = 50 * GIGA
-    """Each way."""
+    """The bandwidth of each direction of the link."""
 
 
 def disk(slots: int) -> Store:
-    """Return an NVMe disk."""
+    """Return the tier of an NVMe disk."""
     return Store("disk", slots, 6 * GIGA, 3 * GIGA, 0.0005)
 
 
 def network(slots: int) -> Store:
-    """Return a store behind a network of 25 Gbit/s, as Redis or Mooncake may be."""
+    """Return a tier over a network of 25 Gbit/s, such as Redis or Mooncake."""
     return Store("network", slots, 3 * GIGA, 3 * GIGA, 0.001)

@@ -1,107 +1,107 @@
-"""The pictures of `docs/results/traces.json`, and a page with them and all figures that needs nothing else."""
+"""Draws the pictures of `docs/results/traces.json`, and a self-contained page with these pictures and all figures."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from benchmarks import pictures
-from benchmarks.pictures import COLOURS, GREY, WIDTH, legend, svg, table, text
+from benchmarks.pictures import BOUND, KVPIPE, KVPIPE_MORE, OTHER, table
 from benchmarks.replay import announced, report
 from benchmarks.replay.replay import BELADY
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 _WHERE: Final = {
-    "device": "#8a4fa3", "memory": "#3b6fb6", "disk": "#2e7d5b", "network": "#a8671a", "computed": "#b9bec6",
+    "device": "#6f7681", "memory": KVPIPE, "disk": "#6ea3dd", "network": KVPIPE_MORE, "computed": BOUND,
 }  # fmt: skip
-_PLOT, _LEFT, _ROW = 170, 40, 24
+_OURS: Final = "sessions"
+_HINTED: Final = "sessions with hints"
+_SHOWN: Final = {_OURS: "sessions (kvpipe's default)", BELADY: "the best possible"}
 
 
 def write(found: dict[str, Any], path: Path) -> None:
-    """Write them beside the JSON at `path`, from its content."""
-    pictures.write(picture(found), path.with_suffix(".svg"))
-    by = report.rates(found["yardstick"], report.AGENTS)
-    best = by.pop(BELADY, {})
-    hinted = {name: some for name, some in report.hinted_rates(found).items() if "resume" in name}
-    pictures.write(
-        _below([_rates(report.AGENTS, by | hinted | {BELADY: best})]),
-        path.with_name(f"{path.stem}-agents.svg"),
-    )
+    """Write the picture and the page beside the JSON at `path`. `found`: the content of the JSON."""
+    path.with_name(f"{path.stem}-agents.svg").write_text(picture(found), encoding="utf-8")
     path.with_suffix(".html").write_text(html(found), encoding="utf-8")
 
 
 def picture(found: dict[str, Any]) -> str:
-    """Return one picture: hit rates by capacity of each workload, then where tokens come from with tiers."""
-    names = dict.fromkeys(row["workload"] for row in found["yardstick"])
-    drawn = [_rates(name, report.rates(found["yardstick"], name)) for name in names]
-    return _below([*drawn, _sources(found["tiers"])])
+    """Return the picture of the coding agents' hit rates by capacity, with and without hints of resumes."""
+    by = report.rates(found["yardstick"], report.AGENTS)
+    best = by.pop(BELADY, {})
+    hinted = [some for name, some in report.hinted_rates(found).items() if "resume" in name]
+    return _rates(report.AGENTS, by | ({_HINTED: hinted[0]} if hinted else {}) | {BELADY: best})
 
 
-def _below(drawn: Iterable[tuple[list[str], float]]) -> str:
-    """Return one picture of several with their heights, one below the other."""
-    parts, y = list[str](), 0.0
-    for body, height in drawn:
-        parts.append(f'<g transform="translate(0 {y:.0f})">{"".join(body)}</g>')
-        y += height
-    return svg(y, parts)
+def _rates(workload: str, by: dict[str, dict[float, float]]) -> str:
+    """Return the chart of one workload, with a group of bars per capacity and a bar per policy."""
+    from matplotlib.ticker import PercentFormatter
+
+    shares = sorted(set.intersection(*(set(some) for some in by.values() if some)))
+    by = {name: some for name, some in by.items() if some}
+    colours = _colours(by)
+
+    def draw(axes: Axes) -> None:
+        width = 0.88 / len(by)
+        for number, (name, some) in enumerate(by.items()):
+            left = [at + width * (number - (len(by) - 1) / 2) for at in range(len(shares))]
+            bars = axes.bar(left, [some[share] for share in shares], width * 0.94, color=colours[name])
+            axes.bar_label(bars, [f"{100 * some[share]:.0f}" for share in shares], padding=1, fontsize=9)
+        axes.set_xticks(range(len(shares)), [report.percent(share) for share in shares])
+        axes.set_xlabel("pool, as a share of all chunks")
+        axes.set_ylim(0, 1.05)
+        axes.yaxis.set_major_formatter(PercentFormatter(1))
+        axes.set_ylabel("prompt tokens that hit")
+        axes.grid(axis="y")
+        pictures.explain(axes, {_SHOWN.get(name, name): colours[name] for name in by})
+
+    message = "tokens that hit"
+    if shares and _OURS in by and "lru" in by:
+        points = 100 * (by[_OURS][shares[0]] - by["lru"][shares[0]])
+        message = f"sessions beats LRU by {points:.0f} points"
+    title = _capital(f"{workload}: {message}")
+    return pictures.chart(title, draw, height_in=3.6)
 
 
-def _rates(title: str, by: dict[str, dict[float, float]]) -> tuple[list[str], float]:
-    """Return the bars of one workload: a group per capacity, a bar per policy; and its height."""
-    names = list(by)
-    colours = _colours(names)
-    body = [text(_LEFT, 20, f"{title}: tokens that hit, by the pool's share of all chunks", "b")]
-    body += legend(colours, _LEFT, 40)
-    top, shares = 52, sorted({share for some in by.values() for share in some})
-    for tenth in (0, 25, 50, 75, 100):
-        y = top + _PLOT * (1 - tenth / 100)
-        body += [f'<path d="M{_LEFT} {y:.1f}H{WIDTH - 10}" stroke="#ddd"/>', text(4, y + 4, f"{tenth} %", "s")]
-    group = (WIDTH - _LEFT - 20) / max(1, len(shares))
-    bar = min(44.0, (group - 24) / max(1, len(names)))
-    for at, share in enumerate(shares):
-        left = _LEFT + at * group + (group - bar * len(names)) / 2
-        for number, name in enumerate(names):
-            rate = by[name].get(share)
-            if rate is None:
-                continue
-            x, height = left + number * bar, rate * _PLOT
-            body.append(
-                f'<rect x="{x:.1f}" y="{top + _PLOT - height:.1f}" width="{bar - 3:.1f}" height="{height:.1f}" '
-                f'fill="{colours[name]}"><title>{escape(name)}: {rate:.3f}</title></rect>'
-            )
-            body.append(text(x + (bar - 3) / 2, top + _PLOT - height - 3, f"{rate:.1%}".rstrip("%"), "s m"))
-        body.append(text(_LEFT + (at + 0.5) * group, top + _PLOT + 16, f"{report.percent(share)} of all chunks", "m"))
-    return body, top + _PLOT + 36
+def _sources(workload: str, rows: Sequence[dict[str, Any]]) -> str:
+    """Return a chart with a bar per replay of a workload with tiers: the sources of tokens, and the TTFT."""
+    from matplotlib.ticker import PercentFormatter
 
+    rows = sorted(rows, key=lambda one: (one["policy"] == report.NONE, one["behind"], one["policy"]), reverse=True)
+    names = [label(row).partition(": ")[2] for row in rows]
 
-def _sources(rows: Sequence[dict[str, Any]]) -> tuple[list[str], float]:
-    """Return a bar per replay with tiers, of where tokens came from, and when the first token did."""
-    body = [
-        text(_LEFT, 20, "With a device's own cache, memory and tiers: where tokens come from, and when the first", "b")
-    ]
-    body += [text(_LEFT, 20 + 17, "token does, by the cost model (seconds, at 50, 90 and 99 % of requests)", "s")]
-    body += legend(_WHERE, _LEFT, 56)
-    y, left, width = 78.0, 330, 330
-    for row in sorted(
-        rows, key=lambda one: (one["workload"], one["policy"] != report.NONE, one["behind"], one["policy"])
-    ):
-        x = float(left)
-        body.append(text(_LEFT, y + 13, label(row)))
+    def draw(axes: Axes) -> None:
+        left = [0.0] * len(rows)
         for where, colour in _WHERE.items():
-            share = row["shares"].get(where, 0.0)
-            body.append(
-                f'<rect x="{x:.1f}" y="{y:.1f}" width="{share * width:.1f}" height="{_ROW - 6}" fill="{colour}">'
-                f"<title>{where}: {share:.1%}</title></rect>"
-            )
-            x += share * width
-        body.append(text(left + width + 12, y + 13, _ttft(row), "s"))
-        y += _ROW
-    return body, y + 16
+            part = [row["shares"].get(where, 0.0) for row in rows]
+            axes.barh(names, part, left=left, color=colour)
+            left = [before + more for before, more in zip(left, part, strict=True)]
+        for at, row in enumerate(rows):
+            axes.text(1.01, at, _ttft(row), va="center")
+        axes.set_xlim(0, 1.3)
+        axes.set_xticks([0, 0.25, 0.5, 0.75, 1])
+        axes.xaxis.set_major_formatter(PercentFormatter(1))
+        axes.set_xlabel("where prompt tokens come from; right: first token within s, 50 / 90 / 99 % of requests")
+        pictures.explain(axes, _WHERE)
+
+    late_s = {row["policy"]: row["ttft_s"]["0.9"] for row in rows if not row["behind"]}
+    message = "where tokens come from"
+    if {_OURS, report.NONE} <= late_s.keys():
+        message = f"90 % of first tokens in {late_s[_OURS]:.2g} instead of {late_s[report.NONE]:.2g} s"
+    title = _capital(f"{workload}: {message}")
+    return pictures.chart(title, draw, height_in=1.7 + 0.34 * len(rows))
+
+
+def _capital(text: str) -> str:
+    return text[0].upper() + text[1:]
 
 
 def label(row: dict[str, Any]) -> str:
-    """Return what a replay is called."""
+    """Return the label of a replay."""
     if row["policy"] == report.NONE:
         return f"{row['workload']}: without kvpipe"
     places = f"memory {report.percent(row['host'])}" + (f", {row['behind']}" if row["behind"] else "")
@@ -112,10 +112,10 @@ def _ttft(row: dict[str, Any]) -> str:
     return " / ".join(f"{row['ttft_s'][point]:.3g}" for point in ("0.5", "0.9", "0.99"))
 
 
-def _colours(names: Sequence[str]) -> dict[str, str]:
-    others = [name for name in names if name != BELADY]
-    found = {name: COLOURS[at % len(COLOURS)] for at, name in enumerate(others)}
-    return found | ({BELADY: GREY} if BELADY in names else {})
+def _colours(names: Iterable[str]) -> dict[str, str]:
+    others = iter(OTHER * len(report.POINTS))
+    known = {_OURS: KVPIPE, _HINTED: KVPIPE_MORE, BELADY: BOUND}
+    return {name: known.get(name) or next(others) for name in names}
 
 
 _ABOUT: Final = (
@@ -139,11 +139,14 @@ def html(found: dict[str, Any]) -> str:
     body = [
         "<h1>Real traces, replayed in virtual time</h1>",
         f"<p>{_ABOUT.format(**{name: escape(str(value)) for name, value in machine.items()})}</p>",
-        picture(found),
     ]
     for name in dict.fromkeys(row["workload"] for row in found["yardstick"]):
-        body += [f"<h2>{escape(name)}</h2>", _rates_table(report.rates(found["yardstick"], name))]
-    body += ["<h2>With tiers</h2>", _tiers_table(found["tiers"])]
+        by = report.rates(found["yardstick"], name)
+        body += [f"<h2>{escape(name)}</h2>", _rates(name, by), _rates_table(by)]
+    body.append("<h2>With tiers</h2>")
+    for name in dict.fromkeys(row["workload"] for row in found["tiers"]):
+        body.append(_sources(name, [row for row in found["tiers"] if row["workload"] == name]))
+    body.append(_tiers_table(found["tiers"]))
     if found.get("prefetch"):
         body += ["<h2>Resumes that are announced</h2>", f"<p>{_ANNOUNCED}</p>"]
         body.append(table(announced.HEADS, announced.table(found)))

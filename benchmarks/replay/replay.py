@@ -1,7 +1,7 @@
-"""The yardstick: a pool of a given size, kvpipe's own catalog and one policy, and no engine.
+"""The yardstick: a pool of a given size with kvpipe's own catalog and one policy, without an engine.
 
-A request takes the longest prefix of whole chunks that is held; all its other whole chunks are saved. Then it is over,
-or when its answer is.
+A request loads the longest prefix of whole chunks that the pool holds, and saves all its other whole chunks. The
+request ends at once, or, if answers take time, when its answer ends.
 """
 
 from __future__ import annotations
@@ -14,59 +14,60 @@ from typing import Any, Final
 
 from benchmarks.replay import belady, hints
 from benchmarks.replay.workload import Prompt, Workload
-from kvpipe import plugins
-from kvpipe.cache.catalog import Catalog, Chunk, Owner
-from kvpipe.cache.hints import Hint
+from kvpipe.cache.catalog import Catalog
+from kvpipe.cache.chunks import Chunk, Owner
 from kvpipe.cache.policy import Policy, make_policy
+from kvpipe.cache.policy.hints import Hint
 from kvpipe.cache.prefixes import Prefixes
-from kvpipe.geometry import Geometry, Group, Layer
+from kvpipe.inputs import plugins
+from kvpipe.protocol.geometry import Geometry, Group, Layer
 from kvpipe.trace.log import Counters
 
 BELADY: Final = "belady"
 SHARES: Final = (0.01, 0.02, 0.05, 0.10)
-"""Of all different chunks of a workload: how many the pool holds."""
+"""The sizes of the pool, as shares of the workload's number of different chunks."""
 
 
 def policies() -> list[str]:
-    """Return the policies that are registered: kvpipe's own, and those of packages that are installed."""
+    """Return the names of the registered policies: kvpipe's own, and policies of installed packages."""
     return plugins.names(plugins.POLICIES)
 
 
 @dataclass
 class Outcome:
-    """What a replay came to. `hits`: of each prompt, the chunks that were held."""
+    """The result of a replay. `hits`: for each prompt, the number of its chunks that the pool held."""
 
     workload: Workload
     policy: str
     slots: int
     hits: list[int] = field(default_factory=list)
     seconds: float = 0.0
-    """Of the processor, in kvpipe's code; of Belady's, in all."""
+    """Processor time of kvpipe's code in seconds. For `BELADY`, the processor time of the whole computation."""
 
     @property
     def hit_rate(self) -> float:
-        """Return which share of all tokens of prompts was held."""
+        """The share of all prompts' tokens that the pool held."""
         return sum(self.hits) * self.workload.chunk_tokens / self.workload.tokens
 
     @property
     def microseconds(self) -> float:
-        """Of a request, in the mean."""
+        """The mean processor time of a request in microseconds."""
         return self.seconds / len(self.hits) * 1e6
 
 
 def replay(
     workload: Workload, policy: str, share: float, hinted: str = hints.NONE, sigma: float = 0.0, tick_s: float = 0.0
 ) -> Outcome:
-    """Replay `workload` with a pool of `share` of its chunks, and a registered policy, or `BELADY`.
+    """Replay `workload` with a pool of `share` of its chunks. `policy`: a registered policy, or `BELADY`.
 
-    `hinted`, `sigma`: clients' hints on their sessions, and how wrong they are (`hints.py`). `tick_s`: as of `Pool`.
+    `hinted`: the model of the clients' hints (`hints.py`). `sigma`: the hints' error. `tick_s`: see `Pool`.
     """
     slots = workload.slots(share)
     if policy == BELADY:
         begin_s = time.thread_time()
         return Outcome(workload, policy, slots, list(belady.hits(workload, slots)), time.thread_time() - begin_s)
     pool, out = Pool(workload.chunk_tokens, slots, make_policy(policy, slots), tick_s), Outcome(workload, policy, slots)
-    running = list[tuple[float, int]]()  # until when, and which request
+    running = list[tuple[float, int]]()  # (end in seconds, number) of each running request
     clients = hints.hints(workload, hinted, sigma)
     for number, prompt in enumerate(workload.prompts):
         begin_s = time.thread_time()
@@ -80,23 +81,26 @@ def replay(
 
 
 class Pool:
-    """The catalog of a model with attention alone, one request at a time."""
+    """A pool for a model with full attention only. It serves one request at a time."""
 
     def __init__(self, chunk_tokens: int, slots: int, policy: Policy, tick_s: float = 0.0) -> None:
-        """Empty. `tick_s`: seconds that pass each time the catalog reads the clock."""
+        """Make an empty pool. `tick_s`: seconds that pass each time the catalog reads the clock."""
         geometry = Geometry((Group((Layer("l", 4096),), chunk_tokens),), chunk_tokens, slots * 4096)
         self.catalog = Catalog(slots, 1, policy, Counters(), clock=self._clock)
         self.prefixes = Prefixes(self.catalog, geometry, chunk_tokens, lambda request: request.block_hashes)
         self.now_s, self._served, self._tick_s = 0.0, 0, tick_s
 
     def serve(self, prompt: Prompt, hint: Hint | None = None) -> int:
-        """Begin and end at once. Returns how many chunks were held."""
+        """Begin and end a request at once. Returns the number of its chunks that the pool held."""
         held = self.begin(prompt, hint)
         self.end(prompt, hint, prompt.at_s)
         return held
 
     def begin(self, prompt: Prompt, hint: Hint | None = None) -> int:
-        """Look up, load, save. `hint`: its client's, which has come with it. Returns how many chunks were held."""
+        """Look up, load and save the chunks of a request. Returns the number of its chunks that the pool held.
+
+        `hint`: the hint that the client has sent with the request.
+        """
         catalog, keys = self.catalog, prompt.keys
         held = self.prefixes.longest(self._request(prompt))
         self.now_s, self._served = max(self.now_s, prompt.at_s), self._served + 1
@@ -114,7 +118,7 @@ class Pool:
         return held
 
     def end(self, prompt: Prompt, hint: Hint | None, at_s: float) -> None:
-        """Its answer is over."""
+        """End the request of `prompt`, whose answer ends at `at_s`."""
         self.now_s = max(self.now_s, at_s)
         chunks = self.prefixes.chunks_from_the_end(self._request(prompt), len(prompt.keys))
         self.catalog.refresh(chunks, answer=prompt.answer)

@@ -1,4 +1,4 @@
-"""All replays, what they came to as JSON, and the tables."""
+"""The list of all replays, their results as JSON, and the tables."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ RESULTS: Final = Path(__file__).parents[2] / "docs" / "results" / "traces.json"
 AGENTS, SHARED, MOONCAKE = "coding agents", "coding agents, system prompts shared", "Mooncake's conversations"
 ANSWERING: Final = "coding agents, answers take time"
 NONE: Final = "none"
-"""As a policy: an engine without kvpipe."""
+"""The policy's name of an engine without kvpipe."""
 CPU_S_MAX: Final = 60.0
-"""Of one core, for a replay of all that is recorded."""
+"""The goal for the processor time of one core, in seconds, for a replay of all `RECORDED` requests."""
 RECORDED: Final = 23_041
 DEFAULT: Final = Setting()
 POINTS: Final = (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99)
@@ -40,7 +40,7 @@ Row = dict[str, Any]
 
 @cache
 def load_of(name: str, seed: int) -> w.Workload:
-    """Return a workload by its name. Mooncake's has no seed."""
+    """Return a workload by its name. `seed` does not affect Mooncake's workload."""
     if name == MOONCAKE:
         return w.mooncake()
     answer_s = w.ANSWER_S_PER_TOKEN if name == ANSWERING else 0.0
@@ -48,7 +48,7 @@ def load_of(name: str, seed: int) -> w.Workload:
 
 
 class Yardstick(NamedTuple):
-    """One replay of the catalog alone, at `share` of all chunks."""
+    """One replay of the catalog alone, with a pool for `share` of all chunks."""
 
     workload: str
     seed: int
@@ -56,7 +56,7 @@ class Yardstick(NamedTuple):
     policy: str
 
     def row(self) -> Row:
-        """Replay; return what it came to."""
+        """Replay, and return the result."""
         out = replay(load_of(self.workload, self.seed), self.policy, self.share)
         more = {
             "hit_rate": out.hit_rate,
@@ -68,7 +68,10 @@ class Yardstick(NamedTuple):
 
 
 class Hinted(NamedTuple):
-    """The same with clients that hint when they go on: by which model, and how wrong (`hints.py`)."""
+    """One replay of the catalog alone, with clients that hint when they resume.
+
+    `hints`: the model of the hints (`hints.py`). `sigma`: their error.
+    """
 
     workload: str
     seed: int
@@ -78,13 +81,16 @@ class Hinted(NamedTuple):
     sigma: float
 
     def row(self) -> Row:
-        """Replay; return what it came to."""
+        """Replay, and return the result."""
         out = replay(load_of(self.workload, self.seed), self.policy, self.share, self.hints, self.sigma)
         return self._asdict() | {"hit_rate": out.hit_rate, "requests": len(out.hits), "slots": out.slots}
 
 
 class Tiered(NamedTuple):
-    """One replay of the whole scheduler side, with memory and the tiers `behind` it, as `setting` has them."""
+    """One replay of the whole scheduler side, with memory and the tiers `behind` it.
+
+    `setting` has the parameters of memory and tiers.
+    """
 
     workload: str
     seed: int
@@ -93,7 +99,7 @@ class Tiered(NamedTuple):
     setting: Setting = Setting()
 
     def row(self) -> Row:
-        """Replay; return what it came to."""
+        """Replay, and return the result."""
         load, setting = load_of(self.workload, self.seed), self.setting
         host, policy, share = setting.host(load), self.policy, setting.memory.share
         if policy == NONE:
@@ -119,7 +125,7 @@ class Tiered(NamedTuple):
 def cases(
     policies: Iterable[str], seeds: int, shares: Sequence[float] = SHARES, setting: Setting = DEFAULT
 ) -> list[Yardstick | Tiered]:
-    """Return all replays: of the catalog alone with `shares` of all chunks, then of the scheduler side by `setting`."""
+    """Return all replays: first of the catalog alone, for each of `shares`, then of the scheduler side by `setting`."""
     names, out = list(policies), list[Yardstick | Tiered]()
     for name in (AGENTS, ANSWERING, SHARED):
         out += [Yardstick(name, seed, share, one) for seed in range(seeds) for share in shares for one in names]
@@ -136,7 +142,7 @@ def cases(
 def hinted(
     policies: Iterable[str], seeds: int, models: Iterable[str], sigma: float, shares: Sequence[float] = SHARES
 ) -> list[Hinted]:
-    """Return the replays of coding agents of the policies that take hints."""
+    """Return the replays of coding agents with hints, for each of `policies` that uses hints."""
     takes = [one for one in policies if one != BELADY and takes_hints(make_policy(one, 1))]
     models = list(models)
     return [
@@ -149,7 +155,7 @@ def hinted(
 
 
 def percent(share: float) -> str:
-    """Return a share as tables have it."""
+    """Return a share as percent, in the tables' format."""
     return f"{100 * share:g}%"
 
 
@@ -158,14 +164,14 @@ class Case(Protocol):
 
     @property
     def workload(self) -> str:
-        """Its name."""
+        """The name of the replay's workload."""
 
     def row(self) -> Row:
-        """Replay; return what it came to."""
+        """Replay, and return the result."""
 
 
 def measure(todo: Sequence[Case], jobs: int) -> Iterator[Row]:
-    """Replay all, `jobs` at once in processes of their own; yield what each came to."""
+    """Run all replays, `jobs` of them in parallel, each in its own process, and yield each result."""
     with ProcessPoolExecutor(jobs or os.cpu_count(), mp_context=get_context("spawn")) as pool:
         yield from pool.map(_row, todo)
 
@@ -184,14 +190,14 @@ def _key(row: Row) -> str:
 
 
 def _part(row: Row) -> str:
-    """Return which part of the file a replay belongs to."""
+    """Return the part of the file to which a replay's result belongs."""
     if "announced" in row:
         return "prefetch"
     return "hinted" if "hints" in row else "yardstick" if "share" in row else "tiers"
 
 
 def check_file(path: Path, setting: Setting) -> None:
-    """Raise ValueError where the rows of a file are of other parameters: it has one set."""
+    """Raise ValueError if the rows of a file have other parameters. All rows of a file have the same ones."""
     if path.exists() or path == RESULTS:
         found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         there = found.get("model", asdict(DEFAULT.model)), found.get("places", DEFAULT.places())
@@ -200,7 +206,7 @@ def check_file(path: Path, setting: Setting) -> None:
 
 
 def keep(rows: list[Row], path: Path = RESULTS, setting: Setting = DEFAULT) -> dict[str, Any]:
-    """Write what was measured, beside what the file has of other cases. Returns its content."""
+    """Write results into the file, and keep its results of other cases. Returns the file's content."""
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     kept = [row for part in _PARTS for row in before.get(part, ())]
     parts: dict[str, list[Row]] = {part: [] for part in _PARTS}
@@ -214,7 +220,7 @@ def keep(rows: list[Row], path: Path = RESULTS, setting: Setting = DEFAULT) -> d
 
 
 def rates(yardstick: list[Row], workload: str) -> dict[str, dict[float, float]]:
-    """Return the mean hit rate over all seeds of each policy, Belady's last, at each capacity."""
+    """Return the mean hit rate over all seeds, by policy and capacity. Belady's policy comes last."""
     rows = [row for row in yardstick if row["workload"] == workload]
     names = sorted({row["policy"] for row in rows}, key=lambda name: (name == BELADY, name))
     return {
@@ -227,7 +233,7 @@ def rates(yardstick: list[Row], workload: str) -> dict[str, dict[float, float]]:
 
 
 def hinted_rates(found: dict[str, Any]) -> dict[str, dict[float, float]]:
-    """Return the mean hit rate over all seeds at each capacity, of each policy and kind of hints."""
+    """Return the mean hit rate over all seeds, by policy and kind of hints, and by capacity."""
     out = dict[str, dict[float, list[float]]]()
     for row in found.get("hinted", ()):
         name = f"{row['policy']}, hints: {row['hints']}, sigma {row['sigma']:g}"
@@ -236,7 +242,7 @@ def hinted_rates(found: dict[str, Any]) -> dict[str, dict[float, float]]:
 
 
 def figures(yardstick: list[Row], tiers: list[Row]) -> list[Figure]:
-    """Return how near each policy comes to Belady's, and what a replay of all that is recorded costs."""
+    """Return the ratio of each policy's hit rate to Belady's, and the processor time for all recorded requests."""
     out = []
     for workload in dict.fromkeys(row["workload"] for row in yardstick):
         by = rates(yardstick, workload)

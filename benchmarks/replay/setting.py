@@ -1,4 +1,4 @@
-"""What a replay with tiers is set to: how large each place is, how fast the way to it, and how fast the device."""
+"""The parameters of a replay with tiers: the size and bandwidth of memory and of each tier, and the device's speed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.replay.workload import Workload
 
 @dataclass(frozen=True)
 class Place:
-    """A tier. `share`: of all different chunks of a workload, how many it holds."""
+    """A tier. `share`: the share of all different chunks of a workload that the tier holds."""
 
     share: float
     read_bytes_per_s: float
@@ -20,7 +20,7 @@ class Place:
     latency_s: float = 0.0
 
     def store(self, name: str, load: Workload) -> Store:
-        """Return the tier that it is for a workload."""
+        """Return the tier with the number of slots for the workload `load`."""
         return Store(name, load.slots(self.share), self.read_bytes_per_s, self.write_bytes_per_s, self.latency_s)
 
 
@@ -30,7 +30,10 @@ def _place(share: float, one: Store) -> Place:
 
 @dataclass(frozen=True)
 class Memory:
-    """The pool. `share`: of all different chunks of a workload, how many it holds. `bytes_per_s`: each way."""
+    """The pool. `share`: the share of all different chunks of a workload that the pool holds.
+
+    `bytes_per_s`: the bandwidth of each direction between the pool and the device.
+    """
 
     share: float = 0.10
     bytes_per_s: float = Host.bytes_per_s
@@ -38,7 +41,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Setting:
-    """All parameters of a replay with tiers. The defaults are those of `docs/results/traces.json`."""
+    """All parameters of a replay with tiers. `docs/results/traces.json` was measured with the defaults."""
 
     model: Model = field(default_factory=Model)
     memory: Memory = field(default_factory=Memory)
@@ -50,16 +53,19 @@ class Setting:
         return Host(load.slots(self.memory.share), self.memory.bytes_per_s)
 
     def stores(self, behind: str, load: Workload) -> tuple[Store, ...]:
-        """Return the tiers `behind` the pool, by their names with commas between them, the nearest first."""
+        """Return the tiers whose names `behind` lists, separated by commas, the nearest tier first."""
         places = {"disk": self.disk, "network": self.network}
         return tuple(places[name].store(name, load) for name in behind.split(", ") if name)
 
     def with_set(self, part: str, given: Sequence[str]) -> Setting:
-        """Return it with `given`, such as `bytes_per_s=2e10`, set in `part`. Raises ValueError: it cannot be."""
+        """Return a copy with `given`, such as `bytes_per_s=2e10`, set in `part`.
+
+        Raises ValueError if a name or a number of `given` is not allowed.
+        """
         return replace(self, **{part: _changed(getattr(self, part), given)})
 
     def places(self) -> dict[str, Any]:
-        """Return the parameters but those of the model, as JSON has them."""
+        """Return all parameters except the model's, as plain data."""
         return {name: one for name, one in asdict(self).items() if name != "model"}
 
 

@@ -1,4 +1,4 @@
-"""Tiers without I/O: what they hold, when they answer, by the model's figures and the replay's clock."""
+"""Tiers without I/O. The cost model and the replay's clock decide when the tiers answer."""
 
 from __future__ import annotations
 
@@ -10,39 +10,41 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.replay.model import Link, Store
-from kvpipe.messages import TierOrder
-from kvpipe.tiers.finder import TierLookup, chunk_name
+from kvpipe.protocol.limits import RequestLimits
+from kvpipe.protocol.messages import TierOrder
+from kvpipe.tiers.finder import TierLookup
+from kvpipe.tiers.prefix_keys import chunk_name
 from kvpipe.tiers.rate import ReadRate
 
 
 class Clock:
-    """Stands for the module `time` in the scheduler's process: its time is that of the replay."""
+    """The replay's clock, which replaces the module `time` in the scheduler side's modules."""
 
     def __init__(self) -> None:
-        """Begin. What is due at a time is called when the clock gets there, in the order of its time."""
+        """Start at 0 s. Calls that are scheduled with `at` run in the order of their times."""
         self.now_s = 0.0
         self._due: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = itertools.count()
 
     def monotonic(self) -> float:
-        """Return the replay's time, in seconds."""
+        """Return the replay's time in seconds."""
         return self.now_s
 
     def monotonic_ns(self) -> int:
-        """Return it in nanoseconds."""
+        """Return the replay's time in nanoseconds."""
         return int(self.now_s * 1e9)
 
     def at(self, at_s: float, call: Callable[[], object]) -> None:
-        """Call `call` when it is `at_s`."""
+        """Schedule `call` for the time `at_s`."""
         heapq.heappush(self._due, (max(at_s, self.now_s), next(self._numbers), call))
 
     @property
     def next_s(self) -> float:
-        """When the next call is due."""
+        """The time of the next scheduled call in seconds; infinity if no call is scheduled."""
         return self._due[0][0] if self._due else float("inf")
 
     def go(self, to_s: float) -> None:
-        """Go on to `to_s`, and call what is due by then."""
+        """Advance to `to_s`, and run all calls that are scheduled up to that time."""
         assert to_s >= self.now_s, "time runs forwards"
         while self._due and self._due[0][0] <= to_s:
             self.now_s, _, call = heapq.heappop(self._due)
@@ -51,10 +53,10 @@ class Clock:
 
 
 class VirtualTier:
-    """One store, from when a write has ended until it is dropped."""
+    """One tier. It holds a chunk from the end of the chunk's write until the chunk is evicted."""
 
     def __init__(self, store: Store) -> None:
-        """Empty."""
+        """Make an empty tier with the figures of `store`."""
         self.store = store
         self.read, self.write = (
             Link(rate, store.latency_s) for rate in (store.read_bytes_per_s, store.write_bytes_per_s)
@@ -63,14 +65,14 @@ class VirtualTier:
         self.rate = ReadRate()
 
     def put(self, name: bytes) -> None:
-        """Keep a chunk."""
+        """Add a chunk. If the tier is full, the least recently used chunk is evicted."""
         self.held[name] = None
         self.held.move_to_end(name)
         if len(self.held) > self.store.slots:
             self.held.popitem(last=False)
 
     def get(self, name: bytes) -> bool:
-        """Return whether a chunk is there; it is of use now."""
+        """Return whether the tier holds a chunk, and mark the chunk as used."""
         if name in self.held:
             self.held.move_to_end(name)
             return True
@@ -78,10 +80,10 @@ class VirtualTier:
 
 
 class VirtualFinder:
-    """Answers lookups as `kvpipe.tiers.finder.Finder` does, on the replay's clock and without a thread."""
+    """Answers lookups as `kvpipe.tiers.finder.Finder` does, but by the replay's clock and without a thread."""
 
     def __init__(self, tiers: Sequence[VirtualTier], clock: Clock) -> None:
-        """Every tier works."""
+        """Make a finder over `tiers`, none of which ever fails."""
         self._tiers, self._clock = tiers, clock
         self.tiers: list[Any] = [
             SimpleNamespace(name=one.store.name, spec=SimpleNamespace(store="all", lanes=one.store.lanes))
@@ -91,8 +93,8 @@ class VirtualFinder:
         self.heads: tuple[int, ...] = ()
         self.usable = True
 
-    def ask(self, lookup: TierLookup) -> None:
-        """Answer after the latencies of the tiers that are asked."""
+    def look_up(self, lookup: TierLookup) -> None:
+        """Answer a lookup. The answer takes the latencies of the queried tiers."""
         self._ask(lookup, 0)
 
     def _ask(self, lookup: TierLookup, place: int) -> None:
@@ -109,18 +111,21 @@ class VirtualFinder:
         self._clock.at(self._clock.now_s + tier.store.latency_s, answer)
 
     def split(self, group: int) -> int:
-        """Return that each rank has a part of its own."""
+        """Return 0: each rank has its own part of a chunk."""
         del group
         return 0
 
     def stored(self, place: int, space: str, chunk: bytes, group: int) -> None:
-        """Nothing is answered from a listing."""
+        """Ignore that a chunk was stored, because this finder reads the tiers' contents directly."""
+
+    def asked(self, limits: RequestLimits) -> None:
+        """Return None: a replayed request may ask all tiers."""
 
     def stop(self) -> None:
-        """There is no thread."""
+        """Do nothing, because there is no thread to stop."""
 
     def carry(self, order: TierOrder, size: int, done: Callable[[bool], object]) -> None:
-        """Carry out an order of `size` bytes; call `done(ok)` when it has ended."""
+        """Carry out an order of `size` bytes, and call `done(ok)` at its end."""
         tier, clock = self._tiers[order.tier], self._clock
         if not order.stores:
             tier.rate.begin(clock.now_s)

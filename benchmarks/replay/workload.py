@@ -1,4 +1,4 @@
-"""What arrives when: requests of recorded traces, each with a key per chunk of its prompt."""
+"""Workloads: the requests of recorded traces in the order of arrival, each with a key per chunk of its prompt."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from typing import Any, Final, NamedTuple
 
 TRACES: Final = Path(__file__).parents[1] / "traces"
 BLOCK_TOKENS: Final = 64
-"""Of the coding agents' trace: prefixes are known in blocks of so many tokens."""
+"""The number of tokens of a block in the coding agents' trace."""
+TOKENS_MAX: Final = 131_072
 MOONCAKE_TOKENS: Final = 512
 ANSWER_S_PER_TOKEN: Final = 0.01
-"""Of the coding agents' trace, which does not tell: after answers of more than 4,000 tokens, 99 of 100 conversations go
-on later than 9.7 ms per token."""
+"""The time per token of an answer in the coding agents' trace. The value is an estimate, because the trace has no such
+time. After answers of more than 4,000 tokens, 99 of 100 conversations resume later than 9.7 ms per token."""
 
 
 class Prompt(NamedTuple):
-    """One request. `keys`: of each whole chunk of its prompt; equal keys are equal prefixes.
+    """One request. `keys`: a key for each whole chunk of the prompt. Chunks with equal keys end equal prefixes.
 
-    `at_s`: seconds from the start of the workload. `answer`: tokens that it decodes.
+    `at_s`: the arrival, in seconds from the start of the workload. `answer`: the number of tokens of the answer.
     """
 
     at_s: float
@@ -39,20 +40,20 @@ class Workload:
     chunk_tokens: int
     prompts: list[Prompt]
     answer_s_per_token: float = 0.0
-    """How long after its arrival a request is over, in seconds per token of its answer."""
+    """The time from a request's arrival to its end, in seconds per token of its answer."""
 
     @cached_property
     def tokens(self) -> int:
-        """Of all prompts."""
+        """The tokens of all prompts."""
         return sum(prompt.tokens for prompt in self.prompts)
 
     @cached_property
     def chunks(self) -> int:
-        """Different chunks in all."""
+        """The number of different chunks of all prompts."""
         return len({key for prompt in self.prompts for key in prompt.keys})
 
     def slots(self, share: float) -> int:
-        """Return how many slots are `share` of all different chunks."""
+        """Return the number of slots that hold `share` of all different chunks."""
         return max(1, int(self.chunks * share))
 
 
@@ -61,17 +62,17 @@ def coding_agents(
     *,
     sessions: int = 250,
     hours: float = 8,
-    tokens_max: int | None = 131_072,
     chunk_tokens: int = 256,
     shared_system: bool = False,
     answer_s_per_token: float = 0.0,
 ) -> Workload:
-    """Draw sessions, without repetition, that start at random, uniformly, within some hours.
+    """Draw `sessions` sessions without repetition, whose starts are uniformly distributed over `hours` hours.
 
-    Requests of more than `tokens_max` tokens do not arrive. Chunks that a prompt shares with an earlier one only in
-    part are its own. `seed` None: all sessions of the trace, with the starts of seed 0.
-    `shared_system`: the system prompts of all main conversations begin alike, as far as the shorter one goes; else no
-    two sessions have a chunk in common.
+    Requests of more than `TOKENS_MAX` tokens are left out. A chunk that a prompt shares with an earlier prompt only in
+    part gets a key of its own. If `seed` is None, all sessions of the trace are taken, with the starts of seed 0.
+
+    With `shared_system`, the system prompts of any two main conversations are equal up to the end of the shorter one.
+    Otherwise no two sessions share a chunk.
 
     Raises:
         ValueError: `chunk_tokens` is no multiple of the trace's blocks.
@@ -92,7 +93,7 @@ def coding_agents(
                 made += 1
                 keys.append(f"s/{place}".encode() if place < system and not branch else f"{number}/{made}".encode())
             chains.append(keys)
-            if tokens_max is None or tokens <= tokens_max:
+            if tokens <= TOKENS_MAX:
                 prompts.append(Prompt(begins_s + at_ms / 1000, tokens, answer, keys))
     name = "coding agents" + (", system prompts shared" if shared_system else "")
     name += ", answers take time" if answer_s_per_token else ""
@@ -100,7 +101,7 @@ def coding_agents(
 
 
 def mooncake() -> Workload:
-    """Return an hour of conversations, as it was recorded, in the chunks that it was recorded in."""
+    """Return an hour of Mooncake's conversations, with the arrivals and the chunks of the recording."""
     prompts = [
         Prompt(
             line["timestamp"] / 1000,
@@ -114,6 +115,6 @@ def mooncake() -> Workload:
 
 
 def lines(name: str) -> list[Any]:
-    """Return the content of a recorded trace, line by line."""
+    """Return the decoded lines of a recorded trace."""
     packed = (TRACES / f"{name}.jsonl.gz").read_bytes()
     return [json.loads(line) for line in gzip.decompress(packed).splitlines()]

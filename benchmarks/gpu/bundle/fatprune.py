@@ -1,8 +1,8 @@
-"""Keep only one architecture's code in an ELF's CUDA fat binaries: `fatprune.py IN OUT 90`.
+"""Keeps only one architecture's code in an ELF's CUDA fat binaries: `fatprune.py IN OUT 90`.
 
-A fat binary (section ``.nv_fatbin``) holds the same kernels for many GPUs. Sizes and offsets of the ELF stay as they
-are; what is dropped becomes zeros, which compress to nothing. A fat binary without code for the wanted architecture
-keeps its smallest entry, so that it still loads.
+A fat binary (section ``.nv_fatbin``) holds the same kernels for many GPUs. Sizes and offsets in the ELF do not change.
+Removed code is replaced by zeros, which compress well. A fat binary without code for the wanted architecture keeps its
+smallest entry, so that the ELF still loads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 
 MAGIC: Final = 0xBA55ED50
 SECTION: Final = b".nv_fatbin"
-CUBIN: Final = 2  # the kind of an entry: 1 is PTX, 2 is machine code
+CUBIN: Final = 2  # the kind of an entry of machine code; 1 is PTX
 ALIGN: Final = 8
 
 
@@ -28,7 +28,7 @@ class Entry(NamedTuple):
 
 
 def sections(elf: bytearray) -> Iterator[tuple[int, int]]:
-    """Yield (offset, end) of every section of fat binaries."""
+    """Yield the (offset, end) of every section that contains fat binaries."""
     (table,) = struct.unpack_from("<Q", elf, 0x28)
     size, count, names_index = struct.unpack_from("<HHH", elf, 0x3A)
     headers = [struct.unpack_from("<IIQQQQIIQQ", elf, table + i * size) for i in range(count)]
@@ -40,7 +40,7 @@ def sections(elf: bytearray) -> Iterator[tuple[int, int]]:
 
 
 def entries(elf: bytearray, begin: int, end: int) -> Iterator[Entry]:
-    """Yield the entries of the fat binary whose body is `begin` to `end`."""
+    """Yield the entries of the fat binary whose body is `elf[begin:end]`."""
     while begin < end:
         kind, _, header, payload = struct.unpack_from("<HHIQ", elf, begin)
         (arch,) = struct.unpack_from("<I", elf, begin + 28)
@@ -49,7 +49,7 @@ def entries(elf: bytearray, begin: int, end: int) -> Iterator[Entry]:
 
 
 def prune(elf: bytearray, arch: int) -> tuple[int, int]:
-    """Prune in place; return how many fat binaries have code for `arch`, and how many have not."""
+    """Prune `elf` in place, and return the numbers of fat binaries with and without code for `arch`."""
     with_code = without = 0
     for begin, end in sections(elf):
         at = begin

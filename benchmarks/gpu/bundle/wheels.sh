@@ -10,7 +10,7 @@ shift
 PY=${PY:-python3}
 
 NEEDS=(typing-extensions==4.16.0 msgspec==0.22.0 pydantic==2.14.3 pydantic-core==2.50.4 annotated-types==0.8.0
-  typing-inspection==0.4.5 pydantic-settings==2.16.3 python-dotenv==1.2.4)
+  typing-inspection==0.4.5 pydantic-settings==2.16.3 python-dotenv==1.2.4 structlog==26.1.0)
 
 # pip matches each platform tag exactly, so every one that a wheel may carry is named
 TARGET=(--no-deps --only-binary=:all: --python-version 3.12 --implementation cp --abi cp312 --abi abi3 --abi none)
