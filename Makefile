@@ -12,12 +12,12 @@ FOLDER ?=
 SAMPLE ?= 60
 SEED ?= 0
 .DEFAULT_GOAL := help
-.PHONY: help setup programs demo test quick durations fuzz mutants propose-mutants soak bench bench-traces bench-gpu serve lint format lock contract docs docs-packages
+.PHONY: help setup programs demo test quick durations fuzz mutants propose-mutants soak bench bench-traces bench-gpu release serve lint format lock contract docs docs-packages
 
 help:
 	@echo "make demo    a real vLLM engine with and without kvpipe, side by side"
 	@echo "make test [PROFILE=default|ci|nightly]   every test"
-	@echo "make quick   every test that needs no vLLM, on all cores, in less than 90 seconds"
+	@echo "make quick   every test that needs no vLLM, on all cores, in at most 90 seconds on two cores"
 	@echo "make durations   write what the last tests took to tests/durations.json, by which they are ordered"
 	@echo "make fuzz [SECONDS_MAX=3600]   vLLM's real scheduler with random moves; goes on where the last run ended"
 	@echo "make mutants [MUTANTS='NAME …']   bugs put back in, one at a time: the tests must find each"
@@ -28,6 +28,7 @@ help:
 	@echo "make bench-gpu [PART='1 2']   what is to be measured on an NVIDIA GPU, three parts of at most 10 minutes; 4 and 5: more"
 	@echo "make serve MODEL=... [KVPIPE='{\"chunk_tokens\": 512}'] [ARGS=...]   the OpenAI-compatible server with kvpipe on"
 	@echo "make docs    the site, in .cache/site: pages, API reference, search; fails on a broken link or a stale page"
+	@echo "make release VERSION=0.1.0   check, tag, build and write the notes into dist/; pushes nothing"
 	@echo "make lint    ruff and mypy"
 	@echo "make format  ruff's format and what it can mend"
 	@echo "make lock    write what is installed to requirements/cpu.lock"
@@ -58,6 +59,9 @@ test: setup programs docs-packages
 quick: setup programs docs-packages
 	@tools/test.sh quick
 
+release: setup
+	@$(PY) tools/release.py $(VERSION)
+
 durations:
 	$(PY) -m tests.progress
 
@@ -66,14 +70,14 @@ fuzz: setup
 	  --state .cache/fuzz.json
 
 mutants: setup
-	$(PY) -m kvpipe.connectors.vllm.trial.mutate $(MUTANTS) --sequences property_tests/regressions --json docs/results/mutants.json \
+	$(PY) -m kvpipe.connectors.vllm.trial.mutants.mutate $(MUTANTS) --sequences property_tests/regressions --json docs/results/mutants.json \
 	  --killers property_tests/killers.jsonl
-	$(PY) -m kvpipe.connectors.vllm.trial.page
+	$(PY) -m kvpipe.connectors.vllm.trial.mutants.page
 
 propose-mutants: setup
 	@tools/setup.sh mutation
 	PYTHONHASHSEED=0 .cache/mutation/bin/python tools/propose_mutants.py $(FOLDER) --sample $(SAMPLE) --seed $(SEED)
-	$(PY) -m kvpipe.connectors.vllm.trial.page
+	$(PY) -m kvpipe.connectors.vllm.trial.mutants.page
 
 soak: setup
 	$(PY) -m kvpipe.connectors.vllm.trial.soak --requests $(REQUESTS) --json docs/results/soak.json
@@ -83,6 +87,7 @@ bench: setup programs
 
 bench-traces: setup
 	$(PY) -m benchmarks.replay $(ARGS)
+	$(PY) -m benchmarks units
 
 # with the machine's own Python where its torch has a GPU: such a machine may have no network to set up from
 bench-gpu:
@@ -92,9 +97,8 @@ bench-gpu:
 
 serve: setup
 	@test -n "$(MODEL)" || { echo "say which model: make serve MODEL=path-or-name" >&2; exit 2; }
-	@$(PY) -m kvpipe check '$(KVPIPE)' >/dev/null
-	$(PY) -m vllm.entrypoints.openai.api_server --model "$(MODEL)" $(ARGS) --kv-transfer-config \
-	  '{"kv_connector":"KVPipeConnector","kv_role":"kv_both","kv_load_failure_policy":"recompute","kv_connector_extra_config":$(KVPIPE)}'
+	flag=$$($(PY) -m kvpipe flag --as json '$(KVPIPE)') && \
+	  $(PY) -m vllm.entrypoints.openai.api_server --model "$(MODEL)" $(ARGS) --kv-transfer-config "$$flag"
 
 lint: setup
 	.venv/bin/ruff format --check .

@@ -1,10 +1,10 @@
-"""The explicit state machines of kvpipe: pure tables, no I/O, no clock, no tensors.
+"""The explicit state machines of kvpipe are pure tables, without I/O, clocks or tensors.
 
-Read `core.py` for the notation, then one file per machine. `diagram.py` lists them all and draws them.
+`core.py` describes the notation. Each other file has one machine. `diagram.py` lists all machines and draws them.
 """
 
 if __name__ != "kvpipe.statemachine":
-    # The folder sits at the top of the repository and is packaged as `kvpipe.statemachine`. Imported under
-    # another name its classes would exist twice, and python-statemachine owns the top-level name.
+    # The folder is at the top of the repository and is packaged as `kvpipe.statemachine`. If it were imported under
+    # another name, its classes would exist twice. The top-level name belongs to the package python-statemachine.
     msg = f"import this package as 'kvpipe.statemachine', not as {__name__!r}"
     raise ImportError(msg)

@@ -1,8 +1,8 @@
-"""The breaker machine: whether one process uses one tier for one purpose (finding, reading, writing).
+"""The breaker machine decides whether one process uses one tier for one purpose (finding, reading, writing).
 
-A tier that fails is not called any more, so that a dead server costs a few calls and not one per request. A probe in
-the background calls it from time to time. After a probe that succeeds, one success closes the breaker, and one failure
-opens it again.
+The process stops calling a tier that fails, so that a dead server costs a few calls and not a call per request. A probe
+in the background calls the tier from time to time. After a successful probe, one success closes the breaker, and one
+failure opens the breaker again.
 """
 
 from __future__ import annotations
@@ -22,30 +22,31 @@ BREAKER = Machine(
     finals=frozenset(),
     states={
         CLOSED: "the tier is used",
-        OPEN: "the tier is not used: what it holds is a miss, what should go there is dropped",
-        HALF_OPEN: "a probe has succeeded: the tier is used, and the next call closes or opens the breaker",
+        OPEN: "the tier is not used: its values are misses, and stores into it are dropped",
+        HALF_OPEN: "a probe has succeeded: the tier is used, and the result of the next call closes or opens the "
+        "breaker",
     },
     events={
-        OK: "a call ended well",
-        FAULT: "a call failed; fewer in a row have failed than open the breaker",
-        FAULT_LAST: "a call failed, and as many in a row have as open the breaker, or it took too long",
+        OK: "a call succeeded",
+        FAULT: "a call failed, but there were fewer failures in a row than open the breaker",
+        FAULT_LAST: "a call failed as the last of the failures in a row that open the breaker, or took too long",
         PROBE_OK: "a probe succeeded: the tier can be used",
-        PROBE_FAILED: "the tier cannot be used yet",
+        PROBE_FAILED: "a probe failed: the tier cannot be used yet",
     },
     table={
         CLOSED: {
-            OK: reject("a call that ends as it should is no event"),
+            OK: reject("a successful call fires no event while the breaker is closed"),
             FAULT: stay("one failure is no outage"),
             FAULT_LAST: go(OPEN),
             PROBE_OK: reject(_NOT_PROBED),
             PROBE_FAILED: reject(_NOT_PROBED),
         },
         OPEN: {
-            OK: stay("a call from before the outage; the probe decides"),
-            FAULT: stay("a call from before the outage"),
-            FAULT_LAST: stay("a call from before the outage"),
+            OK: stay("the call began before the outage; only a probe closes the breaker"),
+            FAULT: stay("the call began before the outage"),
+            FAULT_LAST: stay("the call began before the outage"),
             PROBE_OK: go(HALF_OPEN),
-            PROBE_FAILED: stay("asked again later"),
+            PROBE_FAILED: stay("the tier is probed again later"),
         },
         HALF_OPEN: {
             OK: go(CLOSED),

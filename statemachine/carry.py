@@ -1,4 +1,4 @@
-"""The carry machine: one chunk between a rank's slot and a slower tier, in either direction."""
+"""The carry machine follows one chunk between a rank's slot and a slower tier, in either direction."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ FINALIZED, MISSED, FAILED, ABORTED = "FINALIZED", "MISSED", "FAILED", "ABORTED"
 BEGIN, DONE, MISS, FAULT, REFUSE, CANCEL = "begin", "done", "miss", "fault", "refuse", "cancel"
 
 _EVENTS = {
-    BEGIN: "its turn has come",
-    DONE: "every byte is where it should be, and was checked",
-    MISS: "the tier does not have it, or what it has is damaged",
+    BEGIN: "the transfer's turn has come",
+    DONE: "every byte has arrived and was checked",
+    MISS: "the tier does not have the chunk, or has a damaged value",
     FAULT: "the tier cannot be used, or took too long",
-    REFUSE: "the tier's breaker is open: it is not even tried",
+    REFUSE: "the tier's breaker is open, so the transfer is not tried",
     CANCEL: "the rank shuts down",
 }
-_BEFORE = "it has not begun"
-_OVER = "one task carries it, and it has ended"
+_BEFORE = "the transfer has not begun"
+_OVER = "one task makes the transfer, and that task has ended"
 
 CARRY = Machine(
     name="carry",
-    prose="One rank's part of one chunk, between its slot and a slower tier.",
+    prose="A transfer of one rank's part of one chunk, between its slot and a slower tier.",
     initial=PENDING,
     finals=frozenset({FINALIZED, MISSED, FAILED, ABORTED}),
     states={
-        PENDING: "waits for its turn",
-        MOVING: "bytes are on their way; the slot is held",
-        FINALIZED: "done: a fetched chunk was verified, a stored one can be found in the tier",
-        MISSED: "the tier did not have it after all; the chunk is dropped, the request computes it",
-        FAILED: "the tier failed; a fetched chunk is dropped, a stored one stays in memory only",
+        PENDING: "the transfer waits for its turn",
+        MOVING: "bytes are being transferred; the slot is held",
+        FINALIZED: "done: a fetched chunk was verified, or a stored chunk can be found in the tier",
+        MISSED: "the tier did not have the chunk after all, so the chunk is dropped and the request computes it",
+        FAILED: "the tier failed: a fetched chunk is dropped, a chunk to be stored stays in memory only",
         ABORTED: "withdrawn (shutdown)",
     },
     events=_EVENTS,
@@ -44,11 +44,11 @@ CARRY = Machine(
             CANCEL: go(ABORTED),
         },
         MOVING: {
-            BEGIN: reject("it has begun already"),
+            BEGIN: reject("the transfer has begun already"),
             DONE: go(FINALIZED),
             MISS: go(MISSED),
             FAULT: go(FAILED),
-            REFUSE: reject("it has begun already"),
+            REFUSE: reject("the transfer has begun already"),
             CANCEL: go(ABORTED),
         },
         FINALIZED: dict.fromkeys(_EVENTS, reject(_OVER)),

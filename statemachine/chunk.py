@@ -1,8 +1,8 @@
-"""The chunk machine: one slot of the pool, from reservation to reuse.
+"""The chunk machine follows the content of one slot of the pool, from the slot's reservation to its reuse.
 
-A chunk is filled piece by piece (chunked prefill, decode). It can be found as soon as its first piece has landed on
-every rank, and only as far as pieces have landed. An evicted chunk that is still read or written is EVICTING: out of
-the index at once, its slot reused only when the last reader and writer are gone.
+A chunk is filled piece by piece (chunked prefill, decode). A lookup finds the chunk as soon as its first piece has
+landed on every rank, and finds only the landed pieces. An evicted chunk that is still read or written is EVICTING. It
+leaves the index at once, but its slot is reused only when the last reader and writer have finished.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ CHUNK = Machine(
     finals=frozenset(),
     states={
         ABSENT: "the slot is free",
-        RESERVED: "a first piece is being written; nothing can be found",
-        READY: "can be found; nobody writes",
-        GROWING: "can be found as far as it has landed; a further piece is being written",
-        EVICTING: "cannot be found; readers or writers remain, the slot is not free",
+        RESERVED: "the first piece is being written; no part of the chunk can be found",
+        READY: "the chunk can be found; no piece is being written",
+        GROWING: "the landed part of the chunk can be found; a further piece is being written",
+        EVICTING: "the chunk cannot be found; readers or writers remain, so the slot is not free",
     },
     events={
         RESERVE: "a save claims the slot",
         GROW: "a save claims the next piece of the slot",
-        LANDED_LAST: "a piece has landed on every rank; no other is being written",
-        LANDED_MORE: "a piece has landed on every rank; others are being written",
-        LOST_LAST: "a piece failed; no other is being written",
-        LOST_MORE: "a piece failed; others are being written",
+        LANDED_LAST: "a piece has landed on every rank; no other piece is being written",
+        LANDED_MORE: "a piece has landed on every rank; other pieces are being written",
+        LOST_LAST: "a piece failed; no other piece is being written",
+        LOST_MORE: "a piece failed; other pieces are being written",
         LEASE: "a load takes a lease",
-        EVICT_IDLE: "evicted with no reader and no writer",
-        EVICT_HELD: "evicted or reset while read or written",
-        DRAINED: "the last reader or writer is gone",
+        EVICT_IDLE: "the chunk is evicted, with no reader and no writer",
+        EVICT_HELD: "the chunk is evicted or reset, while it is read or written",
+        DRAINED: "the last reader or writer has ended",
     },
     table={
         ABSENT: {
@@ -56,12 +56,12 @@ CHUNK = Machine(
         },
         RESERVED: {
             RESERVE: reject("the slot is taken"),
-            GROW: stay("a further piece before the first has landed"),
+            GROW: stay("a further piece is reserved before the first piece has landed"),
             LANDED_LAST: go(READY),
             LANDED_MORE: go(GROWING),
             LOST_LAST: go(ABSENT),
-            LOST_MORE: stay("later pieces of a lost beginning will be dropped too"),
-            LEASE: reject("nothing has landed"),
+            LOST_MORE: stay("the later pieces of a chunk without beginning will be dropped, too"),
+            LEASE: reject("no piece has landed"),
             EVICT_IDLE: reject("a piece is being written"),
             EVICT_HELD: go(EVICTING),
             DRAINED: reject("a piece is being written"),
@@ -76,30 +76,30 @@ CHUNK = Machine(
             LEASE: stay("readers do not change what can be found"),
             EVICT_IDLE: go(ABSENT),
             EVICT_HELD: go(EVICTING),
-            DRAINED: stay("the last reader left; the chunk stays"),
+            DRAINED: stay("the last reader has ended; the chunk stays"),
         },
         GROWING: {
             RESERVE: reject("the slot is taken"),
             GROW: stay("one more piece in flight"),
             LANDED_LAST: go(READY),
-            LANDED_MORE: stay("others are in flight"),
+            LANDED_MORE: stay("other pieces are in flight"),
             LOST_LAST: go(READY),
-            LOST_MORE: stay("others are in flight"),
-            LEASE: stay("readers see only what has landed"),
+            LOST_MORE: stay("other pieces are in flight"),
+            LEASE: stay("a reader reads only landed pieces"),
             EVICT_IDLE: reject("a piece is being written"),
             EVICT_HELD: go(EVICTING),
-            DRAINED: reject("a reader that leaves while a writer remains changes nothing"),
+            DRAINED: reject("no event is fired when a reader ends while a writer remains"),
         },
         EVICTING: {
             RESERVE: reject("readers or writers remain"),
-            GROW: reject("evicted: a new slot is needed"),
-            LANDED_LAST: reject("a piece of an evicted chunk is lost"),
-            LANDED_MORE: reject("a piece of an evicted chunk is lost"),
-            LOST_LAST: stay("evicted: the piece is dropped"),
-            LOST_MORE: stay("evicted: the piece is dropped"),
-            LEASE: reject("evicted: it cannot be found"),
+            GROW: reject("the chunk was evicted: a new slot is needed"),
+            LANDED_LAST: reject("a piece of an evicted chunk always counts as lost"),
+            LANDED_MORE: reject("a piece of an evicted chunk always counts as lost"),
+            LOST_LAST: stay("the chunk was evicted: the piece is dropped"),
+            LOST_MORE: stay("the chunk was evicted: the piece is dropped"),
+            LEASE: reject("the chunk was evicted: it cannot be found"),
             EVICT_IDLE: reject("readers or writers remain"),
-            EVICT_HELD: reject("it can be found no more, and is in no policy"),
+            EVICT_HELD: reject("the chunk cannot be found any more, and the policy does not know it"),
             DRAINED: go(ABSENT),
         },
     },

@@ -1,15 +1,17 @@
-"""The copy machines, `SAVE` and `LOAD`: one job of one request, copied layer by layer. One builder makes both.
+"""The machines `SAVE` and `LOAD` follow one job of one request, copied layer by layer. `_machine` builds both machines.
 
-``LAYER_k`` means that the copies of layers 0 to k *have landed*: completion events cause the transitions, never the
-number of times that vLLM called a hook. A job is FINALIZED when two conditions hold; they may come in either order:
+``LAYER_k`` means that the copies of layers 0 to k *have landed*. Completion events cause the transitions. The number of
+hook calls does not. A job is FINALIZED when two conditions hold, which may become true in either order:
 
-* every layer has landed;
-* its step has *confirmed* it. For a save: every layer was submitted, and no sync load of the step has failed before
-  (what was computed over a failed load is worthless). For a sync load: every attention layer waited for its copy. A
-  layer whose hook did not run (as in a replayed full CUDA graph) may have read the block before the copy; its load has
-  failed. An async load is confirmed as it begins: nobody reads its blocks before it is reported.
+* Every layer has landed.
+* The job's step has *confirmed* the job. A save is confirmed if every layer was submitted and no sync load of the step
+  has failed before. KV that is computed from a failed load is garbage. A sync load is confirmed if every attention
+  layer waited for its copy. A load fails if the hook of a layer did not run (as in a replayed full CUDA graph), because
+  the layer may have read a block before the copy. An async load is confirmed as it begins, because no forward reads its
+  blocks before the load is reported.
 
-If the device waits, and not the host, the confirmation comes before the landings: those are the ``CONFIRMED`` states.
+If the device waits instead of the host, the confirmation comes before the landings. Then the job passes through the
+``CONFIRMED`` states.
 """
 
 from __future__ import annotations
@@ -30,16 +32,16 @@ _LANDED: Final = {
     LANDED_AGAIN: "a completion of layer <= k was delivered again",
     LANDED_GAP: "a completion beyond layer k+1 arrived",
 }
-_ONCE: Final = reject("a step ends once: it is confirmed, denied or withdrawn")
+_ONCE: Final = reject("a step ends only once: it is confirmed, denied or withdrawn")
 _WHOLE: Final = reject("every layer has landed already")
 _NONE: Final = reject("no layer has landed yet")
-_GIVEN_UP: Final = reject("a job that was given up early counts from before the first layer")
+_GIVEN_UP: Final = reject("a job that has ended early counts no landed layers")
 
 
 def _machine(
     name: str, prose: str, states: dict[str, str], events: dict[str, str], *, denied: Cell, late_fault: Cell
 ) -> Machine:
-    """Build `SAVE` or `LOAD`. `denied`: the cell LANDED x deny; `late_fault`: the cell FINALIZED x fault."""
+    """Build `SAVE` or `LOAD`. `denied` is the cell LANDED x deny, and `late_fault` is the cell FINALIZED x fault."""
 
     def row(*landed: Cell, ended: bool = False, **other: Cell) -> dict[str, Cell]:
         end = dict.fromkeys((CONFIRM, DENY, CANCEL), _ONCE) if ended else {DENY: go(FAILED), CANCEL: go(ABORTED)}
@@ -47,7 +49,10 @@ def _machine(
         return {event: cells[event] for event in events}
 
     redelivered = stay("redelivered")
-    withdrawn, failed = stay("withdrawn: a late event changes nothing"), stay("failed: a late event changes nothing")
+    withdrawn, failed = (
+        stay("the job was withdrawn: a late event changes nothing"),
+        stay("the job has failed: a late event changes nothing"),
+    )
     table = {
         PENDING: row(advance(LAYER), _NONE, go(FAILED), confirm=go(CONFIRMED)),
         LAYER: row(advance(LAYER), redelivered, go(FAILED), confirm=go(CONFIRMED_LAYER)),
@@ -75,39 +80,40 @@ SAVE: Final = _machine(
     "save",
     "One save job: copies of one request's newly final blocks, layer by layer, into host slots.",
     {
-        PENDING: "planned; no layer has landed",
+        PENDING: "the job was planned; no layer has landed",
         LAYER: "layers 0..k have landed",
         LANDED: "every layer has landed; the step has not ended, so its loads may still turn out to have failed",
         CONFIRMED: "the step has ended and every layer was submitted; none has landed",
         CONFIRMED_LAYER: "the step has ended and every layer was submitted; layers 0..k have landed",
-        FINALIZED: "every layer has landed and the step has ended; this rank vouches for the bytes",
-        ABORTED: "withdrawn before its step ended (shutdown, or the step never did)",
-        FAILED: "a copy or a load of the step failed, or a layer was never submitted; the chunk stays invisible",
+        FINALIZED: "every layer has landed and the step has ended: this rank guarantees the bytes",
+        ABORTED: "the job was withdrawn before its step ended, because of a shutdown or because the step never ended",
+        FAILED: "a copy or a load of the step failed, or a layer was never submitted; the chunk cannot be found",
     },
     _LANDED | {
         CONFIRM: "the step ended and every layer had been submitted",
         DENY: "the step ended and a layer had not been submitted",
-        CANCEL: "the job is withdrawn, its step never having ended",
-        FAULT: "a copy failed, or a load of the same step did",
+        CANCEL: "the job is withdrawn because its step never ended",
+        FAULT: "a copy of this job failed, or a load of the same step failed",
     },
     denied=reject("every layer has landed, so every layer was submitted"),
-    late_fault=stay("the wait was given up just as the last copy landed: the bytes are true"),
+    late_fault=stay("the wait timed out just when the last copy landed: the bytes are right"),
 )  # fmt: skip
 LOAD: Final = _machine(
     "load",
     "One load job: copies of one request's hit, layer by layer, from leased host slots into paged blocks.",
     {
-        PENDING: "planned; no layer has landed",
+        PENDING: "the job was planned; no layer has landed",
         LAYER: "layers 0..k have landed",
         LANDED: "every layer has landed; the step has not confirmed that attention waited",
-        CONFIRMED: "every reader waits, or there is none; no layer has landed",
-        CONFIRMED_LAYER: "every reader waits, or there is none; layers 0..k have landed",
-        FINALIZED: "every layer was in place before it was read",
+        CONFIRMED: "every reader waits, or there is no reader; no layer has landed",
+        CONFIRMED_LAYER: "every reader waits, or there is no reader; layers 0..k have landed",
+        FINALIZED: "every layer had landed before it was read",
         FAILED: "a copy failed, or a layer was read without waiting: the blocks are reported and recomputed",
     },
     _LANDED | {
-        CONFIRM: "every reader waits for its copy (step end of a sync load), or nobody reads yet (async load)",
-        DENY: "the step ended and an attention layer had not waited for its copy",
+        CONFIRM: "every reader waits for its copy (end of the step of a sync load), or no reader has begun "
+                 "(async load)",
+        DENY: "the step ended, but an attention layer had not waited for its copy",
         FAULT: "a copy failed, or the step was withdrawn",
     },
     denied=go(FAILED),
@@ -116,14 +122,14 @@ LOAD: Final = _machine(
 
 
 class LayerCursor(Cursor):
-    """A cursor over a layered machine: fires the event that fits a layer which has landed."""
+    """A cursor over a layered machine. It fires the event that fits a landed layer."""
 
     __slots__ = ()
 
     def landed(self, k: int, why: str = "") -> Edge:
-        """Fire `LANDED_NEXT`, `LANDED_AGAIN` or `LANDED_GAP` for layer `k`, from 0 on, in the order of submission.
+        """Fire `LANDED_NEXT`, `LANDED_AGAIN` or `LANDED_GAP` for layer `k`. Layers count from 0 in submission order.
 
-        Returns the edge taken. Raises IllegalTransition where the table rejects it.
+        Returns the edge that the cursor took. Raises IllegalTransition if the table rejects the event.
         """
         ahead = k - self.state.k
         return self.fire(LANDED_NEXT if ahead == 1 else LANDED_AGAIN if ahead <= 0 else LANDED_GAP, why)

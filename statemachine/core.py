@@ -1,18 +1,19 @@
-"""State machines as total tables: every (state, event) pair is a written cell.
+"""State machines are total tables: every pair of a state and an event has a written cell.
 
-Four kinds of cell:
+There are four kinds of cell:
 
-* ``Go(to)``: move to another state.
-* ``Advance(family)``: move to the next layer of a layered family, ``PENDING -> LAYER_0 -> ... -> LAYER_{n-2}``; the
+* ``Go(to)`` moves to another state.
+* ``Advance(family)`` moves to the next layer of a layered family, ``PENDING -> LAYER_0 -> ... -> LAYER_{n-2}``. The
   last layer leads to the state that follows the family, so ``LAYER_{n-1}`` does not exist.
-* ``Stay(why)``: a no-op, with the reason why nothing has to happen.
-* ``Reject(why)``: the caller is wrong. The event raises `IllegalTransition` and changes nothing.
+* ``Stay(why)`` does nothing, and has the reason why nothing has to happen.
+* ``Reject(why)`` means that the caller has a bug. The event raises `IllegalTransition` and changes nothing.
 
 A ``Go`` from one layered family to another keeps the layer.
 
-A `Machine` is a frozen pydantic model, validated when its module is imported. `Machine.compile` makes one `State` per
-state and layer for one owner (a side, a catalog, a tier): its `Cursor`s point at them, and they never change. Firing an
-event is one dict lookup and one store. To count or trace the edges that are taken, pass a `Watch` to the cursors.
+A `Machine` is a frozen pydantic model, which is validated when its module is imported. `Machine.compile` makes one
+`State` per state and layer for one owner (a side, a catalog, a tier). The owner's `Cursor`s point at these states, and
+the states never change. Firing an event costs one dict lookup and one store. To count or trace the edges that cursors
+take, pass a `Watch` to the cursors.
 """
 
 from __future__ import annotations
@@ -38,21 +39,21 @@ class Go(_Frozen):
 
 
 class Advance(_Frozen):
-    """Move to the next layer of `family`, or to the state that follows it when this was the last layer."""
+    """Move to the next layer of `family`. From the last layer, move to the state that follows the family."""
 
     kind: Literal["advance"] = "advance"
     family: str
 
 
 class Stay(_Frozen):
-    """Nothing happens; `why` is the reason, at least 4 characters."""
+    """The event changes nothing. `why` is the reason and has at least 4 characters."""
 
     kind: Literal["stay"] = "stay"
     why: Why
 
 
 class Reject(_Frozen):
-    """The event is illegal in this state: firing it raises `IllegalTransition`. `why` is the reason."""
+    """The event is illegal in this state. Firing the event raises `IllegalTransition`. `why` is the reason."""
 
     kind: Literal["reject"] = "reject"
     why: Why
@@ -62,33 +63,34 @@ Cell = Annotated[Go | Advance | Stay | Reject, Field(discriminator="kind")]
 
 
 def go(to: str) -> Go:
-    """Shorthand for tables."""
+    """Return a `Go` cell. This is a shorthand for tables."""
     return Go(to=to)
 
 
 def advance(family: str) -> Advance:
-    """Shorthand for tables."""
+    """Return an `Advance` cell. This is a shorthand for tables."""
     return Advance(family=family)
 
 
 def stay(why: str) -> Stay:
-    """Shorthand for tables."""
+    """Return a `Stay` cell. This is a shorthand for tables."""
     return Stay(why=why)
 
 
 def reject(why: str) -> Reject:
-    """Shorthand for tables."""
+    """Return a `Reject` cell. This is a shorthand for tables."""
     return Reject(why=why)
 
 
-class IllegalTransition(RuntimeError):  # noqa: N818  (the name of the thing, as in h11's LocalProtocolError)
-    """An event that the table rejects. The cursor has not moved.
+class IllegalTransition(RuntimeError):  # noqa: N818  (the name says what has happened)
+    """This exception is raised for an event that the table rejects. The cursor has not moved.
 
-    Attributes name the `machine`, the cursor's `key`, its `state`, the `event` and the table's reason `why`.
+    Its attributes are the name of the `machine`, the cursor's `key` and `state`, the `event` and the table's reason
+    `why`.
     """
 
     def __init__(self, machine: str, key: object, state: str, event: str, why: str) -> None:
-        """Keep every part as an attribute, so that a trace can carry them as fields."""
+        """Keep every part as an attribute, so that a trace can have the parts as fields."""
         super().__init__(f"{machine} {key!r}: event {event} is illegal in state {state}: {why}")
         self.machine, self.key, self.state, self.event, self.why = machine, key, state, event, why
 
@@ -96,8 +98,9 @@ class IllegalTransition(RuntimeError):  # noqa: N818  (the name of the thing, as
 class Machine(_Frozen):
     """One machine: prose, states, events, and the total table `table[state][event]`.
 
-    `layered` maps each state that stands for a family ``NAME_0 .. NAME_{n-2}`` to the state that follows its last
-    layer; `whole` are the states in which every layer has landed. Both are empty without layers.
+    A state in `layered` stands for a family ``NAME_0 .. NAME_{n-2}``. `layered` maps such a state to the state that
+    follows the family's last layer. `whole` has the states in which every layer has landed. A machine without layers
+    has empty `layered` and `whole`.
     """
 
     name: str
@@ -152,7 +155,7 @@ class Machine(_Frozen):
             raise ValueError(msg)
 
     def leads_to(self, cell: Cell) -> tuple[str, ...]:
-        """Return the rows to which `cell` may move: two for an `Advance`, none for what stays or rejects."""
+        """Return the rows to which `cell` may move: two for an `Advance`, none for a `Stay` or a `Reject`."""
         if isinstance(cell, Advance):
             return cell.family, self.layered[cell.family]
         return (cell.to,) if isinstance(cell, Go) else ()
@@ -161,7 +164,7 @@ class Machine(_Frozen):
         """Make the states of one owner, for a model of `layers` layers (0 for machines without layers).
 
         Raises:
-            ValueError: a layered machine needs layers, the others have none.
+            ValueError: a layered machine has no layers, or another machine has layers.
 
         """
         if bool(self.layered) != (layers > 0):
@@ -171,12 +174,12 @@ class Machine(_Frozen):
 
 
 class Edge:
-    """One compiled cell: where it leads."""
+    """One compiled cell: the state to which the cell leads, and whether the cell moves or rejects."""
 
     __slots__ = ("event", "moves", "rejects", "to", "why")
 
     def __init__(self, event: str, to: State, *, moves: bool, rejects: bool, why: str) -> None:
-        """`to` is the state itself when the cell stays or rejects."""
+        """`to` is the cell's own state if the cell stays or rejects."""
         self.event, self.to, self.moves, self.rejects, self.why = event, to, moves, rejects, why
 
 
@@ -186,17 +189,17 @@ class State:
     __slots__ = ("final", "k", "name", "on", "row")
 
     def __init__(self, name: str, row: str, k: int, *, final: bool) -> None:
-        """`row` is the table row: ``LAYER`` for every ``LAYER_k``."""
+        """`row` is the name of the table row, such as ``LAYER`` for every ``LAYER_k``."""
         self.name, self.row, self.k, self.final = name, row, k, final
         self.on: dict[str, Edge] = {}
 
     def __repr__(self) -> str:
-        """The state's name, as traces print it."""
+        """Return the state's name, as traces print it."""
         return self.name
 
 
 class Compiled:
-    """A machine's states for one owner and a number of layers. Only one thread at a time may fire its cursors."""
+    """The states of a machine for one owner and a number of layers. One thread at a time may fire the cursors."""
 
     def __init__(self, machine: Machine, layers: int) -> None:
         """Build every state, then every edge."""
@@ -229,31 +232,31 @@ class Compiled:
 
 
 class Cursor:
-    """A position in a compiled machine. `key` names what it tracks in errors and traces."""
+    """A position in a compiled machine. In errors and traces, `key` names the thing that the cursor follows."""
 
     __slots__ = ("key", "machine", "state", "watch")
 
     def __init_subclass__(cls) -> None:
-        """Give each class code of its own for `fire`: Python keeps there where the attributes of one class lie."""
+        """Give each class its own code object for `fire`, in which Python caches the attribute offsets of one class."""
         fire = cls.fire
         code = fire.__code__.replace()
         cls.fire = FunctionType(code, fire.__globals__, fire.__name__, fire.__defaults__)  # type: ignore[method-assign]
 
     def __init__(self, machine: Compiled, key: object, watch: Watch | None = None) -> None:
-        """Start in the machine's initial state. `watch`, if given, is called for every event that is fired."""
+        """Start in the machine's initial state. `watch`, if given, is called for every fired event."""
         self.machine, self.key, self.state, self.watch = machine, key, machine.initial, watch
 
     def fire(self, event: str, why: str = "") -> Edge:
-        """Apply `event` and return the edge taken. `why`, the cause of the event, is passed on to `watch`.
+        """Apply `event` and return the edge that the cursor took. `why` is the cause of the event, for `watch`.
 
         Raises:
-            IllegalTransition: the table rejects the event here. The cursor has not moved.
+            IllegalTransition: the table rejects the event in this state. The cursor has not moved.
             KeyError: `event` is not an event of this machine.
 
         """
         was = self.state
         edge = was.on[event]
-        self.state = edge.to  # where it is already when the edge stays or rejects
+        self.state = edge.to  # unchanged if the edge stays or rejects
         if self.watch is not None:
             self.watch(self, was, edge, why)
         if edge.rejects:
@@ -262,4 +265,7 @@ class Cursor:
 
 
 Watch = Callable[[Cursor, State, Edge, str], object]
-"""Called with (cursor, state before, edge taken, cause), once per fired event, also if the edge stays or rejects."""
+"""A function that is called with (cursor, state before, edge taken, cause), once for every fired event.
+
+The function is called even if the edge stays or rejects.
+"""

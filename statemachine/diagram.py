@@ -1,4 +1,4 @@
-"""Machines as pages: a table of every cell and a mermaid state diagram."""
+"""This module makes a page from a machine: a table of every cell, and a mermaid state diagram."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from kvpipe.statemachine.copy import LOAD, SAVE
 from kvpipe.statemachine.core import Advance, Cell, Go, Machine
 from kvpipe.statemachine.job import JOB
 from kvpipe.statemachine.lookup import LOOKUP
+from kvpipe.statemachine.node_client import NODE_CLIENT
+from kvpipe.statemachine.node_grant import NODE_GRANT
+from kvpipe.statemachine.node_link import NODE_LINK
+from kvpipe.statemachine.node_slot import NODE_SLOT
 from kvpipe.statemachine.request import REQUEST
 from kvpipe.statemachine.saving import SAVING
 from kvpipe.statemachine.stage import STAGE
@@ -19,11 +23,12 @@ from kvpipe.statemachine.ticket import TICKET
 
 MACHINES: tuple[Machine, ...] = (
     STEP, SAVE, LOAD, TICKET, REQUEST, LOOKUP, SAVING, JOB, CHUNK, STAGE, CARRY, BREAKER,
+    NODE_LINK, NODE_CLIENT, NODE_SLOT, NODE_GRANT,
 )  # fmt: skip
 
 
 def to_markdown(machine: Machine) -> str:
-    """Return the page of `machine`: prose, diagram, states, events and the whole table with its reasons."""
+    """Return the page of `machine`: prose, diagram, states, events and the whole table with the cells' reasons."""
     title = f"# The {machine.name} machine"
     note = "<!-- Generated from the table by `kvpipe diagrams`; a test fails when it is stale. -->"
     out = [title, "", note, "", machine.prose, "", "```mermaid", *_mermaid(machine), "```", "", "## States", ""]

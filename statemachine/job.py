@@ -1,7 +1,7 @@
-"""The job machine: one save, load or tier transfer of all ranks, as the scheduler side counts their reports.
+"""The job machine follows one save, load or tier transfer of all ranks. The scheduler side counts the ranks' reports.
 
-All or nothing: a job is DONE only if every rank has done it and it was not doubted meanwhile. The cursor counts the
-reports; whether more are awaited decides which event is fired.
+A job is DONE only if every rank has done the job and the job was not doubted meanwhile. The cursor counts the reports.
+The event that is fired depends on whether more reports are awaited.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ SENT, DOUBTED, DONE, LOST = "SENT", "DOUBTED", "DONE", "LOST"
 SOME, FAILED, TAINTED, ALL, NOT_ALL = "some", "failed", "tainted", "all", "not_all"
 
 _AWAITED = "other ranks have yet to report"
-_OVER = "every rank has reported it, once"
+_OVER = "every rank has reported the job, and reports it only once"
 _EVENTS = {
-    SOME: "a rank has done it; others have yet to report",
-    FAILED: "a rank has failed it, or it was reported to the engine as failed; others have yet to report",
-    TAINTED: "a load has failed: what this job saves may rest on it",
-    ALL: "the last rank has reported; every one has done it",
-    NOT_ALL: "the last rank has reported; one or more have failed it",
+    SOME: "a rank has done the job; other ranks have yet to report",
+    FAILED: "a rank has failed the job, or the job was reported to the engine as failed; other ranks have yet to "
+    "report",
+    TAINTED: "a load has failed, and the KV that this job saves may depend on that load",
+    ALL: "the last rank has reported; every rank has done the job",
+    NOT_ALL: "the last rank has reported; one or more ranks have failed the job",
 }
 
 JOB = Machine(
@@ -28,10 +29,11 @@ JOB = Machine(
     initial=SENT,
     finals=frozenset({DONE, LOST}),
     states={
-        SENT: "planned for the ranks, which have yet to report",
-        DOUBTED: "will be LOST, whatever the remaining ranks report",
-        DONE: "every rank has done it: a save can be found, a load has filled its blocks",
-        LOST: "a rank has failed it, or it was doubted: nothing of it can be found, no block of it is read",
+        SENT: "the job was planned; the ranks have yet to report",
+        DOUBTED: "the job will be LOST, whatever the remaining ranks report",
+        DONE: "every rank has done the job: saved chunks can be found, loaded blocks are filled",
+        LOST: "a rank has failed the job, or the job was doubted: its chunks are not found, and its blocks are "
+        "not read",
     },
     events=_EVENTS,
     table={
@@ -44,8 +46,8 @@ JOB = Machine(
         },
         DOUBTED: {
             SOME: stay(_AWAITED),
-            FAILED: stay("doubted already"),
-            TAINTED: stay("doubted already"),
+            FAILED: stay("the job is in doubt already"),
+            TAINTED: stay("the job is in doubt already"),
             ALL: go(LOST),
             NOT_ALL: go(LOST),
         },

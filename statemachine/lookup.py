@@ -1,8 +1,8 @@
-"""The lookup machine: the last answer to the engine's lookups of one request, on the scheduler side.
+"""The lookup machine keeps the state of the last answer to the engine's lookups of one request, on the scheduler side.
 
-An answer promises nothing and takes no lease. It is valid in the scheduling pass in which it was given: within that
-pass the lookup may be repeated, and the admission uses the answer up. vLLM looks up requests that are new, preempted,
-let down or recomputing, so this machine is apart from the request's.
+An answer promises nothing and takes no lease. An answer is valid only in the scheduling pass in which it was given.
+Within that pass the engine may repeat the lookup, and the admission uses the answer up. vLLM looks up requests in the
+states new, preempted, let down and recomputing, so this machine is separate from the request machine.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ LOOKUP = Machine(
     initial=UNASKED,
     finals=frozenset(),
     states={
-        UNASKED: "there is no answer",
-        ASKED: "there is an answer, valid in the scheduling pass in which it was given",
-        LATER: "the engine was asked to repeat the lookup, and does not admit the request before",
+        UNASKED: "the lookup has no answer",
+        ASKED: "the lookup has an answer, which is valid in the scheduling pass in which it was given",
+        LATER: "the engine was asked to repeat the lookup, and does not admit the request before that",
     },
     events={
         ANSWER: "the lookup returns how many tokens can be loaded, perhaps none",
-        PUT_OFF: "the lookup returns `LATER`: tiers, ranks or other requests are waited for",
+        PUT_OFF: "the lookup returns `LATER`, because it waits for tiers, ranks or other requests",
         ADMIT: "the request's blocks are allocated, after a lookup",
     },
     table={
@@ -35,14 +35,14 @@ LOOKUP = Machine(
             ADMIT: reject("there is no answer to use up"),
         },
         ASKED: {
-            ANSWER: stay("asked again: the new answer stands"),
+            ANSWER: stay("the lookup was repeated: the new answer replaces the old answer"),
             PUT_OFF: go(LATER),
             ADMIT: go(UNASKED),
         },
         LATER: {
             ANSWER: go(ASKED),
-            PUT_OFF: stay("asked again, and still not known"),
-            ADMIT: reject("the engine was asked not to"),
+            PUT_OFF: stay("the lookup was repeated, and its answer is still not known"),
+            ADMIT: reject("the engine must repeat the lookup before it admits the request"),
         },
     },
 )

@@ -1,10 +1,12 @@
-"""The request machine: one vLLM request as the scheduler side sees it, across preemptions.
+"""The request machine follows one vLLM request on the scheduler side, across preemptions.
 
 A lookup promises nothing and takes no lease (`lookup.py`). Leases are taken only when vLLM has allocated blocks
-(ADMIT_LOAD), and belong to the load job from then on. LOADED and LOAD_FAILED are of the load of this admission only.
+(ADMIT_LOAD), and belong to the load job from then on. LOADED and LOAD_FAILED concern only the load of the current
+admission.
 
-vLLM looks up requests that hold no blocks. Beside another connector such a request may have been admitted before: the
-other's asynchronous load for it has failed, and vLLM has taken its blocks without notifying kvpipe.
+vLLM looks up requests that hold no blocks. If vLLM also uses another connector, such a request may have been admitted
+before. In this case an asynchronous load of the other connector has failed, and vLLM has taken the request's blocks
+without notifying kvpipe.
 """
 
 from __future__ import annotations
@@ -20,20 +22,20 @@ PREEMPT, PREEMPT_LATE, FINISH = "preempt", "preempt_late", "finish"
 
 _ASKED = "a lookup's answer is not a promise: nothing is leased before blocks are allocated"
 _LATE = "the notice is older than the admission that followed it"
-_NO_LOAD = "this admission has no load, or not any more"
-_ONE_SCHEDULE = "a load is allocated and dispatched in one pass, and nothing comes between"
-_NO_BLOCKS = "it holds no blocks that could be taken back"
-_GONE = "the request is gone"
-_OVER = "the request is over; its id may be used again by a new cursor"
+_NO_LOAD = "this admission has no load, or its load has ended"
+_ONE_SCHEDULE = "vLLM allocates the blocks and sends the load in one pass, without another event between"
+_NO_BLOCKS = "the request holds no blocks that vLLM could take back"
+_GONE = "the request has finished"
+_OVER = "the request has finished; a new cursor may use its id again"
 _EVENTS = {
     ASK: "vLLM looks up what can be loaded",
     ADMIT_LOAD: "blocks allocated, external tokens to load",
     ADMIT_EMPTY: "blocks allocated, nothing to load",
-    DISPATCH: "the load went out with the step's metadata",
+    DISPATCH: "the load was sent with the step's metadata",
     LOADED: "every rank finished the load",
     LOAD_FAILED: "a rank failed the load",
     PREEMPT: "vLLM took the request's blocks",
-    PREEMPT_LATE: "the notice of a preemption that is known already",
+    PREEMPT_LATE: "vLLM reports a preemption that is known already",
     FINISH: "the request finished or was aborted",
 }
 
@@ -43,16 +45,18 @@ REQUEST = Machine(
     initial=NEW,
     finals=frozenset({FINISHED}),
     states={
-        NEW: "known, not admitted",
-        ALLOCATED: "blocks allocated for a hit, chunks leased, the load not yet sent to the workers",
-        LOADING: "the load is with the workers",
-        RUNNING: "scheduled; its new blocks are saved as they become final",
-        LET_DOWN: "lost its blocks with another connector's failed load; may load synchronously only: vLLM's scheduler "
-        "counts the blocks of its first load against a second asynchronous one, and may never admit it",
-        PREEMPTED: "lost its blocks; vLLM will look it up again",
-        RECOMPUTING: "a load failed; it never loads again, so that the scheduler does not retry for ever",
-        DRAINING: "finished while its load is with the workers; the leases end with the job",
-        FINISHED: "over",
+        NEW: "the request is known, but not admitted",
+        ALLOCATED: "blocks are allocated for a hit and its chunks are leased, but the load was not sent to the "
+        "workers yet",
+        LOADING: "the workers carry out the load",
+        RUNNING: "the request is scheduled, and its new blocks are saved as they become final",
+        LET_DOWN: "the request has lost its blocks with another connector's failed load; it may load only "
+        "synchronously, because vLLM's scheduler counts the first load's blocks against a second "
+        "asynchronous load, and may never admit it",
+        PREEMPTED: "the request has lost its blocks; vLLM will look it up again",
+        RECOMPUTING: "a load failed; the request never loads again, so that the scheduler does not retry for ever",
+        DRAINING: "the request finished while the workers carry out its load; the leases end with the job",
+        FINISHED: "the request has finished, and its load has ended",
     },
     events=_EVENTS,
     table={
@@ -64,12 +68,12 @@ REQUEST = Machine(
             LOADED: reject(_NO_LOAD),
             LOAD_FAILED: reject(_NO_LOAD),
             PREEMPT: reject("vLLM preempts only what it has admitted"),
-            PREEMPT_LATE: stay("of an earlier request with its id"),
+            PREEMPT_LATE: stay("the notice is about an earlier request with the same id"),
             FINISH: go(FINISHED),
         },
         ALLOCATED: {
-            ASK: reject("blocks are allocated; vLLM asks only before"),
-            ADMIT_LOAD: reject("one load at a time"),
+            ASK: reject("blocks are allocated; vLLM looks up only before that"),
+            ADMIT_LOAD: reject("an admission has only one load at a time"),
             ADMIT_EMPTY: reject(_ONE_SCHEDULE),
             DISPATCH: go(LOADING),
             LOADED: reject("the load has not been sent"),
@@ -79,9 +83,9 @@ REQUEST = Machine(
             FINISH: reject(_ONE_SCHEDULE),
         },
         LOADING: {
-            ASK: reject("a load is in flight; vLLM asks only before"),
-            ADMIT_LOAD: reject("one load at a time"),
-            ADMIT_EMPTY: stay("a session goes on before the report of its load has come"),
+            ASK: reject("a load is in flight; vLLM looks up only before that"),
+            ADMIT_LOAD: reject("an admission has only one load at a time"),
+            ADMIT_EMPTY: stay("a session continues before its load was reported"),
             DISPATCH: reject("the load has been sent already"),
             LOADED: go(RUNNING),
             LOAD_FAILED: go(RECOMPUTING),
@@ -91,8 +95,8 @@ REQUEST = Machine(
         },
         RUNNING: {
             ASK: go(LET_DOWN),
-            ADMIT_LOAD: reject("it has its blocks; a new load needs a preemption first"),
-            ADMIT_EMPTY: stay("more blocks for the same admission"),
+            ADMIT_LOAD: reject("the request has its blocks; a new load needs a preemption first"),
+            ADMIT_EMPTY: stay("vLLM allocates more blocks for the same admission"),
             DISPATCH: reject(_NO_LOAD),
             LOADED: reject(_NO_LOAD),
             LOAD_FAILED: go(RECOMPUTING),
@@ -119,17 +123,19 @@ REQUEST = Machine(
             LOADED: reject(_NO_LOAD),
             LOAD_FAILED: reject(_NO_LOAD),
             PREEMPT: reject("an admission lies between two preemptions"),
-            PREEMPT_LATE: stay("noticed already, when it was asked for"),
+            PREEMPT_LATE: stay("kvpipe has noticed the preemption already, at the next lookup"),
             FINISH: go(FINISHED),
         },
         RECOMPUTING: {
-            ASK: stay("it is answered that nothing is loaded"),
-            ADMIT_LOAD: reject("it never loads again"),
-            ADMIT_EMPTY: stay("admitted to recompute"),
+            ASK: stay("the answer is that nothing is loaded"),
+            ADMIT_LOAD: reject("the request never loads again"),
+            ADMIT_EMPTY: stay("the request is admitted to be recomputed"),
             DISPATCH: reject(_NO_LOAD),
-            LOADED: reject("it never loads again"),
-            LOAD_FAILED: stay("a load that was planned to fail, for it would have read what another one has spoiled"),
-            PREEMPT: stay("lost its blocks; it will recompute"),
+            LOADED: reject("the request never loads again"),
+            LOAD_FAILED: stay(
+                "this load was planned to fail, because it would have used blocks that another load has spoiled"
+            ),
+            PREEMPT: stay("the request has lost its blocks and will be recomputed"),
             PREEMPT_LATE: stay(_LATE),
             FINISH: go(FINISHED),
         },

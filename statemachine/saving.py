@@ -1,7 +1,7 @@
-"""The saving machine: whether the next unit of one request that becomes final is to be saved.
+"""The saving machine decides whether kvpipe saves the next unit of one request that becomes final.
 
-`next_save_at_tokens` on the cursor is the number of tokens at which the next unit is full. With it a step skips a
-request by one comparison. It is a number beside the state, not a state.
+The cursor's attribute `next_save_at_tokens` is the number of tokens at which the next unit is full. With this number, a
+step skips a request after one comparison. The number is kept in addition to the state and is not a state.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ OPEN, WAITING, GIVEN_UP, DONE = "OPEN", "WAITING", "GIVEN_UP", "DONE"
 
 ADMIT, PLANNED, COMPLETE, LOST, GIVE_UP = "admit", "planned", "complete", "lost", "give_up"
 
-_NOT_LOOKED_AT = "no step looks at it"
-_HAS_BLOCKS = "a request that was computed is admitted again only after a preemption, which gives it up"
+_NOT_LOOKED_AT = "no step plans saves of the request"
+_HAS_BLOCKS = "a computed request is admitted again only after a preemption, which gives up its saves"
 
 SAVING = Machine(
     name="saving",
@@ -21,24 +21,25 @@ SAVING = Machine(
     initial=OPEN,
     finals=frozenset(),
     states={
-        OPEN: "the next step that computes tokens of it looks for final units that are not saved",
+        OPEN: "the next step that computes tokens of the request looks for final units that are not saved",
         WAITING: "no new unit is final before `next_save_at_tokens`",
-        GIVEN_UP: "nothing more is saved before its next admission: its blocks are gone, or their bytes may be wrong",
-        DONE: "all of the prompt is saved, and answers are not to be",
+        GIVEN_UP: "nothing more is saved before the next admission, because the blocks are lost or their bytes "
+        "may be wrong",
+        DONE: "all of the prompt is saved, and answers are not saved",
     },
     events={
-        ADMIT: "blocks are allocated, for an admission of its own",
+        ADMIT: "blocks are allocated for a new admission",
         PLANNED: "all that is final is saved, is being saved, or is held already",
-        COMPLETE: "the same, and nothing more will be saved",
+        COMPLETE: "all that is final is saved, is being saved, or is held already, and nothing more will be saved",
         LOST: "a save of this admission failed; it may be tried again",
-        GIVE_UP: "its load failed, the cache was reset, a plan failed, or it was preempted",
+        GIVE_UP: "the request's load failed, the cache was reset, a plan failed, or the request was preempted",
     },
     table={
         OPEN: {
-            ADMIT: stay("nothing was planned since the last"),
+            ADMIT: stay("no save was planned since the last admission"),
             PLANNED: go(WAITING),
             COMPLETE: go(DONE),
-            LOST: stay("another save of it failed in the same report"),
+            LOST: stay("another save of the request failed in the same report"),
             GIVE_UP: go(GIVEN_UP),
         },
         WAITING: {
@@ -52,8 +53,8 @@ SAVING = Machine(
             ADMIT: go(OPEN),
             PLANNED: reject(_NOT_LOOKED_AT),
             COMPLETE: reject(_NOT_LOOKED_AT),
-            LOST: stay("given up for this admission"),
-            GIVE_UP: stay("given up already"),
+            LOST: stay("saving was given up for this admission"),
+            GIVE_UP: stay("saving was given up already"),
         },
         DONE: {
             ADMIT: reject(_HAS_BLOCKS),

@@ -1,10 +1,13 @@
-"""The stage machine: chunks of one waiting request on their way from slower tiers into host memory.
+"""The stage machine follows the chunks of one waiting request that are fetched from slower tiers into host memory.
 
-A stage delays its request by at most `lookup_ms_max`, or as long as it takes to compute what has come, and hardly where
-a tier is slower than that: what has come by then is used, the rest is computed. A request that came short, and that the
-engine then keeps waiting for as long again, gets a new stage. The chunks that it has fetched, and those of the same
-prefix that were in memory already, are leased to it until the request is admitted, preempted or over, the cache is
-reset, or a request that came before needs the room. So they do not evict each other.
+A stage delays its request by at most `lookup_ms_max` milliseconds, or by the time to compute the fetched tokens if that
+time is longer. If reading a tier takes longer than computing, the delay is short. After the delay the request uses the
+fetched chunks, and vLLM computes the other tokens. If a stage fetched too few chunks, and the engine then keeps the
+request waiting for the same time again, the request gets a new stage.
+
+A stage leases the chunks that it has fetched, and the chunks of the same prefix that were in memory already. So these
+chunks do not evict each other. The stage's leases end when the request is admitted, preempted or over, or when the
+cache is reset. The leases also end when an earlier request needs the room.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ CAME, CAME_LAST, LOST, DEADLINE, END = "came", "came_last", "lost", "deadline", 
 
 _NOT_SENT = "no fetch has been sent"
 _ANSWERED = "the tiers have answered already"
-_NOT_AWAITED = "the request waits no longer, so no chunk is the last one awaited"
-_LATE = "the request does not wait for it any more; it is in memory for the next request"
+_NOT_AWAITED = "the request does not wait any more, so no chunk is the last awaited chunk"
+_LATE = "the request does not wait for this chunk any more"
 
 STAGE = Machine(
     name="stage",
@@ -27,29 +30,30 @@ STAGE = Machine(
     initial=ASKING,
     finals=frozenset({OVER}),
     states={
-        ASKING: "the tiers were asked what they hold; the request waits",
-        FOUND: "they hold more than memory does; the fetches go out with the next step; the request waits",
+        ASKING: "the tiers were asked which chunks they hold; the request waits",
+        FOUND: "the tiers hold more than memory; the fetches are sent with the next step; the request waits",
         FETCHING: "the ranks fetch; the request waits",
-        HELD: "the request waits no longer; what has come is leased until it is admitted",
-        OVER: "nothing is leased any more",
+        HELD: "the request does not wait any more; the fetched chunks are leased until its admission",
+        OVER: "the stage has ended and leases nothing",
     },
     events={
-        NOTHING: "the tiers hold no more than memory does",
-        SOME: "the tiers hold more than memory does",
-        SENT: "fetches go out, as many at once as there are lanes for",
-        NO_ROOM: "nothing is left to wait for: no slot is free, or other stages fetch it",
-        CAME: "a chunk has landed on every rank; others are still awaited",
-        CAME_LAST: "the last chunk that was awaited has landed on every rank",
-        LOST: "a rank could not fetch a chunk: the chunks behind it are of no use",
+        NOTHING: "the tiers hold no more than memory",
+        SOME: "the tiers hold more than memory",
+        SENT: "fetches are sent, as many at once as there are lanes",
+        NO_ROOM: "there is nothing to wait for: no slot is free, or the chunks are in memory already",
+        CAME: "a chunk has landed on every rank; other chunks are still awaited",
+        CAME_LAST: "the last awaited chunk has landed on every rank",
+        LOST: "a rank could not fetch a chunk, so the later chunks are useless",
         DEADLINE: "`lookup_ms_max` has passed",
-        END: "the request was admitted or preempted, is over, or gives way to one before; or the cache was reset",
+        END: "the request was admitted or preempted, has finished, or gives way to an earlier request, or the "
+        "cache was reset",
     },
     table={
         ASKING: {
             NOTHING: go(OVER),
             SOME: go(FOUND),
-            SENT: reject("nothing was found yet"),
-            NO_ROOM: reject("nothing was found yet"),
+            SENT: reject("the tiers have not answered yet"),
+            NO_ROOM: reject("the tiers have not answered yet"),
             CAME: reject(_NOT_SENT),
             CAME_LAST: reject(_NOT_SENT),
             LOST: reject(_NOT_SENT),
@@ -64,15 +68,15 @@ STAGE = Machine(
             CAME: reject(_NOT_SENT),
             CAME_LAST: reject(_NOT_SENT),
             LOST: reject(_NOT_SENT),
-            DEADLINE: reject("what was found is ordered in this step, whatever the time"),
+            DEADLINE: reject("the found chunks are ordered in this step, even if the deadline has passed"),
             END: go(OVER),
         },
         FETCHING: {
             NOTHING: reject(_ANSWERED),
             SOME: reject(_ANSWERED),
-            SENT: reject("sent already"),
+            SENT: reject("the fetches were sent already"),
             NO_ROOM: go(HELD),
-            CAME: stay("others are awaited"),
+            CAME: stay("other chunks are awaited"),
             CAME_LAST: go(HELD),
             LOST: go(HELD),
             DEADLINE: go(HELD),
@@ -81,24 +85,24 @@ STAGE = Machine(
         HELD: {
             NOTHING: reject(_ANSWERED),
             SOME: reject(_ANSWERED),
-            SENT: reject("the request waits no longer"),
-            NO_ROOM: reject("the request waits no longer"),
+            SENT: reject("the request does not wait any more"),
+            NO_ROOM: reject("the request does not wait any more"),
             CAME: stay(_LATE),
             CAME_LAST: reject(_NOT_AWAITED),
             LOST: stay(_LATE),
-            DEADLINE: reject("the request waits no longer"),
+            DEADLINE: reject("the request does not wait any more"),
             END: go(OVER),
         },
         OVER: {
-            NOTHING: reject("nobody asks any more"),
-            SOME: reject("nobody asks any more"),
-            SENT: reject("nobody asks any more"),
-            NO_ROOM: reject("nobody asks any more"),
+            NOTHING: reject("the stage has ended"),
+            SOME: reject("the stage has ended"),
+            SENT: reject("the stage has ended"),
+            NO_ROOM: reject("the stage has ended"),
             CAME: stay(_LATE),
             CAME_LAST: reject(_NOT_AWAITED),
             LOST: stay(_LATE),
-            DEADLINE: reject("the request waits no longer"),
-            END: reject("what is over is not ended again"),
+            DEADLINE: reject("the request does not wait any more"),
+            END: reject("a stage ends only once"),
         },
     },
 )

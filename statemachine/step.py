@@ -1,12 +1,13 @@
-"""The step machine: one rank's open step, moved by the calls of vLLM's runner, any of which may be missing or repeated.
+"""The step machine follows one rank's open step. The calls of vLLM's model runner are its events.
 
-``IDLE x step_end`` is a stay: vLLM calls `wait_for_save` in every step, also without anything to save, and perhaps
-twice. A job does not end after a number of calls: it ends when all layers were submitted, or waited for by attention.
+A call may be missing or repeated. ``IDLE x step_end`` is a stay, because vLLM calls `wait_for_save` in every step, even
+without a save, and perhaps twice. The number of calls does not matter to a job. A step confirms a save if all layers
+were submitted, and confirms a sync load if attention has waited for all layers.
 
-Two hooks are not events. `save_kv_layer` changes no state: it submits the copy of one layer, once. `handle_preemptions`
-orders writes after the last step's saves, in every state. Layer hooks without anything to copy fire no event, because
-vLLM calls them for every layer of every step. A dummy run (warm-up, capture, an idle rank of data parallelism) is no
-event either: no metadata is bound, and vLLM's attention layers call no hook.
+Two hooks are not events. `save_kv_layer` submits the copy of one layer once and changes no state. `handle_preemptions`
+orders writes after the last step's saves, in every state. A layer hook fires no event if there is nothing to copy,
+because vLLM calls these hooks for every layer of every step. A dummy run (warm-up, capture, an idle rank of data
+parallelism) fires no event either. It binds no metadata, and vLLM's attention layers call no hook in a dummy run.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ IDLE, OPEN, COMPUTING, GIVEN_UP, SETTLED, CLOSED = "IDLE", "OPEN", "COMPUTING", 
 BIND, PLAN, START_LOADS, WAIT_LAYER, TIME_OUT = "bind", "plan", "start_loads", "wait_layer", "time_out"
 SETTLE, STEP_END, CLEAR, SHUTDOWN = "settle", "step_end", "clear", "shutdown"
 
-_NO_READER: Final = reject("no load of the step is open, and a hook without a load is not fired")
-_FIRST: Final = reject("binding the step has ended the one before")
-_STARTED: Final = stay("loads are started once")
+_NO_READER: Final = reject("the step has no open load, and a hook without a load fires no event")
+_FIRST: Final = reject("binding a step ends the step before")
+_STARTED: Final = stay("a step's loads are started only once")
 
 STEP: Final = Machine(
     name="step",
@@ -31,11 +32,11 @@ STEP: Final = Machine(
     finals=frozenset({CLOSED}),
     states={
         IDLE: "no step with jobs is open",
-        OPEN: "jobs were planned; their loads were not started",
+        OPEN: "jobs were planned; the loads among them were not started",
         COMPUTING: "sync loads were submitted: layers wait for them, compute, and are saved",
         GIVEN_UP: "a layer's sync load did not land in time: the step's loads and saves have failed",
-        SETTLED: "loads are settled: those that failed were reported to vLLM; saves may still be submitted",
-        CLOSED: "shut down",
+        SETTLED: "loads are settled, and failed loads were reported to vLLM; saves may still be submitted",
+        CLOSED: "the rank has shut down",
     },
     events={
         BIND: "the step's metadata is bound (`bind_connector_metadata`)",
@@ -55,8 +56,8 @@ STEP: Final = Machine(
             START_LOADS: stay("the step has no jobs"),
             WAIT_LAYER: _NO_READER,
             TIME_OUT: _NO_READER,
-            SETTLE: stay("the step has no jobs, or has ended"),
-            STEP_END: stay("repeated, empty or extra"),
+            SETTLE: stay("the step has no jobs, or has ended already"),
+            STEP_END: stay("the call is repeated or extra, or the step has no jobs"),
             CLEAR: stay("the step has ended"),
             SHUTDOWN: go(CLOSED),
         },
@@ -65,7 +66,7 @@ STEP: Final = Machine(
             PLAN: _FIRST,
             START_LOADS: go(COMPUTING),
             WAIT_LAYER: go(COMPUTING),
-            TIME_OUT: reject("nobody waits for loads that were not started"),
+            TIME_OUT: reject("no hook waits for loads that were not started"),
             SETTLE: go(SETTLED),
             STEP_END: go(IDLE),
             CLEAR: go(IDLE),
@@ -75,7 +76,7 @@ STEP: Final = Machine(
             BIND: go(IDLE),
             PLAN: _FIRST,
             START_LOADS: _STARTED,
-            WAIT_LAYER: stay("its loads were started"),
+            WAIT_LAYER: stay("the step's loads were started already"),
             TIME_OUT: go(GIVEN_UP),
             SETTLE: go(SETTLED),
             STEP_END: go(IDLE),
@@ -86,8 +87,8 @@ STEP: Final = Machine(
             BIND: go(IDLE),
             PLAN: _FIRST,
             START_LOADS: _STARTED,
-            WAIT_LAYER: stay("one wait in vain is enough"),
-            TIME_OUT: reject("nobody waits any more"),
+            WAIT_LAYER: stay("after one timeout no further layer is waited for"),
+            TIME_OUT: reject("after one timeout no hook waits any more"),
             SETTLE: go(SETTLED),
             STEP_END: go(IDLE),
             CLEAR: go(IDLE),
@@ -96,17 +97,20 @@ STEP: Final = Machine(
         SETTLED: {
             BIND: go(IDLE),
             PLAN: _FIRST,
-            START_LOADS: stay("settled: sync loads have failed, async ones were started"),
+            START_LOADS: stay("the loads are settled: sync loads have failed, async loads were started"),
             WAIT_LAYER: _NO_READER,
             TIME_OUT: _NO_READER,
-            SETTLE: stay("settled once"),
+            SETTLE: stay("the loads are settled already"),
             STEP_END: go(IDLE),
             CLEAR: go(IDLE),
             SHUTDOWN: go(CLOSED),
         },
         CLOSED: {
-            **dict.fromkeys((BIND, START_LOADS, SETTLE, STEP_END, CLEAR, SHUTDOWN), stay("nothing is open any more")),
-            PLAN: reject("the jobs of later plans are refused before"),
+            **dict.fromkeys(
+                (BIND, START_LOADS, SETTLE, STEP_END, CLEAR, SHUTDOWN),
+                stay("the rank has shut down, so no step is open"),
+            ),
+            PLAN: reject("the rank refuses later plans before this event"),
             WAIT_LAYER: _NO_READER,
             TIME_OUT: _NO_READER,
         },

@@ -1,6 +1,6 @@
-"""Pages of the site that are made from something else: the API reference, the benchmarks, a timeline.
+"""Makes pages of the site from other sources: the API reference, the benchmarks, a timeline.
 
-`make docs` runs this before Sphinx. Everything goes into `docs/generated`, which git ignores.
+`make docs` runs this module before Sphinx. All pages are written to `docs/generated`, which git ignores.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ sys.path[:0] = [str(ROOT)]
 
 import docs_pictures  # noqa: E402
 
+from benchmarks import pictures  # noqa: E402
 from kvpipe.trace.reader import Trace  # noqa: E402
 from kvpipe.trace.timeline import spans  # noqa: E402
 from kvpipe.trace.timeline_html import write_html  # noqa: E402
@@ -50,13 +51,14 @@ def benchmarks(out: Path) -> None:
     """Write the page of all figures in `docs/results`, a picture per file."""
     page = [
         "# Benchmarks\n",
-        "Made from `docs/results`, which `make bench` writes. The dashed line is the limit: green keeps it.\n",
+        "Made from `docs/results`, which `make bench` writes. The dashed line is the limit: green figures keep it.\n",
     ]
     for file in sorted((ROOT / "docs" / "results").glob("*.json")):
         found = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(found, dict) or "figures" not in found:
             continue
-        (out / f"{file.stem}.svg").write_text(docs_pictures.figures(found["figures"]), encoding="utf-8")
+        picture = pictures.beside_limits(file.stem, found["figures"])
+        (out / f"{file.stem}.svg").write_text(picture, encoding="utf-8")
         machine = found["machine"]
         page += [
             f"## {file.stem}\n",
@@ -80,9 +82,9 @@ brings their KV back, a layer at a time. The picture is drawn from `docs/sample-
 
 
 def timeline(out: Path) -> None:
-    """Draw the sample trace: as the page that `kvpipe trace timeline` writes, and as a picture of its requests' time.
+    """Draw the sample trace as a page of `kvpipe trace timeline`, and as a picture of the times of its requests.
 
-    Raises `ValueError` if not every line of the sample can be read: then it is older than the code.
+    Raises `ValueError` if a line of the sample cannot be read, because the sample is then older than the code.
     """
     trace = Trace(SAMPLE)
     made = spans(list(trace))
@@ -97,7 +99,7 @@ def timeline(out: Path) -> None:
 
 
 def main() -> None:
-    """Make everything anew."""
+    """Make all generated pages again."""
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir(parents=True)
     reference(OUT)

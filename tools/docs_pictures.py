@@ -1,22 +1,21 @@
-"""Pictures for the site, as SVG and without any library: machines, benchmarks, a timeline."""
+"""Pictures for the site, as SVG and without any library: machines, a timeline."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
-from typing import Any, Final
+from typing import Final
 
 from kvpipe.trace.spans import Timeline
 
-_GOOD, _BAD, _LIMIT = "#2e7d5b", "#b3452f", "#777"
 _COLOURS = ("#3b6fb6", "#2e7d5b", "#a8671a", "#8a4fa3", "#b3452f", "#4b7f8c", "#6b6b2a", "#a34f7c")
 _STYLE: Final = "text{font:13px system-ui,sans-serif;fill:currentColor}.s{font-size:11px}.e{text-anchor:end}"
 _ARROW = re.compile(r"^(\[\*\]|\w+) --> (\[\*\]|\w+)(?:: (.*))?$")
 
 
 def svg(width: float, height: float, body: Iterable[str], *, background: str = "") -> str:
-    """Return a whole picture of `width` x `height` pixels. Without a `background` it takes the page's colours."""
+    """Return a whole picture of `width` x `height` pixels. Without a `background` it has the page's colours."""
     paper = f'<rect width="100%" height="100%" fill="{background}"/>' if background else ""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '
@@ -39,9 +38,9 @@ _BOX, _ROW, _GAP, _LANE, _CHAR = 170, 22, 16, 16, 7
 
 
 def machine(mermaid: Sequence[str]) -> str:
-    """Return the picture of a mermaid state diagram: a box per state, a line per state that is entered.
+    """Return the picture of a mermaid state diagram: a box per state, and a line for each state that is entered.
 
-    A row of a box leaves it, with the events that do so; its dot lies on the line that leads into the next state.
+    Each row of a box shows the events that leave the state. The row's dot is on the line that leads to the next state.
     """
     arrows = [match.groups() for line in mermaid if (match := _ARROW.match(line.strip()))]
     initial = next(to for was, to, _ in arrows if was == "[*]")
@@ -83,33 +82,6 @@ def machine(mermaid: Sequence[str]) -> str:
     return svg(labels + _CHAR * longest, y, body)
 
 
-# ---- benchmarks -----------------------------------------------------------------------------------------------------
-
-_NAMES, _BARS, _SAYS = 430, 300, 250
-
-
-def figures(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return bars of `rows` as `benchmarks.report` writes them, each beside its limit, which all have at one place."""
-    body = []
-    limit_x = _NAMES + _BARS / 2
-    for i, row in enumerate(rows):
-        y = 12 + _ROW * i
-        share = row["value"] / row["limit"] if row["limit"] else 1.0
-        width = min(share, 2.0) * _BARS / 2
-        colour = _GOOD if row["holds"] else _BAD
-        body.append(_text(_NAMES - 8, y + 12, row["name"], "e s"))
-        body.append(f'<rect x="{_NAMES}" y="{y + 2}" width="{width:.1f}" height="13" rx="2" fill="{colour}"/>')
-        sign = "≥" if row["at_least"] else "≤"
-        body.append(
-            _text(_NAMES + _BARS + 10, y + 12, f"{row['value']:.3g}, {sign} {row['limit']:g} {row['unit']}", "s")
-        )
-    height = 16 + _ROW * len(rows)
-    body.append(
-        f'<line x1="{limit_x}" x2="{limit_x}" y1="6" y2="{height - 4}" stroke="{_LIMIT}" stroke-dasharray="4 3"/>'
-    )
-    return svg(_NAMES + _BARS + _SAYS, height, body, background="#fff")
-
-
 # ---- timelines ------------------------------------------------------------------------------------------------------
 
 _WIDE, _THICK = 860, 9
@@ -120,7 +92,7 @@ _KINDS: Final = {
 
 
 def timeline(made: Timeline, begin_ns: int, end_ns: int) -> str:
-    """Return what lies between two times of a trace's timeline: a band per lane, a colour per kind."""
+    """Return the picture of a trace's timeline between two times: a band per lane, and a colour per kind of span."""
     y, body, seen = 30.0, [], []
     scale = _WIDE / (end_ns - begin_ns)
     for number, lane in enumerate(made.lanes):

@@ -1,67 +1,67 @@
-"""Mutants that cosmic-ray proposes, each under the quick tests of its folder: `make propose-mutants`.
+"""Runs the quick tests on mutants that cosmic-ray proposes: `make propose-mutants`.
 
-Everything happens in a copy of the sources in a temporary directory. Each mutant is written there and tested in a fork
-of this process, which has imported the other packages that tests need, and nothing of kvpipe.
+One process collects the tests in a temporary copy of the sources. It runs them once to learn
+which functions each test calls. If a mutant changes a function's body, a fork of that process replaces the body and
+runs the tests that call the function. For any other mutant, such as a constant's, the file is imported again, and all
+tests that call its functions run. Each mutant is also written to the copy, for tests that start Python processes. These
+tests also judge functions that no test calls.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import compileall
 import difflib
+import functools
+import gc
 import importlib
 import json
+import marshal
 import os
-import random
+import pickle
 import re
 import select
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from py_compile import PycInvalidationMode
+from types import CodeType, FrameType, FunctionType
 from typing import Any, Final, NamedTuple
 
 import pytest
-from cosmic_ray.ast import ast_nodes, get_ast
-from cosmic_ray.mutating import mutate_code
-from cosmic_ray.plugins import get_operator, operator_names
+from proposals import Proposal, changed_functions, proposals
 
 ROOT: Final = Path(__file__).parents[1]
 RESULTS: Final = ROOT / "docs" / "results" / "proposed_mutants.json"
-TESTS: Final = {
-    "kvpipe/cache": ("tests/cache", "tests/scheduler"),
-    "kvpipe/scheduler": ("tests/scheduler", "tests/cache"),
-    "kvpipe/tiers": ("tests/tiers", "tests/scheduler"),
-    "kvpipe/worker": ("tests/worker", "tests/transfer"),
-    "statemachine": ("tests/statemachine", "tests/scheduler"),
-}
-"""The folders that are mutated, each with the folders whose tests judge it."""
+FOLDERS: Final = (
+    "kvpipe/cache", "kvpipe/features", "kvpipe/scheduler", "kvpipe/tiers", "kvpipe/worker", "statemachine",
+)  # fmt: skip
+"""The folders that are mutated."""
+TESTS: Final = ("cache", "scheduler", "statemachine", "tiers", "trace", "transfer", "worker")
+"""The folders of the tests that judge mutants."""
 IMPORTED: Final = (
     "anyio", "hypothesis", "msgspec", "numpy", "pydantic", "pydantic_settings", "rich", "structlog", "torch", "xxhash",
     "yaml",
 )  # fmt: skip
 LEFT_OUT: Final = ("*.egg-info", "__pycache__", ".git", ".venv", ".cache", ".*_cache", ".hypothesis", "site")
-FAILED_MAX: Final = 3
+FAILED_MAX: Final = 10
 """With more tests that fail without a mutant, nothing is tried."""
 LIMIT_S: Final = 60.0
 """A mutant has this time, and three times what the tests take without one."""
-
-
-class Proposal(NamedTuple):
-    """A change that cosmic-ray makes: the `occurrence` of an operator in a file, at a line."""
-
-    file: str
-    line: int
-    operator: str
-    occurrence: int
+NOT_IN_PLACE: Final = 99
+"""The exit status when a function's code cannot be changed in place."""
+Where = tuple[str, int]
+"""Where a function begins: the path of its source, and a line."""
 
 
 class Judged(NamedTuple):
@@ -70,150 +70,267 @@ class Judged(NamedTuple):
     proposal: Proposal
     outcome: str
     diff: str
+    tests: int
+    """How many tests call what it changes."""
 
 
-def proposals(root: Path, folder: str, sample: int, seed: int) -> Iterator[tuple[Proposal, str]]:
-    """Yield `sample` proposals for `folder` with the mutated source: first a place is drawn, then a change of it.
-
-    A place that many operators can change counts once. Changes of annotations alone are not proposed.
-    """
-    random_ = random.Random(seed)  # noqa: S311  (a sample)
-    places: defaultdict[tuple[str, tuple[int, int]], list[Proposal]] = defaultdict(list)
-    for file in sorted((root / folder).rglob("*.py")):
-        name, tree = file.relative_to(root).as_posix(), get_ast(file.read_text("utf-8"))
-        for operator in operator_names():
-            kind = get_operator(operator)
-            if kind.arguments():
-                continue
-            made = (start for node in ast_nodes(tree) for start, _ in kind().mutation_positions(node))
-            for occurrence, start in enumerate(made):
-                places[name, start].append(Proposal(name, start[0], operator, occurrence))
-    order = sorted(places)
-    random_.shuffle(order)
-    for place in order:
-        if not sample:
-            return
-        one = random_.choice(places[place])
-        source = (root / one.file).read_text("utf-8")
-        changed = mutate_code(source, get_operator(one.operator)(), one.occurrence)
-        if changed and _meaning(changed) != _meaning(source):
-            sample -= 1
-            yield one, changed
-
-
-class _Unannotated(ast.NodeTransformer):
-    """Takes annotations out of a tree."""
-
-    def generic_visit(self, node: ast.AST) -> ast.AST:
-        for field in ("annotation", "returns"):
-            if isinstance(getattr(node, field, None), ast.expr):
-                setattr(node, field, ast.Constant(None))
-        return super().generic_visit(node)
-
-
-def _meaning(source: str) -> str:
-    try:
-        return ast.dump(_Unannotated().visit(ast.parse(source)))
-    except SyntaxError:
-        return ast.dump(ast.parse(""))
-
-
-class _Related:
+class _Ordered:
     """A pytest plugin: tests whose file has the module's name come first, and then the fastest files."""
 
-    def __init__(self, module: str, failed: Path) -> None:
-        self._stem, self._failed = Path(module).stem.strip("_"), failed
+    def __init__(self, related: str = "") -> None:
+        self._related = related
         self._seconds: dict[str, float] = json.loads((ROOT / "tests" / "durations.json").read_text("utf-8"))
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Sort the tests; the sort is stable, so those of one file stay together."""
+        """Sort the tests. The sort is stable, so tests of one file stay together."""
         items.sort(key=lambda item: self._rank(item.nodeid.partition("::")[0]))
 
     def _rank(self, file: str) -> tuple[bool, float, str]:
-        return self._stem not in file, self._seconds.get(file, 0.0), file
+        return self._related not in file, self._seconds.get(file, 0.0), file
+
+
+class _Test(NamedTuple):
+    """A test: its name, whether it passes without a mutant, starts Python processes, and the functions it calls."""
+
+    name: str
+    passes: bool
+    starts_python: bool
+    calls: frozenset[Where]
+
+
+class _Tests(_Ordered):
+    """A pytest plugin that runs tests in forks, as `pipe` requests.
+
+    A fork replaces the code of mutated functions in place.
+    """
+
+    def __init__(self, root: Path, pipe: Connection) -> None:
+        super().__init__()
+        self._root, self._pipe, self._report = f"{root.resolve()}/", pipe, root.parent / "report"
+        self._functions: defaultdict[Where, list[FunctionType]] = defaultdict(list)
+        self._called: set[Where] = set()
+        self._starts_python = False
+        self._failed: list[str] = []
+        self._paths: dict[str, str] = {}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Record what the imports call. Print no progress, because this needs a thread, which a fork lacks."""
+        config.pluginmanager.unregister(name="kvpipe-progress")
+        sys.addaudithook(self._audit)
+        self._trace(self._note)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_finish(self) -> None:
+        """Find the functions before their objects are hidden from garbage collection."""
+        self._trace(None)
+        for one in gc.get_objects():
+            if isinstance(one, FunctionType) and self._path(one.__code__):
+                self._functions[self._where(one.__code__)].append(one)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Run all tests once and record which functions each test calls. Then answer requests until none is left."""
+        imported = frozenset(self._called)
+        status = _forked(functools.partial(self._reach, session), 20 * LIMIT_S)
+        self._pipe.send((pickle.loads(self._report.read_bytes()) if status == 0 else [], imported))  # noqa: S301  (ours)
+        with suppress(EOFError):
+            while True:
+                numbers, code, limit_s = self._pipe.recv()
+                self._pipe.send(_forked(functools.partial(self._run, session, numbers, marshal.loads(code)), limit_s))  # noqa: S302  (ours)
+        return True
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Write the name of a test that fails to a file, for the run without a mutant."""
+        """Note a failure."""
         if report.failed:
-            with self._failed.open("a", encoding="utf-8") as file:
-                file.write(f"{report.nodeid}\n")
+            self._failed.append(report.nodeid)
+
+    def _reach(self, session: pytest.Session) -> int:
+        self._trace(self._note)
+        tests = list[_Test]()
+        for number, item in enumerate(session.items):
+            self._called, self._starts_python, self._failed = set(), False, []
+            self._one(session.items, number, number + 1)
+            tests.append(_Test(item.nodeid, not self._failed, self._starts_python, frozenset(self._called)))
+        self._report.write_bytes(pickle.dumps(tests))
+        return 0
+
+    def _run(self, session: pytest.Session, numbers: Sequence[int], code: CodeType) -> int:
+        for where, changed in self._codes(code):
+            for function in self._functions.get(where, ()):
+                if function.__code__.co_qualname == changed.co_qualname:
+                    try:
+                        function.__code__ = changed
+                    except ValueError:  # it has other free variables
+                        return NOT_IN_PLACE
+        items = [session.items[number] for number in numbers]
+        for number in range(len(items)):
+            self._one(items, number, number + 1)
+            if self._failed:
+                return 1
+        return 0
+
+    @staticmethod
+    def _one(items: Sequence[pytest.Item], number: int, following: int) -> None:
+        nextitem = items[following] if following < len(items) else None
+        items[number].config.hook.pytest_runtest_protocol(item=items[number], nextitem=nextitem)
+
+    def _codes(self, code: CodeType) -> Iterator[tuple[Where, CodeType]]:
+        """Yield the code of all functions of a module."""
+        for one in code.co_consts:
+            if isinstance(one, CodeType):
+                if not one.co_name.startswith("<"):
+                    yield self._where(one), one
+                yield from self._codes(one)
+
+    def _trace(self, what: Callable[[FrameType, str, object], None] | None) -> None:
+        threading.settrace(what)
+        sys.settrace(what)
+
+    def _note(self, frame: FrameType, _event: str, _argument: object) -> None:
+        if self._path(frame.f_code):
+            self._called.add(self._where(frame.f_code))
+
+    def _audit(self, event: str, arguments: tuple[object, ...]) -> None:
+        if event == "subprocess.Popen" and "python" in str(arguments[:2]):
+            self._starts_python = True
+
+    def _where(self, code: CodeType) -> Where:
+        return self._path(code), code.co_firstlineno
+
+    def _path(self, code: CodeType) -> str:
+        """Return the path in the copy, without links, of a source that may be mutated, or "" for other files."""
+        path = self._paths.get(code.co_filename)
+        if path is None:
+            real = os.path.realpath(code.co_filename)
+            inside = real.startswith((f"{self._root}kvpipe/", f"{self._root}statemachine/"))
+            path = self._paths[code.co_filename] = real.removeprefix(self._root) if inside else ""
+        return path
+
+
+def _forked(work: Callable[[], int], limit_s: float) -> int | None:
+    """Do `work` in a fork with its own session. Returns the fork's exit status, or None after `limit_s` seconds."""
+    child = _begin(work)
+    watched = os.pidfd_open(child)
+    try:
+        ended = select.select([watched], [], [], limit_s)[0]
+    finally:  # if this process is interrupted, too: end all processes that the tests have left behind
+        os.close(watched)
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def _begin(work: Callable[[], int]) -> int:
+    """Begin `work` in a fork with its own session. Returns the fork's process id."""
+    sys.stdout.flush()
+    child = os.fork()
+    if child:
+        return child
+    status = int(pytest.ExitCode.INTERNAL_ERROR)
+    try:
+        os.setsid()
+        status = work()
+    except BaseException:  # noqa: BLE001  (a fork must not go on as its parent)
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _stop(*_: object) -> None:
+    """Raise an exception that pytest does not count as a failed test, so that the forks of this process end first."""
+    raise KeyboardInterrupt
 
 
 class Bench:
-    """A copy of the sources in `root`, in which a folder's mutants are tried one after the other."""
+    """A copy of the sources in `root`, in which mutants are tried in turn."""
 
-    def __init__(self, root: Path, folder: str, file_seconds_max: float) -> None:
+    def __init__(self, root: Path, file_seconds_max: float) -> None:
         """Run the tests once without a mutant. Tests that fail then are left out, and named.
 
         Raises:
             RuntimeError: the tests cannot be collected, or too many of them fail.
 
         """
-        self._root, self._log = root, root.parent / "log"
-        self._failed = root.parent / "failed"
-        self._failed.write_text("", "utf-8")
+        self._root, self._log, began_s = root, root.parent / "log", time.monotonic()
         self._arguments = [
-            "-q", "--tb=no", "-W", "ignore::pytest.PytestAssertRewriteWarning",
+            "-q", "-s", "--tb=no", "-W", "ignore::pytest.PytestAssertRewriteWarning",
             "-p", "tests.progress", "--no-vllm", "--file-seconds-max", str(file_seconds_max),
-            *TESTS[folder],
         ]  # fmt: skip
-        began_s = time.monotonic()
-        status = self._fork("", [], 20 * LIMIT_S)
-        self._limit_s = LIMIT_S + 3 * (time.monotonic() - began_s)
-        failed = sorted(set(self._failed.read_text("utf-8").splitlines()))
-        if status not in {pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED} or len(failed) > FAILED_MAX:
-            raise RuntimeError(f"tests end with {status} without a mutant: {failed}\n{self._log.read_text('utf-8')}")
+        self._pipe, theirs = Pipe()
+        self._child = _begin(functools.partial(self._pytest, [f"tests/{one}" for one in TESTS], _Tests(root, theirs)))
+        theirs.close()
+        with ExitStack() as undo:
+            undo.callback(self.close)
+            self._learn()
+            undo.pop_all()
+        took_s = time.monotonic() - began_s
+        self._limit_s = LIMIT_S + 3 * took_s
+        _say(f"{len(self._tests)} tests take {took_s:.0f} s without a mutant")
+
+    def _learn(self) -> None:
+        """Store the results of the run without a mutant."""
+        self._tests: list[_Test] = []
+        with suppress(EOFError):
+            self._tests, self._imported = self._pipe.recv()
+        failed = [one.name for one in self._tests if not one.passes]
+        if not self._tests or len(failed) > FAILED_MAX:
+            raise RuntimeError(f"without a mutant these fail: {failed}\n{self._log.read_text('utf-8')}")
         for one in failed:
             _say(f"left out, fails without a mutant: {one}")
-        self._arguments += [part for one in failed for part in ("--deselect", one)]
-        _say(f"{folder}: the tests take {time.monotonic() - began_s:.0f} s without a mutant")
+            self._arguments += ["--deselect", one]
+
+    def close(self) -> None:
+        """End the process of the tests."""
+        os.kill(self._child, signal.SIGTERM)
+        os.waitpid(self._child, 0)
 
     def judge(self, one: Proposal, changed: str) -> Judged:
-        """Put the proposal in, run the tests until one fails, and take it out again."""
+        """Apply the proposal, run the tests that call the changed code until one test fails, and undo the change."""
         file = self._root / one.file
         source = file.read_text("utf-8")
         file.write_text(changed, "utf-8")
         try:
-            status = self._fork(one.file, ["-x"], self._limit_s)
+            status, tests = self._status(one.file, source, changed)
         finally:
             file.write_text(source, "utf-8")
         outcome = {None: "timed out", 0: "survived"}.get(status, "killed")
-        lines = difflib.unified_diff(source.splitlines(), changed.splitlines(), one.file, one.file, "", "", 0, "")
-        return Judged(one, outcome, "\n".join(lines))
+        diff = difflib.unified_diff(source.splitlines(), changed.splitlines(), one.file, one.file, "", "", 0, "")
+        return Judged(one, outcome, "\n".join(diff), tests)
 
-    def _fork(self, module: str, more: Sequence[str], limit_s: float) -> int | None:
-        """Run pytest in a fork and in a session of its own. Returns its exit status; None when time is over."""
-        child = os.fork()
-        if not child:
-            self._in_the_child(module, more)
-        watched = os.pidfd_open(child)
-        try:
-            ended = select.select([watched], [], [], limit_s)[0]
-        finally:  # also when this process is interrupted: what the tests started and left behind ends, too
-            os.close(watched)
-            with suppress(ProcessLookupError):
-                os.killpg(child, signal.SIGKILL)
-            _, status = os.waitpid(child, 0)
-        return os.waitstatus_to_exitcode(status) if ended else None
+    def _status(self, file: str, source: str, changed: str) -> tuple[int | None, int]:
+        """Return the tests' exit status (None: time limit), and how many tests call the changed code."""
+        lines = changed_functions(source, changed)
+        functions = None if lines is None else {(file, line) for line in lines}
+        related = Path(file).stem.strip("_")
+        if functions is not None and not functions & self._imported:
+            found = [n for n, test in enumerate(self._tests) if test.passes and functions & test.calls]
+            found.sort(key=lambda n: related not in self._tests[n].name.partition("::")[0])  # stable
+            begin = [n for n, test in enumerate(self._tests) if test.passes and test.starts_python]
+            code = compile(changed, str(self._root / file), "exec", dont_inherit=True)
+            self._pipe.send((found or begin, marshal.dumps(code), self._limit_s))
+            status = self._pipe.recv()
+            if status != NOT_IN_PLACE:
+                return status, len(found)
+        using = [test for test in self._tests if any(path == file for path, _ in test.calls)] or self._tests
+        files = sorted({test.name.partition("::")[0] for test in using})
+        work = functools.partial(self._pytest, ["-x", *files], _Ordered(related))
+        return _forked(work, self._limit_s), len(using)
 
-    def _in_the_child(self, module: str, more: Sequence[str]) -> None:
-        status = int(pytest.ExitCode.INTERNAL_ERROR)
-        try:
-            os.setsid()
-            os.chdir(self._root)
-            log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            for stream in (1, 2):
-                os.dup2(log, stream)
-            sys.path[:] = [str(self._root), *(one for one in sys.path[1:] if one != str(ROOT))]
-            os.environ["PYTHONPATH"] = str(self._root)
-            status = int(pytest.main([*self._arguments, *more], plugins=[_Related(module, self._failed)]))
-        except BaseException:  # noqa: BLE001  (a fork must not go on as its parent)
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
+    def _pytest(self, more: Sequence[str], plugin: object) -> int:
+        """Run pytest in a fork."""
+        signal.signal(signal.SIGTERM, _stop)
+        os.chdir(self._root)
+        log = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        sys.path[:] = [str(self._root), *(one for one in sys.path[1:] if one != str(ROOT))]
+        os.environ["PYTHONPATH"] = str(self._root)
+        return int(pytest.main([*self._arguments, *more], plugins=[plugin]))
 
 
 def row(judged: Sequence[Judged]) -> dict[str, Any]:
@@ -225,7 +342,9 @@ def row(judged: Sequence[Judged]) -> dict[str, Any]:
         "killed": outcomes.count("killed"),
         "timed_out": outcomes.count("timed out"),
         "survived": len(lived),
-        "survivors": [{"at": f"{one.proposal.file}:{one.proposal.line}", "diff": one.diff} for one in lived],
+        "survivors": [
+            {"at": f"{one.proposal.file}:{one.proposal.line}", "tests": one.tests, "diff": one.diff} for one in lived
+        ],
     }
 
 
@@ -237,36 +356,43 @@ def _say(line: str) -> None:
 def main() -> None:
     """Try a sample of each folder; print survivors and counts; write the results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folders", nargs="*", help=f"one of {', '.join(TESTS)}; default: all")
+    parser.add_argument("folders", nargs="*", help=f"one of {', '.join(FOLDERS)}; default: all")
     parser.add_argument("--sample", type=int, default=60, help="how many mutants of each folder (60)")
     parser.add_argument("--seed", type=int, default=0, help="draws the sample (0)")
     parser.add_argument("--file-seconds-max", type=float, default=3.0, help="leave out slower test files (3)")
     parser.add_argument("--json", type=Path, default=RESULTS, help="where the results are kept (%(default)s)")
     asked = parser.parse_args()
-    unknown = [one for one in asked.folders if re.sub("/$", "", one) not in TESTS]
+    unknown = [one for one in asked.folders if re.sub("/$", "", one) not in FOLDERS]
     if unknown:
-        parser.error(f"folder {unknown[0]!r} is unknown; name one of {', '.join(TESTS)}")
+        parser.error(f"folder {unknown[0]!r} is unknown; name one of {', '.join(FOLDERS)}")
+    signal.signal(signal.SIGTERM, _stop)  # it also ends the tests' process
     for name in IMPORTED:
         importlib.import_module(name)
     results = json.loads(asked.json.read_text("utf-8")) if asked.json.exists() else {}
-    for folder in [one.rstrip("/") for one in asked.folders] or TESTS:
-        with tempfile.TemporaryDirectory(prefix="kvpipe-mutants-") as made:
-            root = Path(made) / "copy"
-            shutil.copytree(ROOT, root, symlinks=True, ignore=shutil.ignore_patterns(*LEFT_OUT))
-            (root / ".venv").symlink_to((ROOT / ".venv").resolve())
-            for part in ("kvpipe", "statemachine", "connectors"):  # by hash: a mutant may be as long and as old
-                compileall.compile_dir(root / part, quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
-            bench = Bench(root, folder, asked.file_seconds_max)
-            judged = []
-            for one, changed in proposals(root, folder, asked.sample, asked.seed):
-                judged.append(bench.judge(one, changed))
-                _say(f"{judged[-1].outcome:9} {one.file}:{one.line} {one.operator}")
-                if judged[-1].outcome == "survived":
-                    _say(judged[-1].diff)
-        results[folder] = {"seed": asked.seed, **row(judged)}
-        counts = {name: value for name, value in results[folder].items() if name != "survivors"}
-        _say(f"{folder}: {counts}")
-        asked.json.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n", "utf-8")
+    folders = [one.rstrip("/") for one in asked.folders] or FOLDERS
+    with tempfile.TemporaryDirectory(prefix="kvpipe-mutants-") as made:
+        root = Path(made) / "copy"
+        shutil.copytree(ROOT, root, symlinks=True, ignore=shutil.ignore_patterns(*LEFT_OUT))
+        (root / ".venv").symlink_to((ROOT / ".venv").resolve())
+        for folder in folders:  # by hash: a mutant may be as long and as old
+            compileall.compile_dir(root / folder, quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
+        with closing(Bench(root, asked.file_seconds_max)) as bench:
+            for folder in folders:
+                results[folder] = {"seed": asked.seed, **_tried(bench, root, folder, asked.sample, asked.seed)}
+                asked.json.write_text(json.dumps(dict(sorted(results.items())), indent=1) + "\n", "utf-8")
+
+
+def _tried(bench: Bench, root: Path, folder: str, sample: int, seed: int) -> dict[str, Any]:
+    """Try the sample of a folder, and print how each mutant fares. Returns the counts and the survivors."""
+    judged = []
+    for one, changed in proposals(root, folder, sample, seed):
+        judged.append(bench.judge(one, changed))
+        _say(f"{judged[-1].outcome:9} {one.file}:{one.line} {one.operator}, {judged[-1].tests} tests")
+        if judged[-1].outcome == "survived":
+            _say(judged[-1].diff)
+    found = row(judged)
+    _say(f"{folder}: { ({name: value for name, value in found.items() if name != 'survivors'}) }")
+    return found
 
 
 if __name__ == "__main__":

@@ -14,13 +14,21 @@ debian() { # Debian packages that a bare machine may lack, when we may install t
     echo "please install: $*" >&2; return 1
   fi
 }
-# the timeline page is tested in a real browser, tiers with a real server (Valkey, Mooncake and S3 come as Python packages)
+pip() { "${venv:-.venv}/bin/python" -m pip --disable-pip-version-check "$@" 2> >(grep -v "is ignored: it is neither" >&2); }
+# the timeline page is tested in a real browser, tiers with a real server (Valkey, Mooncake and S3 come as Python packages),
+# calls of the CUDA driver with a library that is compiled from its header, and the files in deploy/ with their own programs;
+# of Prometheus only promtool is used
 if [ "${1:-}" = programs ]; then
-  { command -v chromium && command -v chromedriver && command -v redis-server &&
-    ldconfig -p | grep libibverbs.so.1; } >/dev/null 2>&1 || debian chromium chromium-driver redis-server libibverbs1
+  { command -v chromium && command -v chromedriver && command -v redis-server && command -v gcc && command -v stunnel &&
+    command -v systemd-analyze && PATH=$PATH:/usr/sbin command -v nginx && ldconfig -p | grep libibverbs.so.1; } >/dev/null 2>&1 ||
+    debian chromium chromium-driver redis-server libibverbs1 gcc libc6-dev stunnel4 systemd nginx-light
+  command -v promtool >/dev/null 2>&1 || debian --no-install-recommends prometheus
+  cmp -s requirements/deploy.lock .cache/deploy/lock && exit
+  rm -rf .cache/deploy
+  pip install -q --no-deps --target .cache/deploy -r requirements/deploy.lock
+  cp requirements/deploy.lock .cache/deploy/lock
   exit
 fi
-pip() { "${venv:-.venv}/bin/python" -m pip --disable-pip-version-check "$@" 2> >(grep -v "is ignored: it is neither" >&2); }
 # the site's generator; what it shares with vLLM's packages (Jinja2, Pygments, …) is there, or comes along
 if [ "${1:-}" = docs ]; then
   [ -x .venv/bin/python ] || tools/setup.sh
@@ -53,7 +61,7 @@ ldconfig -p 2>/dev/null | grep -q libnuma.so.1 || [ "$kind" = cuda ] || debian l
 echo "Setting up .venv for vLLM's $kind build; this takes a few minutes, once."
 [ -x .venv/bin/python ] || "$python" -m venv .venv
 if [ "$kind" = cpu ]; then
-  pip install -q --no-deps -r "$lock" || {
+  pip install -q --no-deps --no-compile -r "$lock" || {
     echo "If torch==…+cpu was not found: point PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS at PyTorch's CPU wheels." >&2; exit 1; }
   pip install -q --no-deps --no-build-isolation -e .
 else

@@ -1,0 +1,1 @@
+"""This package has kvpipe's own threads: the event loop, and the reader of adapters' files."""
