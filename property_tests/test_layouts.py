@@ -182,7 +182,7 @@ def _own(case: Case, ranks: int, most: int) -> dict[int, int]:
 
 @given(_cases())
 @examples(60)
-def test_what_one_layout_has_stored_another_finds(case: Case) -> None:
+def test_engine_of_any_layout_finds_stored_chunks_whole_or_not_at_all(case: Case) -> None:
     """Each part is stored once.
 
     An engine of any layout finds chunks that it can use, complete and right, or nothing.

@@ -165,7 +165,7 @@ def test_the_kernel_copies_what_the_cpu_engine_copies(
 
 
 @given(case=cases())
-def test_few_copies_for_whole_chunks(case: Case) -> None:
+def test_whole_chunks_take_few_copies(case: Case) -> None:
     """A whole chunk is one copy for all layers of a piece. Other chunks need one copy per layer and run."""
     _, views = make_caches(case)
     layout = Layout(views, case.geometry, HostPool(case.geometry))

@@ -273,7 +273,7 @@ async def _clean(tier: Tier, model: Model) -> None:
 
 
 @pytest.mark.parametrize("name", CHEAP)
-def test_a_tier_is_a_dictionary_that_may_fail(name: str, tmp_path: Path) -> None:
+def test_tier_returns_written_values_or_fails(name: str, tmp_path: Path) -> None:
     """Under any calls and faults, reads return the bytes that were written, and no written value is lost."""
     spaces = itertools.count()
 

@@ -169,7 +169,7 @@ def test_preempted_and_aborted(kind: Processor | None) -> None:
     ("spec", "why"),
     [({**MTP, "disable_eagle_block_drop": True}, "disable_eagle_block_drop.*unset it")],
 )
-def test_refused(spec: dict[str, Any], why: str) -> None:
+def test_engine_is_refused_if_a_repeated_prompt_finds_no_state(spec: dict[str, Any], why: str) -> None:
     """An engine does not start if a repeated prompt would find no state."""
     with pytest.raises(UnsupportedError, match=why), drafting({"chunk_tokens": 192}, speculative_config=spec):
         pass

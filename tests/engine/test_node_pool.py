@@ -88,7 +88,7 @@ def test_engines_of_two_models_share_one_memory(node: dict[str, Any]) -> None:
         assert_clean(first_again)
 
 
-def test_engines_find_in_a_tier_what_the_memory_had(node: dict[str, Any], tmp_path: Path) -> None:
+def test_engines_find_chunks_of_the_memory_in_a_tier(node: dict[str, Any], tmp_path: Path) -> None:
     """After all engines and the holder have ended, an engine hits from disk.
 
     Other engines then find in memory what this engine has fetched. The last part of each prompt is found, too.
@@ -145,7 +145,7 @@ def test_ranks_with_another_pool_fail_every_job(node: dict[str, Any]) -> None:
         ({"pool_bytes_max": "1MiB", "chunk_tokens": 1024}, "pool_bytes_max"),
     ],
 )
-def test_what_is_not_supported_is_refused(node: dict[str, Any], keys: dict[str, Any], named: str) -> None:
+def test_unsupported_settings_are_refused(node: dict[str, Any], keys: dict[str, Any], named: str) -> None:
     """The engine does not start, and the error names the key."""
     with pytest.raises(ValueError, match=named), engine(kvpipe=node | keys):
         pass

@@ -79,7 +79,7 @@ def test_a_pool_that_the_machine_has_no_memory_for(monkeypatch: pytest.MonkeyPat
     assert [type(event) for event in reported] == [PoolShort, PoolReady]
 
 
-def test_nothing_is_evicted_from_a_pool_with_room_when_saves_are_faster_than_it_becomes_ready(
+def test_no_chunk_is_evicted_while_the_pool_becomes_ready(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A new engine finds all chunks that it has saved, although its pool is not in memory yet."""

@@ -206,7 +206,7 @@ def test_redis_in_mid_run(expected: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
-def test_a_disk_that_takes_nothing(
+def test_full_disk_changes_no_answer(
     tmp_path: Path, expected: list[list[int]], number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk becomes full, read-only or forbidden while the engine runs.

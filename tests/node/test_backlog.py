@@ -54,7 +54,7 @@ def _save_many(busy: NodeCatalog) -> None:
         busy.end_step()
 
 
-def test_published_chunk_is_kept_until_the_journal_is_read_that_far() -> None:
+def test_published_chunk_is_kept_until_its_journal_record_is_read() -> None:
     """The answer to the report arrives many steps before the engine reads the chunk's record."""
     node = DirectNode(SLOTS, 4096)
     busy, idle = _engine(node, 4), _engine(node, 2)

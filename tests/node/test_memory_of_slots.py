@@ -162,7 +162,7 @@ def test_rank_maps_its_part_of_slots_that_have_memory() -> None:
         assert bytes(rank.segment.slots or b"") == b"\xee" * 3 * PARTS * SIZE + bytes(5 * PARTS * SIZE)
 
 
-def test_rank_maps_nothing_with_use() -> None:
+def test_rank_maps_no_slot_if_pages_are_mapped_on_use() -> None:
     """With `prefault: use` the first copy of a slot maps the slot."""
     with NodeRank(SLOTS) as rank:
         readier = rank.readier(CpuEngine(0))

@@ -48,7 +48,7 @@ def _fetching(worlds: TieredWorlds) -> tuple[TieredWorld, Any, Stage]:
     return world, request, stage
 
 
-def test_chunk_is_stored_once_it_is_published(worlds: TieredWorlds) -> None:
+def test_chunk_is_stored_after_its_publication(worlds: TieredWorlds) -> None:
     """While no holder answers, nothing is stored, and an idle engine takes no steps for it."""
     first = worlds.start()
     request = first.request("one", 8)
@@ -89,7 +89,7 @@ def test_part_of_a_prompt_is_stored_before_its_request_ends(worlds: TieredWorlds
     assert [order.units for order in first.store_all()] == [3]
 
 
-def test_slot_of_a_store_is_not_reused_before_it_has_landed(worlds: TieredWorlds) -> None:
+def test_slot_of_a_store_is_not_reused_before_the_store_has_landed(worlds: TieredWorlds) -> None:
     """The holder evicts the chunk meanwhile. The slot is free when all ranks have reported the store."""
     first, second = worlds.start(), worlds.start(stock=8)
     one = first.request("one", 8)
@@ -168,7 +168,7 @@ def test_fetched_chunk_is_published_when_the_last_rank_has_landed(worlds: Tiered
     world.check()
 
 
-def test_failed_fetch_costs_no_slot(worlds: TieredWorlds) -> None:
+def test_failed_fetch_returns_its_slot(worlds: TieredWorlds) -> None:
     """The request goes on with the chunks before the failed chunk."""
     second, request, _ = _fetching(worlds)
     free = second.pool.stock.free
@@ -219,7 +219,7 @@ def test_fetch_is_shorter_when_the_stock_stays_empty(worlds: TieredWorlds, *, lo
     world.check()
 
 
-def test_fetch_of_a_chunk_that_another_engine_has_published(worlds: TieredWorlds) -> None:
+def test_fetch_of_a_published_chunk_returns_its_slot(worlds: TieredWorlds) -> None:
     """Both engines fetch it at once. The first to land wins, and no slot is lost."""
     _fill(worlds)
     engines = [worlds.start(), worlds.start()]
@@ -304,7 +304,7 @@ def test_reset_during_a_fetch_publishes_nothing_more(worlds: TieredWorlds, lande
 
 
 @pytest.mark.parametrize("landed", [False, True])
-def test_fetch_goes_on_under_another_holder(worlds: TieredWorlds, *, landed: bool) -> None:
+def test_fetch_continues_under_another_holder(worlds: TieredWorlds, *, landed: bool) -> None:
     """The engine reports its grants, so no slot is lost, and the fetched chunks are published."""
     second, request, _ = _fetching(worlds)
     if not landed:

@@ -45,7 +45,7 @@ class _Raising(Subscriber):
         raise RuntimeError(tracked, chunks)
 
 
-def test_events_come_in_the_order_of_a_life() -> None:
+def test_events_follow_the_life_of_a_request() -> None:
     """A request is saved, another request loads from it, and the cache is reset."""
     world, noted = SchedulerWorld(load="sync"), list[str]()
     world.side.events.subscribe([_Noting(noted)])

@@ -84,7 +84,7 @@ def test_only_the_first_tokens_are_saved(tokens: int, saved: int, steps: int) ->
     assert world.side.counters["units_saved"] == saved
 
 
-def test_limit_of_saves_holds_after_a_hit_beyond_it() -> None:
+def test_limit_of_saves_applies_after_a_longer_hit() -> None:
     """A request may load more than it may save."""
     world = SchedulerWorld(chunk_units=CHUNK)
     world.publish(world.request("a", 6, shared=6))

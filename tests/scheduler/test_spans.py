@@ -83,7 +83,7 @@ def test_nothing_behind_a_cut_is_saved() -> None:
     assert world.side.counters["spans_cut"] == 1
 
 
-def test_all_is_saved_when_each_span_is_computed_in_one_step() -> None:
+def test_all_units_are_saved_when_each_span_is_computed_in_one_step() -> None:
     """A step may begin inside an image whose first part vLLM's own cache holds. The rest then sees the whole image."""
     world = _world(IMAGE, (7 * UNIT, 8 * UNIT))
     request = world.request("new", 12)

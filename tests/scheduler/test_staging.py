@@ -300,7 +300,7 @@ def test_namespace_reports_a_change_of_the_reason_for_one_layout() -> None:
     assert space.bound == {"caches": 0.0, "weights": 0.0}
 
 
-def test_request_takes_the_room_of_one_that_came_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_takes_the_room_of_a_later_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """The later request gives up its stage, even if the stage holds only chunks that were already in memory."""
     tier = HeldTier()
     with tiered(tier) as (world, staging):
