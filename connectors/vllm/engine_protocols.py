@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class ManagedBlocks:
     """Reads and changes the block tables and the prefix cache of vLLM's cache manager.
 
-    It keeps no copy of the tables.
+    The object keeps no copy of the tables.
     """
 
     def __init__(self, manager: KVCacheManager) -> None:
