@@ -1,8 +1,9 @@
 """Fetches prompts from tiers into memory before a request asks for them, one prompt after the other.
 
-A prefetch uses the same lookups, orders and machines as the fetches of a waiting request (`fetches.py`). It uses only
-the lanes that waiting requests leave free, and a share of the pool. A failed prefetch costs nothing, because no request
-waits for it. Prompts that operators warm are fetched first, then those that clients have announced (`announced.py`).
+A prefetch uses the same lookups, orders and machines as the fetches of a waiting request (`fetches.py`). A prefetch
+uses only the lanes that waiting requests leave free, and a share of the pool. A failed prefetch costs nothing, because
+no request waits for it. Prompts that operators warm are fetched first, then those that clients have announced
+(`announced.py`).
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ class Subscriber:
     def finished(self, tracked: Tracked, chunks: dict[Chunk, None]) -> None:
         """The request is over, and its keys are still known.
 
-        Its cursor is FINISHED, or DRAINING while its load is still with the ranks. It may never have been admitted.
-        `chunks` is empty if the request's id was used again before the request was over.
+        Its cursor is FINISHED, or DRAINING while its load is still with the ranks. The request may never have been
+        admitted. `chunks` is empty if the request's id was used again before the request was over.
         """
 
     def reset(self) -> None:

@@ -563,10 +563,7 @@ class Staging(Subscriber):
     # ---- time, resets and what is pending -------------------------------------------------------------------------
 
     def expire(self) -> None:
-        """Skip time until no stage waits, and until tiers are asked again for hits that were too short.
-
-        For tests only.
-        """
+        """For tests: skip time until no stage waits, and tiers are asked again for hits that were too short."""
         self._skipped_s += AHEAD_S_MAX + self.patience.lookup_s_max
 
     def _now_s(self) -> float:

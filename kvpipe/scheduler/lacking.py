@@ -71,8 +71,8 @@ def lease_needed(
 ) -> list[tuple[Place, Chunk | None]] | None:
     """Lease those chunks of a prefix that memory has. Returns all chunks of the prefix.
 
-    `needed` gives the prefix that memory and tiers cover now. It is shorter if the holder of a node's memory has
-    evicted a chunk. Returns None if the holder evicts chunks in `LEASE_TRIES` tries.
+    `needed` gives the prefix that memory and tiers cover now. This prefix is shorter if the holder of a node's memory
+    has evicted a chunk. Returns None if the holder evicts chunks in `LEASE_TRIES` tries.
     """
     for _ in range(LEASE_TRIES):
         chunks = list(needed())

@@ -1,8 +1,8 @@
 """The scheduler side, which the engine calls: lookups, leases, plans of steps, and publishing of saved chunks.
 
-The scheduler side keeps no copy of a token list or of a block table. It reads the engine's requests and block tables
-when a new unit becomes final. Therefore a preempted request that is admitted again with other blocks needs no special
-case. The work per step is one comparison for each scheduled request, plus the work for new units.
+The scheduler side keeps no copy of a token list or of a block table. Instead, it reads the engine's requests and block
+tables when a new unit becomes final. Therefore a preempted request that is admitted again with other blocks needs no
+special case. The work per step is one comparison for each scheduled request, plus the work for new units.
 """
 
 from __future__ import annotations

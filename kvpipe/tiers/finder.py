@@ -280,8 +280,8 @@ class Finder(TierThread[TierLookup]):
     async def _find_elsewhere(self, index: int, lookup: TierLookup, left: list[Place]) -> None:
         """Find the places `left` in the tier with the index `index`, under the names of other splits.
 
-        The tier is asked for the first chunk of each group. It is asked for the other chunks only if it has such a
-        first chunk, or if `left` contains no whole chunk.
+        The tier is asked for the first chunk of each group. The tier is asked for the other chunks only if it has such
+        a first chunk, or if `left` contains no whole chunk.
         """
         for space, split in await self._elsewhere(index, lookup):
             parts = dict(enumerate(split))

@@ -206,8 +206,8 @@ class CudaEngine:
         """See `TransferEngine.abandon`. A copy that is queued on a stream cannot be withdrawn.
 
         Any thread may call this method. This method does not query the device, because a query would make a graph's
-        capture fail. It does not wait for a copy that blocks the queueing thread. The method does not withdraw tickets
-        that are delayed behind such a copy.
+        capture fail. The method does not wait for a copy that blocks the queueing thread. The method does not withdraw
+        tickets that are delayed behind such a copy.
         """
         if isinstance(ticket.mark, PlanQueue) and self._queueing.acquire(timeout=ABANDON_S_MAX):
             try:
