@@ -27,7 +27,7 @@ TRIALS_MAX = 5
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[CaseRunner]:
-    """Yield a runner for the cases of all mutants. It imports everything only once."""
+    """Yield a runner for the cases of all mutants. The runner imports everything only once."""
     with CaseRunner(LIMITS) as made:
         yield made
 

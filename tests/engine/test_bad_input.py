@@ -95,7 +95,7 @@ def test_sync_loads_that_vllm_cannot_recover_from_are_refused(model: str, what: 
 def test_second_layout_under_one_name_is_refused(tmp_path: Path) -> None:
     """A second engine cannot use a running engine's name with another layout.
 
-    It can use the name with the same layout.
+    With the same layout, a second engine can use the name.
     """
     config, log = {"name": "shared", "state_dir": str(tmp_path)}, tmp_path / "log"
     with engine(kvpipe=config) as live:

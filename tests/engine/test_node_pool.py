@@ -30,8 +30,8 @@ def node(short_path: Path) -> dict[str, Any]:
 def test_engines_share_one_memory(node: dict[str, Any]) -> None:
     """An engine loads chunks that another engine has saved, and gives the same answers.
 
-    It continues after the other engine was killed. An engine that starts after that hits with its first request. After
-    its reset, an engine does not find its earlier chunks, but other engines still find them.
+    The first engine continues after the other engine was killed. An engine that starts after that hits with its first
+    request. After its reset, an engine does not find its earlier chunks, but other engines still find them.
     """
     wanted, more = baseline(PROMPTS, TOKENS), [prompt(100, 93)]
     wanted_more = baseline(more, TOKENS)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.engine
 def test_a_router_distinguishes_salts_and_adapters(tmp_path: Path) -> None:
     """The router computes each request's block hashes, and finds their media.
 
-    It continues after a reset of vLLM's own cache.
+    The router continues after a reset of vLLM's own cache.
     """
     from vllm import SamplingParams
     from vllm.config import KVEventsConfig

@@ -28,7 +28,10 @@ HELLO = Hello(VERSION, "scheduler", b"e" * 16, b"n" * 32, SLOTS, SLOT_BYTES)
 
 
 class EngineProcessor:
-    """The processor of an engine that pins one chunk. Its stores are in `row` until `show` makes them visible."""
+    """The processor of an engine that pins one chunk.
+
+    The processor's stores are in `row` until `show` makes them visible.
+    """
 
     def __init__(self, segment: Segment, client: int, place: Any, *, late: bool) -> None:
         self._memory, self._late = segment.leases_of(client), late

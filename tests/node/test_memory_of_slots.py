@@ -124,7 +124,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("first", [0, 1, 3])
 def test_rank_registers_its_part_of_slots_that_have_memory(first: int) -> None:
-    """Slots without memory are not registered. They are registered when they have memory, and unregistered at the end.
+    """Slots without memory are not registered. Slots are registered when they have memory, and unregistered at the end.
 
     A load or save of a slot that is not registered goes through the driver's own buffer.
     """

@@ -50,7 +50,7 @@ def test_last_part_of_a_preempted_request_is_published(worlds: Worlds) -> None:
 
 
 def test_parts_before_a_failed_part_are_published(worlds: Worlds) -> None:
-    """They are published, and the rest is saved into another slot."""
+    """The parts before the failed part are published, and the rest is saved into another slot."""
     first = worlds.start(stock=4)
     one = first.request("one", 4, extra=1)
     first.requests = [one]

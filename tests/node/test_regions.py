@@ -113,7 +113,10 @@ def test_engines_of_both_sizes_find_their_chunks_after_a_restart(world: RegionsW
 
 
 def test_memory_has_a_bounded_number_of_slot_sizes(world: RegionsWorld) -> None:
-    """A size without engines makes room for the next one. Its chunks are lost, and its bytes are used again."""
+    """A size without engines makes room for the next one.
+
+    The chunks of that size are lost, and its bytes are used again.
+    """
     sizes = [8192 + 64 * n for n in range(REGIONS_MAX)]
     engines = [world.start(SIZES[0]), *(world.start(size) for size in sizes[:-1])]
     world.saves(engines[3], range(8))

@@ -123,7 +123,7 @@ def test_chunk_that_was_evicted_before_its_turn_is_not_stored(worlds: TieredWorl
 
 
 def test_fetched_chunks_are_found_by_other_engines(worlds: TieredWorlds) -> None:
-    """They are published when all ranks have them. Only then the request goes on, with all of its hit."""
+    """Fetched chunks are published when all ranks have them. Only then the request goes on, with all of its hit."""
     second, request, stage = _fetching(worlds)
     third = worlds.start()
     assert [order.stores for order in second.begun] == [False, False]
@@ -220,7 +220,7 @@ def test_fetch_is_shorter_when_the_stock_stays_empty(worlds: TieredWorlds, *, lo
 
 
 def test_fetch_of_a_published_chunk_returns_its_slot(worlds: TieredWorlds) -> None:
-    """Both engines fetch it at once. The first to land wins, and no slot is lost."""
+    """Both engines fetch the chunk at once. The first to land wins, and no slot is lost."""
     _fill(worlds)
     engines = [worlds.start(), worlds.start()]
     asked = [engine.request(str(at), 8, shared=8, extra=1) for at, engine in enumerate(engines)]

@@ -224,7 +224,7 @@ class RegionsWorld:
         return engine
 
     def end(self, engine: SizedEngine) -> None:
-        """Kill an engine. Its leases end when the holder sees that."""
+        """Kill an engine. The engine's leases end when the holder sees its exit."""
         self.engines.remove(engine)
         while any(client.token == engine.token for _, client in self.memory.clients):
             self.holding(lambda: self.memory.died(engine.process))
