@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from kvpipe.connectors.vllm.hints import PARAMETER, hints_of
 from kvpipe.connectors.vllm.limits import LOAD_TIERS, LOAD_TOKENS, MATCHERS_MAX, SAVE_TOKENS, limits_of
-from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
 from kvpipe.features.hints import ACTIONS_MAX, PAYLOADS, PREFIX
 from kvpipe.scheduler.wishes import RawHints
 from property_tests.profiles import examples
+from tests.rigs.scheduler_world import UNIT, SchedulerWorld
 
 TEXT = st.text(st.characters(), max_size=70)
 """Texts that may contain lone surrogates, which JSON allows."""

@@ -9,10 +9,10 @@ import pytest
 
 from kvpipe.connectors.vllm.remedies.admission import STATE_BLOCKS_MAX, LoadAdmission
 from kvpipe.connectors.vllm.remedies.invalid_blocks import ScheduledRange, Spoiled
-from kvpipe.connectors.vllm.trial.scheduler_world import SYNC, UNIT, SchedulerWorld, slots_of
 from kvpipe.protocol.engine import LATER, MISS, Hit
 from kvpipe.protocol.messages import BROKEN
 from kvpipe.scheduler.lookups import LATER_STEPS_MAX
+from tests.rigs.scheduler_world import SYNC, UNIT, SchedulerWorld, slots_of
 
 
 def _one_loads() -> tuple[SchedulerWorld, Any, Any]:

@@ -12,12 +12,12 @@ from kvpipe.cache.catalog import Catalog
 from kvpipe.cache.policy import Lru
 from kvpipe.cache.quotas import Accounts
 from kvpipe.cache.tenants import ANYBODY, SALT_KEPT_CHARS_MAX, AdapterIdentity, Tenants
-from kvpipe.connectors.vllm.trial.scheduler_world import SchedulerWorld
 from kvpipe.inputs.quota_spec import parse_quotas
 from kvpipe.manage.holders import selecting
 from kvpipe.manage.models import EvictMatching
 from kvpipe.manage.salts import salt_digest
 from kvpipe.trace.log import Counters
+from tests.rigs.scheduler_world import SchedulerWorld
 
 
 class _Asked:

@@ -9,9 +9,9 @@ import pytest
 
 from kvpipe import __version__
 from kvpipe.cli import main as cli
-from kvpipe.connectors.vllm.trial.scheduler_world import UNIT
 from kvpipe.testing.catalog_integrity import check_integrity
 from tests.manage.conftest import Managed
+from tests.rigs.scheduler_world import UNIT
 
 
 def prompt(name: str, tokens: int) -> dict[str, Any]:

@@ -13,13 +13,13 @@ import pytest
 
 from kvpipe.cache.tenants import Tenant
 from kvpipe.cli import main as cli
-from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
 from kvpipe.features.pins import PART_CHUNKS, PART_SLOTS
 from kvpipe.manage import reads
 from kvpipe.manage.salts import salt_digest
 from kvpipe.testing.catalog_integrity import check_integrity
 from tests.manage.conftest import TOKEN, Managed
 from tests.manage.test_api import prompt
+from tests.rigs.scheduler_world import UNIT, SchedulerWorld
 
 ALICE, BOB = (salt_digest(TOKEN.encode(), name) for name in ("alice", "bob"))
 

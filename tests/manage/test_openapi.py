@@ -10,10 +10,10 @@ import openapi_spec_validator
 import pytest
 from fastapi.routing import APIRoute
 
-from kvpipe.connectors.vllm.trial.scheduler_world import UNIT
 from kvpipe.manage import models
 from kvpipe.manage.api import make_app
 from tests.manage.conftest import Managed
+from tests.rigs.scheduler_world import UNIT
 
 PROMPT = {"tokens": list(range(4 * UNIT)), "cache_salt": "a"}
 ASKED: list[tuple[str, str, str, Any]] = [

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from kvpipe.cli import main as cli
-from kvpipe.connectors.vllm.trial.scheduler_world import UNIT
 from kvpipe.features.orders import ORDERS_MAX
 from kvpipe.manage.engine import ManagedEngine
 from kvpipe.testing.catalog_integrity import check_integrity
 from kvpipe.testing.waiting import WAIT_S, eventually
 from tests.manage.conftest import Managed
 from tests.manage.test_api import prompt
+from tests.rigs.scheduler_world import UNIT
 
 CHUNK = 16
 

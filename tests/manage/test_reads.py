@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
 from kvpipe.features.orders import READS_MAX, Order, Orders, Work
 from kvpipe.manage import reads
 from kvpipe.manage.survey import TierSurvey
@@ -18,6 +17,7 @@ from kvpipe.testing.waiting import WAIT_S, eventually
 from kvpipe.trace.log import Counters
 from tests.manage.conftest import READS, Managed
 from tests.manage.test_api import prompt
+from tests.rigs.scheduler_world import UNIT, SchedulerWorld
 
 LONG_TOKENS = 128 << 10
 

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from kvpipe.connectors.vllm.scheduler_role import SchedulerRole
-from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
 from kvpipe.features.orders import Turns
 from kvpipe.manage import SHARED
 from kvpipe.manage.api import make_app
@@ -27,6 +26,7 @@ from kvpipe.trace.recorder import Recorder
 from tests.manage.conftest import Managed
 from tests.manage.test_api import prompt
 from tests.manage.test_tiers import SPACE, hold
+from tests.rigs.scheduler_world import UNIT, SchedulerWorld
 from tests.rigs.touched_attributes import AttributeWatch, classes_of
 
 CHUNK = 16

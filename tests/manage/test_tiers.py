@@ -11,7 +11,6 @@ import anyio
 import pytest
 
 from kvpipe.cli import main as cli
-from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
 from kvpipe.protocol.messages import Report
 from kvpipe.statemachine import breaker as m
 from kvpipe.testing.held_tier import DictSpec, HeldTier
@@ -20,6 +19,7 @@ from kvpipe.tiers.base import Key
 from kvpipe.tiers.guard import FAULTS_MAX, FIND, guarded
 from kvpipe.tiers.prefix_keys import chunk_name
 from tests.manage.conftest import Managed
+from tests.rigs.scheduler_world import UNIT, SchedulerWorld
 
 SPACE, CHUNK = "1" * 32, 16
 

@@ -22,7 +22,6 @@ from rich.console import Console
 
 from kvpipe.cli import main as cli
 from kvpipe.cli import screen, seen, top
-from kvpipe.connectors.vllm.trial.scheduler_world import UNIT
 from kvpipe.inputs.listening import Address
 from kvpipe.manage.models import EngineState, Holders, RequestHolds
 from kvpipe.manage.salts import salt_digest
@@ -30,6 +29,7 @@ from kvpipe.testing.waiting import WAIT_S
 from tests.manage.conftest import TOKEN, Managed
 from tests.manage.test_client import answering
 from tests.rigs.interrupts import interrupts_enabled
+from tests.rigs.scheduler_world import UNIT
 
 
 @pytest.fixture(autouse=True)

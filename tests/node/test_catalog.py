@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from kvpipe.cache.catalog import Catalog
-from kvpipe.connectors.vllm.trial.scheduler_world import SAVE, SchedulerWorld
 from kvpipe.node.catalog import NodeCatalog
 from kvpipe.node.keeper import Keeper
 from kvpipe.node.replica import RECORDS_MAX, NodeLeases, SlotPins, split
@@ -20,6 +19,7 @@ from kvpipe.protocol.messages import Job
 from kvpipe.statemachine.core import IllegalTransition
 from kvpipe.testing.direct_node import DirectNode, DirectPool
 from kvpipe.testing.node_integrity import check_node_integrity
+from tests.rigs.scheduler_world import SAVE, SchedulerWorld
 
 CHUNK = 4
 SLOT_BYTES = 4096

@@ -7,12 +7,12 @@ import time
 import pytest
 
 from kvpipe.connectors.vllm.metrics import METRICS
-from kvpipe.connectors.vllm.trial.scheduler_world import SAVE
 from kvpipe.node import client
 from kvpipe.scheduler.gauges import totals
 from kvpipe.statemachine.node_link import HOLDER_LOST, WELCOME
 from kvpipe.testing.direct_node import DirectPool
 from tests.node.test_catalog import NodeWorld, Worlds
+from tests.rigs.scheduler_world import SAVE
 
 
 def _metrics(engine: NodeWorld) -> dict[str, float]:

@@ -7,13 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from kvpipe.connectors.vllm.trial.scheduler_world import SchedulerWorld
 from kvpipe.scheduler.events import EVENTS, Events, Subscriber, nobody
 from kvpipe.scheduler.notified import NotifiedRouters
 from kvpipe.testing.held_tier import DictSpec, HeldTier
 from kvpipe.tiers.guard import FIND, guarded
 from kvpipe.trace.log import Counters
 from kvpipe.trace.recorder import OFF
+from tests.rigs.scheduler_world import SchedulerWorld
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/architecture.md"
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
-from kvpipe.connectors.vllm.trial.scheduler_world import (
+from kvpipe.protocol.engine import LATER
+from kvpipe.statemachine.core import IllegalTransition
+from tests.rigs.scheduler_world import (
     SYNC,
     UNIT,
     SchedulerWorld,
 )
-from kvpipe.protocol.engine import LATER
-from kvpipe.statemachine.core import IllegalTransition
 
 
 def _boom(*_: object, **__: object) -> None:

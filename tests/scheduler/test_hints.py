@@ -11,9 +11,9 @@ import pytest
 
 from kvpipe.cache.chunks import Chunk
 from kvpipe.cache.policy.hints import Action, Hint
-from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, CountingIndex, SchedulerWorld
 from kvpipe.features.hints import ACTIONS_MAX, FIELDS_MAX, RESUME_S_MAX, TTL_S, TTL_S_MAX, read
 from kvpipe.scheduler.wishes import RawAction, RawHints
+from tests.rigs.scheduler_world import UNIT, CountingIndex, SchedulerWorld
 
 CHUNK_UNITS = 4
 NOW_S = 1000.0

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import pytest
 
-from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
 from kvpipe.protocol.engine import LATER
 from kvpipe.protocol.limits import RequestLimits, TierMatcher
 from kvpipe.testing.held_tier import DictSpec, HeldTier
@@ -17,6 +16,7 @@ from kvpipe.testing.waiting import PATIENT, eventually
 from kvpipe.tiers.base import Key
 from kvpipe.tiers.guard import FIND, guarded
 from kvpipe.tiers.prefix_keys import chunk_name
+from tests.rigs.scheduler_world import UNIT, SchedulerWorld
 
 SPACE, CHUNK, UNITS = "1" * 32, 4, 10
 LOCAL, REMOTE = TierMatcher(None, "local"), TierMatcher(None, "remote")

@@ -12,12 +12,12 @@ import pytest
 from kvpipe.cache.chunks import Owner
 from kvpipe.cache.leases import oldest_lease_s
 from kvpipe.cache.prefixes import Prefixes
-from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
 from kvpipe.features.orders import ORDERS_MAX, Order, OrderRefusedError, Orders, Work
 from kvpipe.features.pins import PART_CHUNKS, EvictedPrompt, PinnedPrompt
 from kvpipe.scheduler.side import SchedulerSide
 from kvpipe.testing.catalog_integrity import check_integrity
 from kvpipe.trace.log import Counters
+from tests.rigs.scheduler_world import UNIT, SchedulerWorld
 
 CHUNK = 16
 NOT_THE_ENGINES = {"stats", "machines", "trace_moves", "bind", "adapter_called"}

@@ -9,15 +9,6 @@ from typing import Any
 import pytest
 
 from kvpipe.cache.chunks import Chunk
-from kvpipe.connectors.vllm.trial.scheduler_world import (
-    ASYNC,
-    SAVE,
-    SYNC,
-    UNIT,
-    CountingIndex,
-    SchedulerWorld,
-    slots_of,
-)
 from kvpipe.protocol.engine import MISS, Recovery
 from kvpipe.protocol.messages import BROKEN, Job
 from kvpipe.scheduler.gauges import totals
@@ -26,6 +17,15 @@ from kvpipe.statemachine import request as request_m
 from kvpipe.trace import miss_reasons
 from kvpipe.trace.events import RequestAdmitted
 from kvpipe.trace.recorder import Recorder
+from tests.rigs.scheduler_world import (
+    ASYNC,
+    SAVE,
+    SYNC,
+    UNIT,
+    CountingIndex,
+    SchedulerWorld,
+    slots_of,
+)
 
 
 @pytest.mark.parametrize("apart", [False, True])

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvpipe.cache.prefixes import uncut
-from kvpipe.connectors.vllm.trial.scheduler_world import SAVE, UNIT, SchedulerWorld
 from kvpipe.protocol.engine import Request, WholeSpan
 from kvpipe.protocol.messages import Job
+from tests.rigs.scheduler_world import SAVE, UNIT, SchedulerWorld
 
 IMAGE: WholeSpan = (2 * UNIT + 4, 5 * UNIT - 3)
 """A span in units 2, 3 and 4. Neither of its ends is the end of a unit."""

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
 from kvpipe.protocol.engine import LATER
 from kvpipe.protocol.messages import ONE_BAD, ONE_OK
 from kvpipe.scheduler.fetches import ORDERS_PER_LANE
@@ -23,6 +22,7 @@ from kvpipe.tiers.base import Key
 from kvpipe.tiers.guard import FIND, guarded
 from kvpipe.tiers.namespace import Namespace
 from kvpipe.tiers.prefix_keys import chunk_name
+from tests.rigs.scheduler_world import UNIT, SchedulerWorld
 
 SPACE, CHUNK, LANES = "1" * 32, 4, 2
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
 from kvpipe.protocol.engine import LATER
 from kvpipe.scheduler.gauges import totals
 from kvpipe.scheduler.records import LookupResult
@@ -18,6 +17,7 @@ from kvpipe.trace import miss_reasons, transitions
 from kvpipe.trace.miss_reasons import LostKeys
 from kvpipe.trace.recorder import Recorder
 from kvpipe.trace.replay import Replay
+from tests.rigs.scheduler_world import UNIT, SchedulerWorld
 
 
 class Noted(SchedulerWorld):

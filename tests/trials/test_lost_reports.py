@@ -10,9 +10,9 @@ import pytest
 from kvpipe.connectors.vllm.connector import KVPipeConnector
 from kvpipe.connectors.vllm.metadata import ReportMetadata
 from kvpipe.connectors.vllm.scheduler_role import SchedulerRole
-from kvpipe.connectors.vllm.trial.scheduler_world import SAVE, SYNC, SchedulerWorld
 from kvpipe.protocol.messages import Report, Tally
 from kvpipe.trace.log import Counters
+from tests.rigs.scheduler_world import SAVE, SYNC, SchedulerWorld
 
 
 def _boom(*_: object, **__: object) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from kvpipe.config.settings import load_settings
 from kvpipe.connectors.vllm.metadata import PlanMetadata
-from kvpipe.connectors.vllm.trial.scheduler_world import ASYNC, SYNC, UNIT, SchedulerWorld
 from kvpipe.protocol.geometry import Geometry, Group, Layer
 from kvpipe.protocol.messages import Kind, Outcome, Report, StepPlan, Tally
 from kvpipe.scheduler.hooks import EngineFacts
@@ -20,6 +19,7 @@ from kvpipe.testing.waiting import WAIT_S
 from kvpipe.transfer.base import Direction
 from kvpipe.worker.batch import Batch
 from tests.rigs.pipeline_rig import Rig, SideRig, job, plan
+from tests.rigs.scheduler_world import ASYNC, SYNC, UNIT, SchedulerWorld
 
 GEOMETRY = Geometry((Group((Layer("a", 100), Layer("b", 100)), block_tokens=4),), 16, 1 << 20)
 

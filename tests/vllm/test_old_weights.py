@@ -13,11 +13,11 @@ from kvpipe.connectors.vllm.identity import engine_facts
 from kvpipe.connectors.vllm.remedies.admission import LoadAdmission
 from kvpipe.connectors.vllm.remedies.encoded import Encoded
 from kvpipe.connectors.vllm.remedies.stale import Stale
-from kvpipe.connectors.vllm.trial.scheduler_world import geometry_of_windows
 from kvpipe.connectors.vllm.trial.shapes import SHAPES
 from kvpipe.connectors.vllm.trial.trial import Trial
 from kvpipe.errors import UnsupportedError
 from kvpipe.trace.log import Counters
+from tests.rigs.scheduler_world import geometry_of_windows
 
 
 class _Manager:

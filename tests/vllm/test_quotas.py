@@ -16,13 +16,13 @@ from kvpipe.cache.quotas import Accounts, SharedCatalog
 from kvpipe.cache.tenants import ANYBODY, Tenant
 from kvpipe.config.settings import load_settings
 from kvpipe.connectors.vllm.metrics import Meter
-from kvpipe.connectors.vllm.trial.scheduler_world import SchedulerWorld
 from kvpipe.errors import ConfigError
 from kvpipe.inputs.quota_spec import parse_quotas
 from kvpipe.manage import reads
 from kvpipe.scheduler.gauges import quota_totals, totals
 from kvpipe.testing.catalog_integrity import check_integrity
 from kvpipe.trace.log import Counters
+from tests.rigs.scheduler_world import SchedulerWorld
 
 SLOTS = 8
 ALICE, BOB, EVE = Tenant("a"), Tenant("b"), Tenant("e")
