@@ -17,7 +17,7 @@ LEASE_TRIES: Final = 3
 
 
 def lacking(catalog: Catalog, group: int, keys: Sequence[bytes], ends: Iterable[int]) -> list[int]:
-    """Return those of `ends` whose chunks of `group` are not in memory. `keys[end - 1]` is the key of the chunk."""
+    """Return the ends in `ends` whose chunks of `group` are not in memory. `keys[end - 1]` is the key of the chunk."""
     index = catalog.index(group)
     return [end for end in ends if keys[end - 1] not in index]
 

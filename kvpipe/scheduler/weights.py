@@ -32,7 +32,7 @@ class Weights:
 
     @property
     def doubtful(self) -> bool:
-        """Whether the weights may differ from those of `digest`, or no rank has reported yet."""
+        """Whether the weights may differ from the weights of `digest`, or no rank has reported yet."""
         return self.awaited or self._answered < self._question
 
     def know(self, reports: Iterable[str]) -> bool:

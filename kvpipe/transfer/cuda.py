@@ -307,7 +307,7 @@ class CudaEngine:
         return queue.bytes >= self._wave_bytes or no_more
 
     def _go_on(self) -> None:
-        """Queue patient loads until two waves of them are in flight. The caller holds `_queueing`."""
+        """Queue patient loads until two waves of patient loads are in flight. The caller holds `_queueing`."""
         while self._patient and self._is_full(queue := self._patient[0]):
             if queue.tickets:
                 with self._news:
