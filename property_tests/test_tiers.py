@@ -114,7 +114,7 @@ class Model:
                 self.may[key] |= {self.values[key, step.seed] for step in mine if step.what == "write"}
 
     def see(self, key: int, ends: set[Held], *, alone: bool) -> None:
-        """Record that a call has seen one of `ends`. One of them must be possible.
+        """Record that a call has seen one of `ends`. At least one end must be possible.
 
         Without concurrent calls it is now certain.
         """

@@ -1,4 +1,4 @@
-"""Copies: merged runs copy the same as the rows, and the bytes are those of a naive copy, there and back."""
+"""Copies: merged runs copy the same bytes as single rows, and saves and loads give the bytes of a naive copy."""
 
 from __future__ import annotations
 

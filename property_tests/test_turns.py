@@ -191,7 +191,7 @@ class Tried:
 def test_one_thread_has_the_turn_and_each_order_is_carried_out_once(
     calls: list[str], ordered: int, runs: list[int]
 ) -> None:
-    """This holds wherever the threads are switched."""
+    """The property holds wherever the threads are switched."""
     tried = Tried(calls, ordered)
     tried.steps.run(runs)
     assert tried.steps.errors == []

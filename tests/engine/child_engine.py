@@ -19,7 +19,7 @@ class Child:
     def __init__(self, options: dict[str, Any], environment: dict[str, str] | None = None) -> None:
         """Start the engine.
 
-        `options` are those of `tests.engine.common.engine`, `environment` has further variables.
+        `options` are the options of `tests.engine.common.engine`. `environment` has further variables.
         """
         self._pipe, theirs = multiprocessing.Pipe()
         self._process = Forked(serve, theirs, options, environment or {})

@@ -2,7 +2,7 @@
 
 The ranks run with the tests' own worker classes, because vLLM's CPU build lacks two parts. vLLM's kernel does not know
 which experts a rank has (`staged.ExpertWorker`). vLLM's communicator cannot bring tokens to the experts of other
-engines (`staged.ReplicaWorker`). The expected answers are those of an engine with one rank.
+engines (`staged.ReplicaWorker`). An engine with one rank gives the expected answers.
 """
 
 from __future__ import annotations

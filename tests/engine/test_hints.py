@@ -122,7 +122,7 @@ def test_announced_session_is_in_memory_before_its_request_arrives(tmp_path: Pat
 
 
 def test_hints_sent_to_the_server_reach_the_engine(tmp_path: Path) -> None:
-    """A client's hints in `kv_transfer_params` arrive at the engine, and none of them changes the answer."""
+    """A client's hints in `kv_transfer_params` arrive at the engine, and no hint changes the answer."""
     token = tmp_path / "token"
     token.touch(0o600)
     token.write_text(TOKEN, encoding="utf-8")

@@ -38,7 +38,7 @@ def _answer(live: Engine, session: str) -> list[int]:
 def test_a_session_with_more_input_later(*, asynchronous: bool) -> None:
     """The session's answer equals that of an engine without kvpipe.
 
-    A later request with the same tokens finds all of them.
+    A later request with the same tokens finds all of these tokens.
     """
     options: dict[str, Any] = {"enable_prefix_caching": False, "async_scheduling": asynchronous}
     with engine(kvpipe=None, **options) as plain:

@@ -63,7 +63,7 @@ def test_engines_share_one_memory(node: dict[str, Any]) -> None:
 
 
 def test_engines_of_two_models_share_one_memory(node: dict[str, Any]) -> None:
-    """Each engine restarts while the other one serves, and hits with its first request. Answers stay right."""
+    """Each engine restarts while the other engine serves, and hits with its first request. Answers stay right."""
     wanted, other = baseline(PROMPTS, TOKENS), baseline(PROMPTS, TOKENS, "llama-mha")
     options: dict[str, Any] = {"kvpipe": node | {"pool_bytes_max": "128MiB"}, "enable_prefix_caching": False}
     first = Child(options)

@@ -1,7 +1,7 @@
 """No order in which processors may do stores and loads lets the holder reuse a slot that an engine has pinned.
 
 The processors of most machines keep stores in a buffer for a while, so that a later load is done first. Such an order
-is too rare to wait for, so this test makes all of them. A store of the engine or of the holder is visible at once, or
+is too rare to wait for, so this test makes every order. A store of the engine or of the holder is visible at once, or
 not before the next fence.
 """
 

@@ -165,7 +165,7 @@ def test_memory_that_cannot_be_replaced_stays(folder: Path, monkeypatch: pytest.
 
 
 def test_engine_with_another_memory_is_refused(folder: Path) -> None:
-    """The slots of the engine's memory are not those of the holder's memory."""
+    """The engine's memory has other slots than the holder's memory."""
     with _holding(folder) as holder:
         Caller(holder, folder).ask(_hello())
         answer, _ = Caller(holder, folder).ask(_hello(2, segment=b"x" * 16))
@@ -186,7 +186,7 @@ def test_garbage_ends_the_connection_only(folder: Path) -> None:
 
 
 def test_batch_with_an_old_boot_token_ends_the_connection(folder: Path) -> None:
-    """The engine has spoken to another holder, and greets this one first."""
+    """The batch has the boot token of another holder, so the engine must greet this holder first."""
     with _holding(folder) as holder:
         caller = Caller(holder, folder)
         welcome, _ = caller.ask(_hello())
@@ -199,7 +199,7 @@ def test_batch_with_an_old_boot_token_ends_the_connection(folder: Path) -> None:
 def test_new_holder_waits_for_the_earlier_memory(folder: Path) -> None:
     """A holder that a supervisor restarts has no descriptor of the earlier memory.
 
-    The holder refuses engines (`again`) until one of them sends the descriptor.
+    The holder refuses engines (`again`) until an engine sends the descriptor.
     """
     with _holding(folder) as holder:
         welcome, fd = Caller(holder, folder).ask(_hello())

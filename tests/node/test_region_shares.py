@@ -21,7 +21,7 @@ def _busy(world: RegionsWorld) -> tuple[SizedEngine, SizedEngine]:
 
 
 def _grown(world: RegionsWorld) -> list[int]:
-    """Return how often each region has got memory of the other one."""
+    """Return how often each region has got memory of the other region."""
     return [keeper.counts["grown"] for _, keeper in world.memory.regions.values()]
 
 
@@ -93,7 +93,10 @@ def test_only_a_new_engine_gets_memory_at_once(world: RegionsWorld, how: str) ->
 
 
 def test_single_region_takes_no_slot_of_a_new_engine(world: RegionsWorld) -> None:
-    """A region had nothing to evict before its slots had memory. That was long ago when slots of another size come."""
+    """A region had nothing to evict before its slots had memory.
+
+    When slots of another size are added, this was long ago.
+    """
     world.start(SIZES[0])
     world.memory.regions[0].keeper.short = math.inf
     world.start(SIZES[1])

@@ -188,7 +188,7 @@ def _beats(*engines: SizedEngine) -> list[int]:
 def test_engines_of_all_sizes_see_the_clock_move_while_the_holder_reads_tables(
     world: RegionsWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise engines would kill the next holder of a memory with many slots, and each holder after that one."""
+    """Otherwise engines would kill the next holder of a memory with many slots, and each later holder."""
     engines = world.start(SIZES[0]), world.start(SIZES[1])
     world.saves(engines[0], range(8))
     monkeypatch.setattr("kvpipe.node.ledger.BEAT_SLOTS", 4)

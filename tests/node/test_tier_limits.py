@@ -86,7 +86,7 @@ def test_chunks_that_cannot_be_fetched_without_a_holder_are_no_fault_of_a_tier(w
 
 
 def test_fetch_without_a_slot_is_no_dropped_save(worlds: TieredWorlds) -> None:
-    """The parts of requests that decode go on growing."""
+    """The parts of decoding requests continue to grow."""
     world = worlds.start(stock=1)
     grows = world.request("grows", 3)
     world.requests = [grows]

@@ -80,7 +80,7 @@ def test_only_the_engine_that_wrote_a_chunk_stores_it(worlds: TieredWorlds) -> N
 
 
 def test_part_of_a_prompt_is_stored_before_its_request_ends(worlds: TieredWorlds) -> None:
-    """The request goes on in another slot, so the part that ends with the prompt does not grow any more."""
+    """The request continues in another slot, so the part that ends with the prompt does not grow any more."""
     first = worlds.start()
     one = first.request("one", 6)
     first.begin(one, 6, 7)
@@ -123,7 +123,7 @@ def test_chunk_that_was_evicted_before_its_turn_is_not_stored(worlds: TieredWorl
 
 
 def test_fetched_chunks_are_found_by_other_engines(worlds: TieredWorlds) -> None:
-    """Fetched chunks are published when all ranks have them. Only then the request goes on, with all of its hit."""
+    """Fetched chunks are published when all ranks have them. Only then the request continues, with its whole hit."""
     second, request, stage = _fetching(worlds)
     third = worlds.start()
     assert [order.stores for order in second.begun] == [False, False]
@@ -169,7 +169,7 @@ def test_fetched_chunk_is_published_when_the_last_rank_has_landed(worlds: Tiered
 
 
 def test_failed_fetch_returns_its_slot(worlds: TieredWorlds) -> None:
-    """The request goes on with the chunks before the failed chunk."""
+    """The request continues with the chunks before the failed chunk."""
     second, request, _ = _fetching(worlds)
     free = second.pool.stock.free
     second.carry()
@@ -263,7 +263,7 @@ def test_chunk_in_memory_that_is_evicted_before_the_plan_is_no_fault(worlds: Tie
 
 
 def test_engine_without_a_holder_does_not_wait_for_tiers(worlds: TieredWorlds) -> None:
-    """A request that waits for a landed fetch goes on as well. The next holder publishes the fetched chunks."""
+    """A request that waits for a landed fetch continues, too. The next holder publishes the fetched chunks."""
     second, request, stage = _fetching(worlds)
     second.pool.mute = True
     second.carry()
