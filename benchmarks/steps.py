@@ -23,11 +23,11 @@ import torch
 
 from benchmarks.calls import blocks_of, request_of
 from benchmarks.host import make_side
+from benchmarks.null_device import NullDevice
 from benchmarks.report import Figure
 from kvpipe.config.settings import load_settings
 from kvpipe.protocol.geometry import Geometry, Group, Layer
 from kvpipe.protocol.messages import ONE_OK, Job, Kind, Report, StepPlan
-from kvpipe.testing.null_device import NullDevice
 from kvpipe.transfer.cuda import CudaEngine
 from kvpipe.transfer.movers import Mover
 from kvpipe.worker.caches import Hooks, PagedCaches

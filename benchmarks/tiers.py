@@ -41,7 +41,7 @@ def _without_tiers(engine: Engine) -> Iterator[None]:
 
 
 def run() -> list[Figure]:
-    """Return the figures of both, each measured on its own engine."""
+    """Return the figures of both tiers, each measured on its own engine."""
     bind_cores()
     folder = Path(tempfile.mkdtemp(prefix=".bench-", dir=Path(__file__).parents[1]))  # /tmp may be in memory
     try:

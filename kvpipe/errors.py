@@ -1,7 +1,7 @@
 """The two base classes of everything that kvpipe raises, and their subclasses.
 
-`UsageError`: the caller is wrong. It is raised early, with one sentence that names the key, the value and the remedy.
-`TransferError`: something outside of kvpipe has failed. It fails one job and never reaches the engine.
+`UsageError`: the caller is wrong. This error is raised early, with one sentence that names the key, the value and the
+remedy. `TransferError`: something outside of kvpipe has failed. This error fails one job and never reaches the engine.
 """
 
 from __future__ import annotations

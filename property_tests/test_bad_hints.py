@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from kvpipe.connectors.vllm.hints import PARAMETER, hints_of
 from kvpipe.connectors.vllm.limits import LOAD_TIERS, LOAD_TOKENS, MATCHERS_MAX, SAVE_TOKENS, limits_of
-from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
 from kvpipe.features.hints import ACTIONS_MAX, PAYLOADS, PREFIX
 from kvpipe.scheduler.wishes import RawHints
 from property_tests.profiles import examples
+from tests.rigs.scheduler_world import UNIT, SchedulerWorld
 
 TEXT = st.text(st.characters(), max_size=70)
 """Texts that may contain lone surrogates, which JSON allows."""
@@ -71,7 +71,9 @@ def _means_anything(raw: RawHints) -> bool:
 @pytest.mark.parametrize("policy", ["sessions", "lru"])
 @given(envelope=ENVELOPE, parameters=JSON | st.fixed_dictionaries({PARAMETER: OWN}), salt=st.none() | TEXT)
 @examples(150)
-def test_bad_hints(policy: str, envelope: object, parameters: object, salt: str | None) -> None:
+def test_hints_of_any_json_type_change_no_answer(
+    policy: str, envelope: object, parameters: object, salt: str | None
+) -> None:
     """Hints of any JSON type, at any place and of any size, change no answer and cause no fault."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVPIPE_POLICY", policy)
@@ -91,7 +93,7 @@ LIMITS: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
 
 @given(parameters=LIMITS)
 @examples(150)
-def test_bad_limits(parameters: dict[str, Any]) -> None:
+def test_limits_of_any_json_type_apply_or_count_as_invalid(parameters: dict[str, Any]) -> None:
     """A limit of any JSON type either applies, or counts as invalid and limits nothing."""
     world = SchedulerWorld(chunk_units=4, slots=8)
     world.publish(world.request("first", 6, shared=7))

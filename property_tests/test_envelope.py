@@ -41,7 +41,7 @@ def outcome(sealer: Sealer, key: Key, count: int, header: bytes, body: bytes) ->
 
 @examples(300)
 @given(sealers, keys, units, st.integers(1, 3), st.integers(0, 99))
-def test_what_is_sealed_comes_back(sealer: Sealer, key: Key, count: int, pages: int, seed: int) -> None:
+def test_sealed_value_is_restored(sealer: Sealer, key: Key, count: int, pages: int, seed: int) -> None:
     """Every key, number of units and body is restored, and the header contains key and units."""
     body = content(seed, pages * ALIGN_BYTES)
     header, stored = sealer.seal(key, count, filled(body, (len(body),))[0])
@@ -93,7 +93,7 @@ def test_forged_fields_are_damaged(sealer: Sealer, at: int, forged: bytes) -> No
 
 @examples(200)
 @given(st.binary(max_size=2 * HEADER_BYTES))
-def test_any_length_is_answered(data: bytes) -> None:
+def test_value_of_any_length_is_parsed_or_damaged(data: bytes) -> None:
     """Bytes of any length are either parsed or damaged."""
     with pytest.raises(DamagedError):
         describe(data)

@@ -57,7 +57,7 @@ class Lies(NamedTuple):
 class Case(NamedTuple):
     """`ranks` write and `readers` read. `units` is the length of each chunk, of at most `per_chunk`.
 
-    `most` and `theirs` are the `share_ranks_max` of the writers and of the readers.
+    `most` is the `share_ranks_max` of the writers, and `theirs` that of the readers.
     """
 
     groups: tuple[Lies, ...]
@@ -86,7 +86,7 @@ class Rank:
     """One rank: its pool, its carrier, and the expected content of its slots."""
 
     def __init__(self, case: Case, rank: int, ranks: int, most: int, tier: HeldTier) -> None:
-        """`ranks` and `most` are those of the rank's engine."""
+        """`ranks` and `most` belong to the rank's engine."""
         made = [
             Group(tuple(Layer(f"{g} {i}", lies.page_bytes(i, ranks)) for i in range(len(lies.layers))), BLOCK_TOKENS)
             for g, lies in enumerate(case.groups)
@@ -182,7 +182,7 @@ def _own(case: Case, ranks: int, most: int) -> dict[int, int]:
 
 @given(_cases())
 @examples(60)
-def test_what_one_layout_has_stored_another_finds(case: Case) -> None:
+def test_engine_of_any_layout_finds_stored_chunks_whole_or_not_at_all(case: Case) -> None:
     """Each part is stored once.
 
     An engine of any layout finds chunks that it can use, complete and right, or nothing.

@@ -31,7 +31,7 @@ SIZES = (64, 96, 8)
 class Case(NamedTuple):
     """Caches with pages of `sizes` bytes and `pads` between pages, and the copies to make.
 
-    `saves` are (group, slot, page, block). `loads` bring all of them into other blocks.
+    `saves` are (group, slot, page, block). `loads` copy all saved pages into other blocks.
     """
 
     geometry: Geometry
@@ -142,7 +142,7 @@ def there_and_back(engine: CudaEngine, device: FakeDevice, case: Case, choices: 
 def test_every_mover_copies_what_the_cpu_engine_copies(
     mover: Mover, case: Case, wave_bytes: int, bay_pages: int, choices: list[int], kind: Kind
 ) -> None:
-    """With any tables, layers, waves and bays, the bytes in slots and blocks are those of the CPU engine."""
+    """With any tables, layers, waves and bays, slots and blocks have the same bytes as with the CPU engine."""
     staging = len(Direction) * BAYS * bay_pages * max(SIZES)
     device = FakeDevice()
     options = {"mover": mover, "staging_bytes_max": staging, "wave_bytes": wave_bytes, "calibrate_s_max": 0.0}
@@ -165,7 +165,7 @@ def test_the_kernel_copies_what_the_cpu_engine_copies(
 
 
 @given(case=cases())
-def test_few_copies_for_whole_chunks(case: Case) -> None:
+def test_whole_chunks_take_few_copies(case: Case) -> None:
     """A whole chunk is one copy for all layers of a piece. Other chunks need one copy per layer and run."""
     _, views = make_caches(case)
     layout = Layout(views, case.geometry, HostPool(case.geometry))

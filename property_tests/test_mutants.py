@@ -27,14 +27,14 @@ TRIALS_MAX = 5
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[CaseRunner]:
-    """Yield a runner for the cases of all mutants. It imports everything only once."""
+    """Yield a runner for the cases of all mutants. The runner imports everything only once."""
     with CaseRunner(LIMITS) as made:
         yield made
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
-def test_killed(name: str, bench: CaseRunner) -> None:
+def test_each_mutant_is_found(name: str, bench: CaseRunner) -> None:
     """A broken invariant (or the invariant that the mutant names) finds each mutant within a few trials."""
     verdict = judge(name, KEPT, KILLERS, bench)
     assert verdict.by, f"{name} lives: {MUTANTS[name].does}"
@@ -42,7 +42,7 @@ def test_killed(name: str, bench: CaseRunner) -> None:
     assert verdict.trials <= TRIALS_MAX, f"{name} was found after {verdict.trials} trials; {remedy}"
 
 
-def test_a_mutant_is_taken_out_again() -> None:
+def test_mutated_code_is_restored() -> None:
     """After the `with` block, the process runs the original code."""
     before = Pipeline.end_step.__code__
     with mutated(MUTANTS["storers_not_cleared"]):
@@ -52,7 +52,7 @@ def test_a_mutant_is_taken_out_again() -> None:
 
 
 @pytest.mark.parametrize("method", ["end_step", "*"])
-def test_a_mutant_whose_text_is_gone_reports_it(method: str) -> None:
+def test_mutant_whose_text_does_not_exist_is_an_error(method: str) -> None:
     """A mutant whose text does not exist is an error, neither found nor missed."""
     gone = Mutant("Nothing.", (Patch("kvpipe.worker.pipeline:Pipeline", method, "storer.next()", "pass"),))
     with pytest.raises(LookupError, match="mend the mutant"), mutated(gone):
@@ -76,18 +76,18 @@ def alive() -> None:
     assert EVICTED
 
 
-def test_a_mutant_that_a_test_of_its_own_must_find(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutant_with_its_own_test_is_found_when_the_test_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant is found if the test fails, and missed if it passes. A missing test or module is an error."""
     patches = (Patch("property_tests.test_mutants", "alive", "assert EVICTED", "assert not EVICTED"),)
     here = "property_tests/test_mutants.py::"
     for name, mutant in {
-        "killed": Mutant("", patches, test=f"{here}test_what_a_mutant_of_its_own_breaks"),
-        "lives": Mutant("", patches, test=f"{here}test_a_mutant_is_taken_out_again"),
+        "killed": Mutant("", patches, test=f"{here}test_that_a_mutant_names"),
+        "lives": Mutant("", patches, test=f"{here}test_mutated_code_is_restored"),
         "lost": Mutant("", patches, test=f"{here}test_nothing"),
         "nowhere": Mutant("", (Patch("property_tests.nowhere", "alive", "", ""),), test=f"{here}test_nothing"),
     }.items():
         monkeypatch.setitem(MUTANTS, name, mutant)
-    assert judge("killed", []).by == "test_what_a_mutant_of_its_own_breaks"
+    assert judge("killed", []).by == "test_that_a_mutant_names"
     assert not judge("lives", []).by
     with pytest.raises(LookupError, match=r"not found: .*test_nothing"):
         judge("lost", [])
@@ -95,8 +95,8 @@ def test_a_mutant_that_a_test_of_its_own_must_find(monkeypatch: pytest.MonkeyPat
         judge("nowhere", [])
 
 
-def test_what_a_mutant_of_its_own_breaks() -> None:
-    """`test_a_mutant_that_a_test_of_its_own_must_find` runs this test, which fails under its mutant."""
+def test_that_a_mutant_names() -> None:
+    """`test_mutant_with_its_own_test_is_found_when_the_test_fails` runs this test, which fails under its mutant."""
     alive()
 
 

@@ -26,7 +26,7 @@ def run(trial: Trial) -> None:
 
 
 @pytest.mark.parametrize(("shape", "dense"), [kind for kind in KINDS if kind not in REFUSED])
-def test_a_prompt_that_comes_again_is_found(shape: str, *, dense: bool) -> None:
+def test_repeated_prompt_is_found(shape: str, *, dense: bool) -> None:
     """After vLLM has dropped the prompt, kvpipe has the last state that vLLM has offered, and all KV before it."""
     trial = Trial(SHAPES[shape]._replace(dense=dense, failing=False), seed=3)
     try:
@@ -43,7 +43,7 @@ def test_a_prompt_that_comes_again_is_found(shape: str, *, dense: bool) -> None:
 
 
 @pytest.mark.parametrize("shape", sorted(name for name, shape in SHAPES.items() if shape.policy != "lru"))
-def test_what_is_evicted_does_not_depend_on_how_fast_the_machine_is(shape: str) -> None:
+def test_evictions_do_not_depend_on_the_speed_of_the_machine(shape: str) -> None:
     """The policy's clock counts steps, so a sequence has only one outcome."""
     trial = Trial(SHAPES[shape], seed=3)
     try:
@@ -56,7 +56,7 @@ def test_what_is_evicted_does_not_depend_on_how_fast_the_machine_is(shape: str) 
 
 
 @pytest.mark.parametrize(("shape", "dense"), REFUSED)
-def test_what_an_earlier_stage_lacks_is_refused(shape: str, *, dense: bool) -> None:
+def test_state_that_an_earlier_stage_lacks_is_refused(shape: str, *, dense: bool) -> None:
     """VLLM offers states of answers with drafts to stages that do not have them."""
     with pytest.raises(UnsupportedError, match=r"prefix_cache_retention_interval=None .*; set it to 0$"):
         Trial(SHAPES[shape]._replace(dense=dense, failing=False), seed=3)

@@ -1,7 +1,7 @@
 """Tiers are compared with a dictionary, under any concurrent calls of two clients that are cancelled, late or failing.
 
-A fault may cost a miss or an error. It never gives wrong bytes, never writes to a buffer after the call has returned,
-and never makes a value disappear, because these stores have room.
+A fault may cost a miss or an error. A fault never gives wrong bytes, never writes to a buffer after the call has
+returned, and never makes a value disappear, because these stores have room.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Model:
                 self.may[key] |= {self.values[key, step.seed] for step in mine if step.what == "write"}
 
     def see(self, key: int, ends: set[Held], *, alone: bool) -> None:
-        """Record that a call has seen one of `ends`. One of them must be possible.
+        """Record that a call has seen one of `ends`. At least one end must be possible.
 
         Without concurrent calls it is now certain.
         """
@@ -273,7 +273,7 @@ async def _clean(tier: Tier, model: Model) -> None:
 
 
 @pytest.mark.parametrize("name", CHEAP)
-def test_a_tier_is_a_dictionary_that_may_fail(name: str, tmp_path: Path) -> None:
+def test_tier_returns_written_values_or_fails(name: str, tmp_path: Path) -> None:
     """Under any calls and faults, reads return the bytes that were written, and no written value is lost."""
     spaces = itertools.count()
 

@@ -1,4 +1,4 @@
-"""Copies: merged runs copy the same as the rows, and the bytes are those of a naive copy, there and back."""
+"""Copies: merged runs copy the same bytes as single rows, and saves and loads give the bytes of a naive copy."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def _naive_runs(tables: list[list[Row]], group: int) -> list[Run]:
 
 
 @given(st.lists(TABLES, max_size=4))
-def test_runs_copy_what_the_rows_do(tables: list[list[Row]]) -> None:
+def test_merged_runs_equal_those_of_a_merge_by_rows(tables: list[list[Row]]) -> None:
     """The vectorised merge gives the runs of a row-by-row merge: adjacent rows of one job and slot, nothing else."""
     plan = CopyPlan(Direction.SAVE, _jobs(tables), 2)
     for group in range(2):
         assert plan.run_list(group) == _naive_runs(tables, group)
 
 
-def test_a_ramp_is_one_run() -> None:
+def test_consecutive_rows_are_one_run() -> None:
     """Adjacent rows are merged, so a whole chunk is one copy per layer; the job's end ends the run."""
     table: list[Row] = [(0, 1, i, 3 + i) for i in range(4)]
     plan = CopyPlan(Direction.LOAD, _jobs([table[:2], table[2:]]), 1)
@@ -147,7 +147,7 @@ def _submit_all(engine: CpuEngine, plan: CopyPlan, order: list[int]) -> list[Tic
     pads=st.lists(st.sampled_from([0, 0, 8, 40]), min_size=3, max_size=3),
     order=st.permutations(range(3)),
 )
-def test_bytes_there_and_back(
+def test_loaded_bytes_equal_saved_bytes(
     threads: int, tables: tuple[list[list[Row]], list[list[Row]]], pads: list[int], order: list[int]
 ) -> None:
     """A save and a load into other blocks leave the bytes of a naive copy everywhere, the padding included."""
@@ -201,7 +201,7 @@ def test_a_copy_that_raises_fails_every_job_of_its_plan(threads: int, monkeypatc
 
 
 @pytest.mark.parametrize("threads", [0, 1])
-def test_shutdown_finishes_what_was_submitted_and_fails_what_comes_later(threads: int) -> None:
+def test_shutdown_completes_earlier_tickets_and_fails_later_tickets(threads: int) -> None:
     """After shutdown every earlier ticket is complete, a later one fails at once, and a second shutdown is fine."""
     engine, pool = CpuEngine(threads), HostPool(GEOMETRY)
     caches = [_cache(size, 0) for size in LAYER_BYTES]

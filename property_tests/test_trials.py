@@ -113,7 +113,7 @@ def never_reached(shape: Shape, counters: Counter[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_seeds(shape: str, runs: Runs) -> None:
+def test_invariants_hold_under_random_moves(shape: str, runs: Runs) -> None:
     """Under weighted random moves every invariant holds, and the moves do what they are for.
 
     If the first seeds do not reach all that is wanted, more seeds follow.
@@ -132,7 +132,7 @@ def test_seeds(shape: str, runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("path", REGRESSIONS, ids=lambda path: path.stem)
-def test_regression(path: Path, runs: Runs) -> None:
+def test_invariants_hold_in_a_kept_sequence(path: Path, runs: Runs) -> None:
     """A sequence that once broke an invariant, or that reaches a rare cell, breaks no invariant."""
     kept = json.loads(path.read_text(encoding="utf-8"))
     ran = runs.of_sequence(path)
@@ -141,7 +141,7 @@ def test_regression(path: Path, runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("shape", ["async-load", "two-tiers", "states", "hints", "operators", "quotas"])
-def test_what_a_reset_leaves_behind_is_never_served(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_from_before_a_reset_are_never_found(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reset drops all chunks at once, and their entries are removed one by one long afterwards.
 
     Meanwhile every invariant holds.
@@ -152,7 +152,7 @@ def test_what_a_reset_leaves_behind_is_never_served(shape: str, monkeypatch: pyt
         assert ran.broken == [], f"{shape} {seed}: {json.dumps(ran.made)}"
 
 
-def test_hints_come(runs: Runs) -> None:
+def test_hints_arrive_with_requests_of_the_shape_with_hints_only(runs: Runs) -> None:
     """Good and bad hints come with requests of the shape with hints, and of no other shape."""
     hinted, plain = (
         sum((runs.of_seed(shape, seed).counters for seed in FIRST_SEEDS), Counter[str]())

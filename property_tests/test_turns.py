@@ -188,8 +188,10 @@ class Tried:
     runs=st.lists(st.integers(1, 120), min_size=2, max_size=20),
 )
 @examples(200)
-def test_one_at_a_time_and_each_order_once(calls: list[str], ordered: int, runs: list[int]) -> None:
-    """This holds wherever the threads are switched."""
+def test_one_thread_has_the_turn_and_each_order_is_carried_out_once(
+    calls: list[str], ordered: int, runs: list[int]
+) -> None:
+    """The property holds wherever the threads are switched."""
     tried = Tried(calls, ordered)
     tried.steps.run(runs)
     assert tried.steps.errors == []

@@ -29,7 +29,7 @@ def _moves(name: str, seed: int) -> Iterator[Move]:
 
 
 @pytest.mark.parametrize("name", sorted(name for name, shape in SHAPES.items() if shape.ranks))
-def test_weights_change(name: str) -> None:
+def test_invariants_hold_when_weights_change(name: str) -> None:
     """Weights change, change back, or may have changed.
 
     If the first seed has not caused both a change and a doubt, a second seed follows.

@@ -1,8 +1,8 @@
 """The chunk machine follows the content of one slot of the pool, from the slot's reservation to its reuse.
 
 A chunk is filled piece by piece (chunked prefill, decode). A lookup finds the chunk as soon as its first piece has
-landed on every rank, and finds only the landed pieces. An evicted chunk that is still read or written is EVICTING. It
-leaves the index at once, but its slot is reused only when the last reader and writer have finished.
+landed on every rank, and finds only the landed pieces. An evicted chunk that is still read or written is EVICTING. An
+EVICTING chunk leaves the index at once, but its slot is reused only when the last reader and writer have finished.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ LOAD: Final = _machine(
 
 
 class LayerCursor(Cursor):
-    """A cursor over a layered machine. It fires the event that fits a landed layer."""
+    """A cursor over a layered machine. The cursor fires the event that fits a landed layer."""
 
     __slots__ = ()
 

@@ -7,7 +7,8 @@ were submitted, and confirms a sync load if attention has waited for all layers.
 Two hooks are not events. `save_kv_layer` submits the copy of one layer once and changes no state. `handle_preemptions`
 orders writes after the last step's saves, in every state. A layer hook fires no event if there is nothing to copy,
 because vLLM calls these hooks for every layer of every step. A dummy run (warm-up, capture, an idle rank of data
-parallelism) fires no event either. It binds no metadata, and vLLM's attention layers call no hook in a dummy run.
+parallelism) fires no event either. A dummy run binds no metadata, and vLLM's attention layers call no hook in a dummy
+run.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class ManagedBlocks:
     """Reads and changes the block tables and the prefix cache of vLLM's cache manager.
 
-    It keeps no copy of the tables.
+    The object keeps no copy of the tables.
     """
 
     def __init__(self, manager: KVCacheManager) -> None:
@@ -120,7 +120,7 @@ class Remedies(Recovery):
     def continued(self, request_id: str) -> bool:
         """Whether a request continues with embeddings of old weights, or of an unknown version of its adapter.
 
-        This is checked at every input of a session, because any input may be the first one with an image.
+        The check runs at every input of a session, because any input may be the first input with an image.
         """
         if request_id not in self.encoded.living:  # most requests have nothing to encode
             return False

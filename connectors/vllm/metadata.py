@@ -10,7 +10,10 @@ from kvpipe.protocol.messages import Claim, Job, Report, StepPlan, TierOrder
 
 
 class PlanMetadata(KVConnectorMetadata):
-    """A `StepPlan`. It is pickled as plain tuples, so that class and field names are not repeated for each job."""
+    """A `StepPlan`.
+
+    The plan is pickled as plain tuples, so that class and field names are not repeated for each job.
+    """
 
     __slots__ = ("plan",)
 

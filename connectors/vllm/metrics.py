@@ -88,7 +88,7 @@ METRICS: dict[str, Metric] = {
         "gauge",
         "",
         "Chunks that the pool has room for and whose memory is allocated. "
-        "Some time after start-up this is all of them.",
+        "Some time after start-up the number includes all chunks of the pool.",
     ),
     "pool_chunks_used": Metric("gauge", "", "Chunks that the pool holds."),
     "node_slots": Metric(

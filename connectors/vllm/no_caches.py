@@ -36,7 +36,10 @@ class NoCaches:
         """Do nothing, because no save reads any block."""
 
     def bind(self, plan: StepPlan) -> None:
-        """Begin a step. A plan with jobs is a bug of the scheduler. It counts as a fault, and its jobs do not run."""
+        """Begin a step.
+
+        A plan with jobs is a bug of the scheduler. Such a plan counts as a fault, and its jobs do not run.
+        """
         if plan.jobs or plan.orders:
             self._counters.fault("plan_without_caches", jobs=len(plan.jobs), orders=len(plan.orders))
 

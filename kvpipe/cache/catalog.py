@@ -42,7 +42,7 @@ class Catalog:
         """Create an empty catalog of `slots` slots for `groups` cache groups.
 
         `ready` is the number of slots, from the first on, that may be used already. If it is None, all slots may be
-        used. `clock` returns seconds that never decrease. Its default is `time.monotonic`.
+        used. `clock` returns seconds that never decrease. The default is `time.monotonic`.
         """
         self.slots, self._policy, self.counters = slots, policy, counters
         self._clock = clock
@@ -269,8 +269,8 @@ class Catalog:
     def write(self, chunk: Chunk, stop: int, key: bytes, *, keep: bool, base: int = 0, before: bytes = b"") -> Piece:
         """Claim units [chunk.written, stop) of `chunk` for one job, and return the piece.
 
-        `key` is the prefix hash at `stop`. `before` is the prefix hash at `base`. It is b"" if `base` is 0, or if the
-        chunk knows this hash already. `keep` and `base` are explained in `Piece`.
+        `key` is the prefix hash at `stop`. `before` is the prefix hash at `base`. `before` is b"" if `base` is 0, or if
+        the chunk knows this hash already. `keep` and `base` are explained in `Piece`.
 
         Raises:
             ValueError: a reset has forgotten the chunk.

@@ -52,8 +52,8 @@ class Chunk(Cursor):
         the key of the mark that another request used last. `before` is the key of the chunk before this one in the
         prefix, or b"" for the first chunk. `used_s` is the second of the last use, by the catalog's clock, and is not
         updated while the chunk is held. `era` is the number of the reset after which the chunk was made: one object for
-        all chunks of this era. `identity` is the key of the longest mark, followed by the era. It is equal for equal
-        content, but never across a reset. `place` belongs to the policy, see `Evictable`.
+        all chunks of this era. `identity` is the key of the longest mark, followed by the era. The identity is equal
+        for equal content, but never across a reset. `place` belongs to the policy, see `Evictable`.
         """
         self.machine, self.key, self.state, self.watch = machine, slot, machine.initial, watch  # as `Cursor`
         self.group, self.slot, self.tenant = group, slot, tenant
@@ -77,7 +77,7 @@ class Chunk(Cursor):
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
-    """Units [start, stop) of a chunk, which one job writes. They can be found under `key` once they have landed.
+    """Units [start, stop) of a chunk, which one job writes. The units can be found under `key` once they have landed.
 
     `keep` is explained in `Mark`. `base` is the number of units of the prefix before the chunk.
     """

@@ -168,7 +168,7 @@ class Prefixes:
     def _last_boundary(self, indexes: Sequence[KeyIndex], hashes: Sequence[bytes], best: int) -> int:
         """Return the last boundary, in units, at which all groups of states hold a state.
 
-        It is at most `best`; 0: none.
+        The result is at most `best`; 0 means that there is no such boundary.
         """
         keys = reversed(self._keys(hashes, 1, best, ahead=0))
         held = (all(key in indexes[group] for group in self._states) for key in keys)

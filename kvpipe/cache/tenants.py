@@ -19,7 +19,7 @@ _HASHED: Final = re.compile("sha256:[0-9a-f]{64}")
 
 
 class HashedSalt(str):
-    """A salt that is kept as its hash. It never equals a salt that is kept unchanged."""
+    """A salt that is kept as its hash. Such a salt never equals a salt that is kept unchanged."""
 
     __slots__ = ()
 

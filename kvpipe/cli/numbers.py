@@ -1,4 +1,7 @@
-"""Parsers of numbers on the command line. They raise `argparse.ArgumentTypeError`, printed with the option's name."""
+"""Parsers of numbers on the command line.
+
+The parsers raise `argparse.ArgumentTypeError`, printed with the option's name.
+"""
 
 from __future__ import annotations
 

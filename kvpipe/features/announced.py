@@ -74,10 +74,11 @@ class KnownPrompt:
 
 
 class Announcement:
-    """A prompt of `tenant` that is announced for time `at_s`. Its next turn is due at `due_s`.
+    """A prompt of `tenant` that is announced for time `at_s`. The prompt's next turn is due at `due_s`.
 
     `turns` is the number of turns that the prompt has had. Routers are notified in the name of `request`; if it is
-    None, no router is notified. Every request that continues the prompt has the hash `key` at index `place`.
+    None, no router is notified. Every request that continues the prompt has the hash `key` at the index `place` of its
+    hashes.
     """
 
     __slots__ = ("asked", "at_s", "due_s", "key", "pause_s", "place", "request", "request_id", "tenant", "turns")

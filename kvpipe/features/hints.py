@@ -1,7 +1,7 @@
 """Hints: a request's statements about its own future. Hints come from outside, so they are checked and bounded.
 
-A hint changes which chunks are evicted first, and which chunks are fetched from tiers ahead of a request. It changes
-nothing else. Ignored hints are counted by reason.
+A hint changes only two things: which chunks are evicted first, and which chunks are fetched from tiers ahead of a
+request. Ignored hints are counted by reason.
 """
 
 from __future__ import annotations

@@ -100,10 +100,12 @@ class Turns:
 
 
 class Order:
-    """One order. When it is `over`, it has a `result`, or `refused` is the reason for which it was not carried out.
+    """An order of an operator.
 
-    `failed` says that the engine ended, the queue was full, or the work raised, whatever the operator has asked for.
-    `unwanted` says that no caller waits for the result any more, so the work need not be done.
+    When the order is `over`, it has a `result`, or `refused` is the reason why it was not carried out.
+
+    `failed` says that the reason is not the operator's request: the engine ended, the queue was full, or the work
+    raised. `unwanted` says that no caller waits for the result any more, so the work need not be done.
     """
 
     __slots__ = ("always", "failed", "made", "number", "over", "refused", "result", "unwanted", "work")

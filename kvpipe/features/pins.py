@@ -1,7 +1,8 @@
 """Operators' orders on the pool: pin a prompt until a deadline, end a pin, evict a prompt or tenants.
 
-A pin is a set of leases with owners of its own. A pin ends at its deadline, when an operator releases it, when any of
-its chunks is evicted, and at a reset. The work is done in parts: see `kvpipe.features.orders`.
+A pin is a set of leases. The owner of these leases differs from the owners of all requests. A pin ends at its deadline,
+when an operator releases it, when any of its chunks is evicted, and at a reset. The work is done in parts: see
+`kvpipe.features.orders`.
 """
 
 from __future__ import annotations

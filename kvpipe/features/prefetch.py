@@ -1,8 +1,9 @@
 """Fetches prompts from tiers into memory before a request asks for them, one prompt after the other.
 
-A prefetch uses the same lookups, orders and machines as the fetches of a waiting request (`fetches.py`). It uses only
-the lanes that waiting requests leave free, and a share of the pool. A failed prefetch costs nothing, because no request
-waits for it. Prompts that operators warm are fetched first, then those that clients have announced (`announced.py`).
+A prefetch uses the same lookups, orders and machines as the fetches of a waiting request (`fetches.py`). A prefetch
+uses only the lanes that waiting requests leave free, and a share of the pool. A failed prefetch costs nothing, because
+no request waits for it. Prompts that operators warm are fetched first, then those that clients have announced
+(`announced.py`).
 """
 
 from __future__ import annotations
@@ -43,7 +44,10 @@ _NEVER: Final = float("inf")
 
 
 class Prefetch:
-    """The prefetch of one prompt. From its turn on, `stage` has its state. `over` says that the prefetch has ended."""
+    """The prefetch of one prompt.
+
+    From the prefetch's turn on, `stage` has its state. `over` says that the prefetch has ended.
+    """
 
     def __init__(self, asked: KnownPrompt, request: Request | None, announced: Announcement | None = None) -> None:
         """Wait for a turn. `request` is explained in `WantedPrompt`.
@@ -112,7 +116,7 @@ class Prefetching(Subscriber):
         return "the ranks are checking whether the weights have changed" if self._weights.doubtful else ""
 
     def finished(self, tracked: Tracked, chunks: dict[Chunk, None]) -> None:  # noqa: ARG002  (as of the event)
-        """Note the announcement, if the client has announced another request that begins with all of this one."""
+        """Record the announcement, if the client has announced a request that begins with all of this request."""
         pause_s = next((wish.in_s for wish in tracked.wishes if wish.action is Action.RESUME), None)
         if pause_s is None or self._staging is None:
             return

@@ -159,9 +159,9 @@ def listen(address: Address, name: str, key: str, *, numbered: bool) -> Operator
 class OperatorSocket:
     """A listening socket.
 
-    It replaces the Unix socket of an engine that has ended, but never the socket of a running engine. The folder of a
-    Unix socket also has a lock file, named as the socket with `.lock` appended. A running engine holds the lock of this
-    file.
+    A new `OperatorSocket` replaces the Unix socket of an engine that has ended, but never the socket of a running
+    engine. The folder of a Unix socket also has a lock file, named as the socket with `.lock` appended. A running
+    engine holds the lock of this file.
     """
 
     def __init__(self, address: Address, engine: str, key: str) -> None:

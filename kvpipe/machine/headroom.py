@@ -25,7 +25,10 @@ class Headroom(NamedTuple):
 
     @property
     def spare(self) -> int:
-        """The number of bytes that may be allocated, without the reserve for other processes. It may be negative."""
+        """The number of bytes that may be allocated, without the reserve for other processes.
+
+        The number may be negative.
+        """
         return self.free - min(int(self.total * RESERVE_SHARE), RESERVE_BYTES_MAX)
 
 

@@ -13,7 +13,7 @@ _ALLOWS: Final = frozenset({"always", "within_size", "advise", "force"})
 class SharedHugePages(NamedTuple):
     """The kernel's setting for huge pages of shared memory. `file` has the setting.
 
-    `mode` is the setting's value. `page_bytes` is the size of a huge page. They are "" and 0 without huge pages.
+    `mode` is the setting's value. `page_bytes` is the size of a huge page. Without huge pages both are "" and 0.
     """
 
     mode: str

@@ -208,7 +208,10 @@ def _field_first(message: str) -> str:
 
 
 def _described(app: FastAPI) -> dict[str, Any]:
-    """Return the application's OpenAPI document. It has the bearer token and the schemas of msgspec's bodies."""
+    """Return the application's OpenAPI document.
+
+    The document has the bearer token and the schemas of msgspec's bodies.
+    """
     if app.openapi_schema is None:
         document = FastAPI.openapi(app)
         document["components"]["schemas"] |= _BODY_PARTS

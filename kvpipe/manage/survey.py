@@ -35,7 +35,7 @@ Found = tuple[dict[bytes, object], ...]
 
 
 class _NoChunks:
-    """An empty catalog. It replaces the pool's catalog, which only the scheduler's thread may use."""
+    """An empty catalog. This catalog stands in for the pool's catalog, which only the scheduler's thread may use."""
 
     def index(self, _: int) -> dict[bytes, object]:
         """Return the empty index of a cache group."""

@@ -37,10 +37,10 @@ class PoolKeys(Protocol):
 
 
 class Attached(NamedTuple):
-    """Keeps the objects through which a process uses its node's memory.
+    """The objects through which a process uses its node's memory.
 
-    The scheduler has `pool`, and a rank has `memory` and `shared`. `parts` is the number of parts of a slot, see
-    `NodeEngine`.
+    The scheduler has `pool`, and a rank has `memory` and `shared`. `parts` is the number of parts of a slot (see
+    `NodeEngine`).
     """
 
     parts: int

@@ -4,8 +4,9 @@ A lookup probes a dict of chunks, as with a private pool. `CatalogFollower` upda
 slots from the stock of grants. A lookup pins all chunks of its hit until the step is planned, and a lease pins its
 chunks again until the lease ends. The holder evicts, so this catalog's policy only records which chunks were used.
 
-A chunk grows in its granted slot, and is a miss. It is published when all ranks have landed it and it is sealed: it is
-full, or it ends where a request or its prompt ends. A published chunk does not grow. A longer part has another slot.
+A chunk that grows in its granted slot is a miss. The holder publishes the chunk when all ranks have landed it and it is
+*sealed*. A chunk is sealed when it is full, or when it ends where a request or its prompt ends. A published chunk does
+not grow: a longer part of the same chunk is saved into another slot.
 """
 
 from __future__ import annotations
@@ -66,7 +67,9 @@ class NodeCatalog(Catalog):
     # ---- namespaces ----------------------------------------------------------------------------------------------
 
     def name_space(self, space: str) -> None:
-        """Use the chunks of namespace `space`, which identifies everything but tokens that bytes depend on.
+        """Use the chunks of namespace `space`.
+
+        A namespace identifies everything except tokens that the bytes of a chunk depend on.
 
         If `space` is "", chunks of other engines are not used. Otherwise this call may take `NAME_S_MAX` seconds.
         """
@@ -182,16 +185,16 @@ class NodeCatalog(Catalog):
     # ---- reading -------------------------------------------------------------------------------------------------
 
     def stamps_of(self, index: object) -> Mapping[bytes, bytes] | None:
-        """Return the stamps of the chunks in the dict `index` of a cache group. Callers must not change them.
+        """Return the stamps of the chunks in the dict `index` of a cache group.
 
-        Returns None if `index` also has chunks of tiers.
+        Callers must not change the stamps. Returns None if `index` also has chunks of tiers.
         """
         return next((stamps for one, stamps in zip(self._index, self._stamps, strict=True) if one is index), None)
 
     def hold(self, stamps: bytes) -> bool:
         """Pin the chunks of the joined `stamps` until the step is planned.
 
-        Returns False, and pins none of them, if the holder has evicted a chunk.
+        Returns False, and pins no chunk, if the holder has evicted one of the chunks.
         """
         pins = self._pin(stamps)
         if pins is not None:
@@ -200,7 +203,7 @@ class NodeCatalog(Catalog):
 
     def _pin(self, stamps: bytes) -> SlotPins | None:
         pins = self._pins.pin(stamps)
-        if pins is None:  # rare, so only now the stamps that are pinned already are collected
+        if pins is None:  # this is rare, so the pinned stamps are collected only now
             leased = cast("Iterable[SharedChunk]", itertools.chain.from_iterable(self.leased.values()))
             held = {chunk.stamp for chunk in leased}
             held.update(stamp for _, asked in self._asked for _, stamp in split(asked))
@@ -208,12 +211,12 @@ class NodeCatalog(Catalog):
         return pins
 
     def evicted(self, chunks: Iterable[Chunk | None]) -> list[SharedChunk]:
-        """Return those of the published `chunks` that the holder has evicted. A lookup cannot pin them any more."""
+        """Return the published chunks among `chunks` that the holder has evicted. A lookup cannot pin these chunks."""
         shared = [chunk for chunk in chunks if isinstance(chunk, SharedChunk) and chunk.is_published]
         return [chunk for chunk in shared if not self._pins.is_there(chunk)]
 
     def forget_evicted(self, chunks: Iterable[Chunk | None]) -> bool:
-        """Forget the chunks that the holder has evicted. Returns whether there were any."""
+        """Forget the chunks that the holder has evicted. Returns whether there were such chunks."""
         gone = self.evicted(chunks)
         for chunk in gone:
             self.unpublished(chunk)
@@ -259,7 +262,7 @@ class NodeCatalog(Catalog):
     def reserve(self, group: int, tenant: Tenant = ANYBODY) -> Chunk | None:
         """Take a slot of the stock for a new chunk, or return None if the stock is empty.
 
-        Then the oldest growing chunks are sealed, because the holder evicts only published chunks.
+        If the stock is empty, the oldest growing chunks are sealed, because the holder evicts only published chunks.
         """
         slot = self._stock.take() if self._digest else None
         if slot is None:
@@ -292,7 +295,7 @@ class NodeCatalog(Catalog):
         return isinstance(chunk, SharedChunk) and not chunk.sealed and self.holds(chunk)
 
     def keep_mark(self, chunk: Chunk, key: bytes) -> None:
-        """Seal a chunk that ends with `key`, because another request shall find all of it."""
+        """Seal a chunk that ends with `key`, so that another request finds the whole chunk."""
         if chunk.tail == key:
             chunk.seal()
 
@@ -313,7 +316,10 @@ class NodeCatalog(Catalog):
         return self._report(chunk)
 
     def _report(self, chunk: SharedChunk) -> bool:
-        """Report a chunk if it is sealed and has landed. Returns False if its key is too long: then it is dropped."""
+        """Report a chunk if it is sealed and has landed.
+
+        Returns False if the chunk's key is too long. Then the chunk is dropped.
+        """
         if not chunk.sealed or chunk.writers:
             return True
         (mark,) = chunk.marks
@@ -333,8 +339,8 @@ class NodeCatalog(Catalog):
     def reset(self) -> int:
         """Forget every chunk. Returns the number of forgotten chunks.
 
-        The chunks stay in the memory for other engines. `sweep` drops those later that nobody reads or writes, as after
-        `Catalog.reset`.
+        The chunks stay in the memory for other engines. Later `sweep` drops the chunks that no job reads or writes, as
+        after `Catalog.reset`.
         """
         leased = itertools.chain.from_iterable(self.leased.values())
         held = dict.fromkeys((*leased, *self._writing))

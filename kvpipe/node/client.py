@@ -1,7 +1,7 @@
-"""An engine's side of a node's memory. The scheduler's thread calls it, and no call waits.
+"""An engine's side of a node's memory.
 
-While the engine has no holder, another thread searches for a holder. All other calls read shared memory, or a
-non-blocking socket.
+The scheduler's thread makes all calls, and no call waits: calls read shared memory, or a non-blocking socket. While the
+engine has no holder, another thread searches for a holder.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class NodePool:
 
     @property
     def layout(self) -> NodeLayout:
-        """The sizes of the memory. Only an attached engine may read them."""
+        """The sizes of the memory. Only an attached engine may read this property."""
         assert self.segment is not None  # noqa: S101
         return self.segment.layout
 
@@ -108,7 +108,7 @@ class NodePool:
 
     @property
     def silent_s(self) -> float:
-        """The time in seconds since the holder was seen alive, or 0 if the last look has seen it alive."""
+        """The time in seconds since the holder was seen alive, or 0 if the last check has seen the holder alive."""
         missed_s = self._beats_missed * LOOK_S
         return missed_s if self.state == m.ATTACHED else missed_s + time.monotonic() - self._looked_s
 
@@ -149,7 +149,10 @@ class NodePool:
             self._news.put(str(error))
 
     def _close_unheard(self) -> None:
-        """Close a connection that was made after the last poll. The memory is not kept for an engine without it."""
+        """Close a connection that was made after the last poll.
+
+        Otherwise the holder would keep the memory for this engine.
+        """
         with contextlib.suppress(Empty):
             while True:
                 news = self._news.get_nowait()

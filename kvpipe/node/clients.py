@@ -17,12 +17,15 @@ class NodeChunk:
 
 
 class NodeClient(Cursor):
-    """An engine: a cursor of the node_client machine. `granted` has the generation of each slot that it may write."""
+    """An engine: a cursor of the node_client machine.
+
+    `granted` has the generation of each slot that the engine may write.
+    """
 
     __slots__ = ("dead", "granted", "name", "namespace", "processes", "published", "row", "stock", "token")
 
     def __init__(self, machine: Compiled, row: int, record: ClientRow, watch: Watch | None) -> None:
-        """Create a client. `dead` has those of its `processes` that have exited."""
+        """Create a client. `processes` are the engine's processes, and `dead` the exited ones among them."""
         super().__init__(machine, row, watch)
         self.row, self.token, self.namespace = row, record.token, record.namespace
         self.processes, self.dead = set(record.processes), set[Process]()

@@ -157,7 +157,7 @@ def reach(
     folder: Path, hello: Hello, *, offer: int | None = None, beat: Callable[[], int] | None = None, wait_s: float,
     answer_s: float, keep_s: float = KEEP_S,
 ) -> Reached:  # fmt: skip
-    """Connect to the folder's holder. If there is none, start one. Waits at most `wait_s` seconds.
+    """Connect to the folder's holder. If the folder has no holder, start a holder. Waits at most `wait_s` seconds.
 
     A process that has mapped the memory can `offer` it to another holder. Such a process kills a holder whose `beat`
     stands still.

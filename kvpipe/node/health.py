@@ -14,9 +14,10 @@ ANSWER_S_MAX: Final = 2.0
 
 
 class HolderHealth(NamedTuple):
-    """The holder of a folder. `pid` is 0 if there is none.
+    """The holder of a folder. `pid` is 0 if the folder has no holder.
 
-    `status` is the holder's answer. If it is None, `why` says what is wrong with the holder, and `remedy` what to do.
+    `status` is the holder's answer. If `status` is None, `why` says what is wrong with the holder, and `remedy` says
+    what to do.
     """
 
     pid: int

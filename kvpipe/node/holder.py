@@ -67,7 +67,7 @@ class Holder:
         """Take the folder's lock and listen on the folder's socket.
 
         If running engines have the memory of an earlier holder, this holder waits `adopt_s` seconds until an engine
-        offers that memory. Then it creates a new memory. `fd` is the earlier holder's memory, if it is known.
+        offers that memory. Then it creates a new memory. `fd` is the earlier holder's memory, if this memory is known.
 
         Raises:
             BlockingIOError: the folder has a holder.
@@ -239,7 +239,8 @@ class Holder:
     def _region_for(self, hello: Hello) -> tuple[NodeMemory, Region]:
         """Return the region with slots of the size that an engine needs, and its memory.
 
-        The engine gets another memory if no engine uses this one, and if this one cannot have slots of that size.
+        If the present memory cannot have slots of that size, and no engine uses the memory, the engine gets another
+        memory.
         """
         assert self._memory is not None  # noqa: S101
         try:
@@ -264,7 +265,7 @@ class Holder:
         self._make(hello)
 
     def _make(self, hello: Hello) -> None:
-        """Make the memory that an engine asks for. It replaces a memory that no engine uses."""
+        """Make the memory that an engine asks for. The new memory replaces a memory that no engine uses."""
         try:
             fd = create(hello.slots, hello.slot_bytes)
         except ConfigError as error:

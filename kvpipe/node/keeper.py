@@ -1,6 +1,7 @@
 """Makes the holder's decisions: which client gets which slot, which chunk can be found, which chunk is evicted.
 
-`holder.py` calls the keeper, which has no sockets and no clock. Another holder can rebuild its state from the segment.
+`holder.py` calls the keeper, which has no sockets and no clock. Another holder can rebuild the keeper's state from the
+segment.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ LOOK_MAX: Final = 64
 class Keeper(RegionSlots):
     """The bookkeeping of one region. `counts` has the number of events of each kind since this holder began.
 
-    `short` is the last use of the chunk that was evicted last, for `NodeMemory.share`. If leases kept all chunks, it is
-    the last use of the oldest one. It is infinite if there was no chunk, and None if no slot was missing.
+    `short` is the last use of the chunk that was evicted last, for `NodeMemory.share`. If leases kept all chunks,
+    `short` is the last use of the oldest chunk. `short` is infinite if there was no chunk, and None if no slot was
+    missing.
     """
 
     def __init__(
@@ -241,8 +243,9 @@ class Keeper(RegionSlots):
     def _namespace(self, digest: bytes) -> int:
         """Return the number of a namespace, which may be new.
 
-        A new namespace gets a number that no client and no chunk uses. If all are used, the least recently used
-        namespace without a client loses its chunks. There is one, because there are fewer clients than numbers.
+        A new namespace gets a number that no client and no chunk uses. If all numbers are used, the least recently used
+        namespace without a client loses its chunks. Such a namespace exists, because there are fewer clients than
+        numbers.
         """
         names = self._namespaces
         number = names.numbers.get(digest)

@@ -5,7 +5,8 @@ one store, so a reader never sees half of it. All other parts are records with a
 half-written record returns None.
 
 Slots of another size are another *region*: a header, words, tables and a journal of its own behind the slots. All
-regions number the same bytes, each in slots of its size. `owners.py` has the region that may use each piece of them.
+regions divide the same bytes into slots, each region into slots of its own size. For each piece of these bytes,
+`owners.py` records the region that may use the piece.
 """
 
 from __future__ import annotations
@@ -216,7 +217,7 @@ class NodeLayout(NamedTuple):
 
     @property
     def owners_at(self) -> int:
-        """The offset of the pieces' owners, one byte per piece. Only those of region 0 are used."""
+        """The offset of the pieces' owners, one byte per piece. Only the owners in region 0 are used."""
         return self.namespaces_at + NAMESPACES_MAX * NAMESPACE_RECORD_BYTES
 
     @property

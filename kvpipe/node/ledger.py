@@ -1,8 +1,8 @@
 """The ledger of a node's memory: the journal, the slot table and the generations, over one buffer.
 
-Only the holder writes. Each transition of a slot is written in three places: first the journal and then the slot table
-get the record, and then the slot's generation is raised. A holder that is killed between any two stores leaves at most
-one record unfinished, which `recover` applies again. Clients read the journal to learn what can be found.
+Only the holder writes. Each transition of a slot is written in three steps: into the journal, into the slot table, and
+into the slot's generation, which is raised. A holder that is killed between any two stores leaves at most one record
+unfinished, which `recover` applies again. Clients read the journal to learn what can be found.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NOTHING: Final = bytes(RECORD_BYTES)
 
 
 class LedgerReader:
-    """Reads the tables of a segment. Every process may read them."""
+    """Reads the tables of a segment, which every process may read."""
 
     def __init__(self, segment: Segment) -> None:
         """Read from `segment`, a mapping that outlives this reader."""

@@ -1,7 +1,8 @@
 """The memory of a holder, with a region for each slot size, and the share of each region.
 
-All regions use the same bytes, in slots of their own sizes. `owners.py` has the region that may use each piece of these
-bytes. When a region evicts, it may get the pieces of another region instead, if their chunks were used less recently.
+All regions use the same bytes, in slots of their own sizes. For each piece of these bytes, `owners.py` records the
+region that may use the piece. When a region evicts, it may get the pieces of another region instead, if their chunks
+were used less recently.
 """
 
 from __future__ import annotations
@@ -202,7 +203,7 @@ class NodeMemory:
         return client
 
     def _add(self, slot_bytes: int) -> Region:
-        """Make a region. It replaces a region without engines if there are too many."""
+        """Make a region. The new region replaces a region without engines if there are too many regions."""
         layout = self.layout
         if slot_bytes < REGION_SLOT_BYTES_MIN or layout.slots_bytes // slot_bytes < REGION_SLOTS_MIN:
             raise RefusedError(
@@ -246,7 +247,7 @@ class NodeMemory:
                 yield region.keeper, client
 
     def died(self, process: Process) -> None:
-        """Note that a process has exited. It may belong to two engines."""
+        """Note that a process has exited. The process may belong to two engines."""
         for keeper, client in self.clients:
             keeper.died(client, process)
 
@@ -296,8 +297,8 @@ class NodeMemory:
         """Give slots to one of the regions that have evicted chunks, or had none to evict, since the last call.
 
         A region gets a window of slots if the chunks in the window were used less recently, on average, than the chunk
-        that the region has evicted last. The region whose last victim was used most recently is the first to try. No
-        second region tries after a success, because it would take the new slots of the first one, which are free.
+        that the region has evicted last. The region whose last victim was used most recently is the first to try. After
+        a success no second region tries: it would take the first region's new slots, because these slots are free.
         Returns whether a region got slots.
         """
         wanting = {number: one.short for number, (_, one) in self.regions.items() if one.short is not None}

@@ -1,7 +1,7 @@
 """The messages between an engine and the holder, over a Unix socket that preserves message boundaries.
 
-An engine waits only for the answer to its greeting. It sends a batch only after the previous batch was answered. So
-neither side fills the other side's buffer, and neither side waits in `send`.
+An engine waits only for the answer to its greeting. An engine sends a batch only after the previous batch was answered.
+So neither side fills the other side's buffer, and neither side waits in `send`.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class StatusQuestion(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class ClientStatus(msgspec.Struct, frozen=True, array_like=True):
     """One engine that uses the memory.
 
-    `granted`, `leased` and `stock` are numbers of slots. `stock` are those granted slots that no save used when the
+    `granted`, `leased` and `stock` are numbers of slots. `stock` counts the granted slots that no save used when the
     engine sent its last batch. `published` is the number of chunks that this holder has published for the engine.
     """
 

@@ -1,8 +1,8 @@
 """The owners of a node's memory: which region, with slots of its own size, may use each piece of the slots' memory.
 
 A region may grant a slot only if it owns all pieces that the slot touches. The holder moves a piece when no slot of the
-owner that touches the piece has a chunk, a grant or a lease. One store of one byte moves it, so a holder that is killed
-at any time leaves each piece with one owner.
+owner that touches the piece has a chunk, a grant or a lease. One store of one byte changes the owner, so a holder that
+is killed at any time leaves each piece with one owner.
 """
 
 from __future__ import annotations

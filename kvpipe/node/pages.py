@@ -19,7 +19,7 @@ _libc = ctypes.CDLL(None, use_errno=True)  # unlike mmap.madvise, it releases th
 def give_memory(fd: int, at: int, size: int) -> bool:
     """Give memory to the bytes [at, at + size) of a file in memory. Returns whether the memory has huge pages.
 
-    Memory that is there already keeps its bytes. Bytes beside the range may get memory, too, if they share a huge page
+    Memory that is there already keeps its bytes. Bytes outside the range may get memory, too, if they share a huge page
     with the range.
 
     Raises:

@@ -1,7 +1,7 @@
 """Lookups in a node's memory.
 
-A lookup probes one dict of stamps, and joins what it finds into one array of slots and generations. So it touches no
-chunk and calls no Python function per chunk.
+A lookup probes one dict of stamps, and joins the found stamps into one array of slots and generations. So a lookup
+touches no chunk and calls no Python function per chunk.
 """
 
 from __future__ import annotations

@@ -106,9 +106,9 @@ def kill(pidfd: int, limit_s: float) -> bool:
 def lock_folder(folder: Path) -> int:
     """Become the only holder of a folder. Returns the descriptor of the lock, which is released when the process ends.
 
-    The record lock tells other processes the holder's number (`holder_of`). It is taken first, so that the number is
-    known even if the holder is stopped between the two locks. The second lock keeps out another holder in the same
-    process.
+    The record lock tells other processes the holder's number (`holder_of`). The record lock is taken first, so that the
+    number is known even if the holder is stopped between the two locks. The second lock keeps out another holder in the
+    same process.
 
     Raises:
         BlockingIOError: the folder has a holder.
@@ -154,7 +154,7 @@ def mark_client(folder: Path) -> int:
 def has_clients(folder: Path) -> bool:
     """Return whether a process that has mapped the folder's memory is alive.
 
-    If there is one, a new holder waits up to `adopt_s` seconds until the process offers that memory.
+    If such a process is alive, a new holder waits up to `adopt_s` seconds until the process offers that memory.
     """
     fd = os.open(folder / CLIENTS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -174,7 +174,7 @@ def short_folder(folder: Path) -> Path:
 
 
 def checked_folder(folder: Path) -> Path:
-    """Return the folder of the node's socket, which only this user may enter. Creates it if it does not exist.
+    """Return the folder of the node's socket, which only this user may enter. Creates the folder if it does not exist.
 
     Raises:
         ConfigError: the folder belongs to another user, is open to others, or has a path that is too long.

@@ -128,7 +128,7 @@ class Follower(ABC, Generic[P]):
         self.scans += 1
 
     def poll(self, records_max: int = RECORDS_MAX) -> None:
-        """Read the new records of the journal. If more than `records_max` are new, read up to twice as many."""
+        """Read the new records of the journal. If more than `records_max` records are new, read up to twice as many."""
         head = int(self._words[HEAD])
         if head == self._at and self._scanned == len(self._seen):
             return
@@ -144,7 +144,7 @@ class Follower(ABC, Generic[P]):
             self._scan_more(records_max)
 
     def _miss(self, head: int) -> None:
-        """Handle an unreadable record. It was overwritten, or, on some processors, is not visible yet."""
+        """Handle an unreadable record. The record was overwritten, or, on some processors, is not visible yet."""
         self._unreadable += 1
         if head - self._at >= self._reader.layout.ring or self._unreadable > UNREADABLE_MAX:
             self._scan()
@@ -212,8 +212,8 @@ class NodeLeases:
         """Lease all chunks with these joined stamps. Returns None, without a lease, if one of the chunks was evicted.
 
         All leases are stored before the first generation is loaded. See `fence.py`. A slot is leased as often as it is
-        named. `held` are stamps of chunks that this engine leases already. They are there, even if the holder has
-        evicted them, because it does not reuse their slots.
+        named. `held` are stamps of chunks that this engine leases already. These chunks keep their bytes even if the
+        holder has evicted them, because the holder does not reuse leased slots.
         """
         words = np.frombuffer(stamps, np.int64)
         slots, generations = words[::2], words[1::2]
@@ -226,7 +226,10 @@ class NodeLeases:
         return slots
 
     def is_there(self, place: Placed) -> bool:
-        """Whether the slot has this generation. Without a lease, the slot may have another one in the next moment."""
+        """Whether the slot has this generation.
+
+        Without a lease, the slot may have another generation in the next moment.
+        """
         return bool(self._generations[place.slot] == place.generation)
 
     def unpin(self, pins: SlotPins) -> None:

@@ -120,7 +120,9 @@ def remove_region(fd: int, layout: NodeLayout) -> None:
 
 
 def add_region(fd: int, layout: NodeLayout, beat: Callable[[], None]) -> None:
-    """Write the tables of a region that does not exist yet. The header comes last, and makes the region exist.
+    """Write the tables of a region that does not exist yet.
+
+    The header is written last, because the region exists from then on.
 
     `beat` advances the holder's clock between two pieces.
 
@@ -152,8 +154,8 @@ def allocate(fd: int, layout: NodeLayout, first: int, stop: int) -> bool:
 def lock(fd: int) -> int | None:
     """Become the only holder of a segment. Returns the lock's descriptor, or None if another process holds the segment.
 
-    The lock is released when the process ends. It is taken on a separate open file description, because clients share
-    the description of `fd`.
+    The lock is released when the process ends. The lock is taken on a separate open file description, because clients
+    share the description of `fd`.
     """
     own = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:

@@ -23,7 +23,7 @@ class SharedChunk(Chunk):
 
     `generation` is the slot's generation when the chunk was published, or `UNPUBLISHED`. `stamp` joins the slot and the
     generation for `NodeLeases.pin`. No units are added to a `sealed` chunk. `answered_at` is the journal's position at
-    the time of the answer to the chunk's report. Before the answer it is None.
+    the time of the answer to the chunk's report. Before the answer `answered_at` is None.
     """
 
     __slots__ = ("answered_at", "generation", "sealed", "stamp")
@@ -47,7 +47,7 @@ class SharedChunk(Chunk):
         self.generation, self.stamp = generation, stamp_of(self.slot, generation)
 
     def seal(self) -> None:
-        """Let the next step publish what has landed, because the request that fills the chunk adds no more units."""
+        """Let the next step publish the landed units, because the request that fills the chunk adds no more units."""
         self.sealed = True
 
 

@@ -57,7 +57,7 @@ class RegionSlots:
         self._ledger.segment.words[OWNED] = len(self._usable)
 
     def uses(self) -> list[float]:
-        """Return the last use of each slot. It is infinite if the region cannot give the slot away."""
+        """Return the last use of each slot. The last use is infinite if the region cannot give the slot away."""
         states = (cursor.state.name for cursor in self._slots)
         return [
             used if state == m.PUBLISHED else NEVER if state == m.FREE else math.inf

@@ -14,7 +14,7 @@ _UNUSED: Final = bytes(2 * ROW_BYTES)
 
 
 class NodeUsage(NamedTuple):
-    """The use of the slots of one size. Their sum is `slots`.
+    """The use of the slots of one size. `slots` is the sum of all other counts.
 
     `unready` counts slots without memory, and slots whose memory slots of another size use.
     """
@@ -44,7 +44,10 @@ def engines_of(segment: Segment) -> int:
 
 
 def usage_of(segment: Segment) -> NodeUsage:
-    """Return how many slots are in each state. The holder may be between the counts of one transition."""
+    """Return how many slots are in each state.
+
+    If the holder is writing a transition, only some of the counts include it.
+    """
     slots = segment.layout.slots
     count = dict(zip(STATES, segment.words[COUNTS : COUNTS + len(STATES)], strict=True))
     unready = slots - int(segment.words[OWNED])

@@ -212,9 +212,9 @@ Within the scheduling pass in which it is given, every repeated lookup has the s
 class Recovery:
     """The engine's part when loads fail, blocks are short or weights change.
 
-    The defaults suit an engine that needs no help, because it meets three conditions. It recomputes a block into which
-    a load has failed before any request reads the block. It can always preempt a request that waits for a load. It
-    empties its own prefix cache when its weights change.
+    The defaults suit an engine that needs no help, because it meets three conditions. The engine recomputes a block
+    into which a load has failed before any request reads the block. The engine can always preempt a request that waits
+    for a load. The engine empties its own prefix cache when its weights change.
     """
 
     def __init_subclass__(cls) -> None:

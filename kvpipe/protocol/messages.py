@@ -105,7 +105,7 @@ class StepPlan(NamedTuple):
     `wait_ms` is not 0, nothing is computed, and a rank with asynchronous loads waits at most `wait_ms` milliseconds for
     a load to land. `computes` says whether any token is computed. In a step without tokens no layer calls a hook.
     `used` says that slots [0, used) were used by this step or an earlier step. `pool` names the shared memory of
-    several engines to whose slots the jobs refer. It is b"" if the ranks have pools of their own.
+    several engines to whose slots the jobs refer. `pool` is b"" if the ranks have pools of their own.
     """
 
     step: int

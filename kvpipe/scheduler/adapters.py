@@ -37,7 +37,7 @@ class AdapterUse:
         self.digest = b""
         self.keys: list[bytes] = []
         self.since_step, self.asked_step = 0, -1
-        self.asked_s = self.named_s = 0.0  # since when the digest is wanted; when the digest was last found
+        self.asked_s = self.named_s = 0.0  # the times at which the digest was first wanted and last found
         self.torn = False  # whether the adapter has changed while the request used it
         self.waits = False
 
@@ -81,7 +81,7 @@ class Adapters:
         """Find the digest for a lookup in `step`.
 
         Returns True if the request should wait because the digest is not known yet. `worth` says that tiers may have a
-        hit, so that the request waits even if nothing was saved with this adapter yet. All calls in one step return the
+        hit. Then the request waits even if nothing was saved with this adapter yet. All calls in one step return the
         same result.
         """
         use = self._uses.get(request.request_id)
@@ -214,7 +214,7 @@ class Adapters:
     def agreed(self) -> dict[int, bytes]:
         """Return the digests on which all ranks agree, by adapter number.
 
-        The value is b"" where ranks differ or have not all reported.
+        The value is b"" if ranks differ, or if not all ranks have reported.
         """
         return {number: self._agreed(number) or b"" for held in self._held.values() for number in held}
 

@@ -1,6 +1,6 @@
 """The events of a request, and the parts that subscribe to these events. `SchedulerSide` orders the subscribers.
 
-A subscriber reacts to an event that has happened. A part that makes a decision, or that the engine cannot do without,
+A subscriber reacts to an event that has happened. A part that makes a decision, or that the engine needs to continue,
 is called by name instead.
 """
 
@@ -59,8 +59,8 @@ class Subscriber:
     def finished(self, tracked: Tracked, chunks: dict[Chunk, None]) -> None:
         """The request is over, and its keys are still known.
 
-        Its cursor is FINISHED, or DRAINING while its load is still with the ranks. It may never have been admitted.
-        `chunks` is empty if the request's id was used again before it was over.
+        Its cursor is FINISHED, or DRAINING while its load is still with the ranks. The request may never have been
+        admitted. `chunks` is empty if the request's id was used again before the request was over.
         """
 
     def reset(self) -> None:
@@ -72,7 +72,9 @@ def nobody(*_: object) -> None:
 
 
 class Events:
-    """The events of one scheduler side. Each is a function with the name and arguments of a method of `Subscriber`.
+    """The events of one scheduler side.
+
+    Each event is a function with the name and arguments of a method of `Subscriber`.
 
     An event calls its subscribers in their order. If a subscriber raises, the error is counted, and the other
     subscribers are called all the same.
@@ -99,7 +101,7 @@ class Events:
     def subscribe(self, subscribers: Iterable[Subscriber]) -> None:
         """Call `subscribers` from now on, in this order, each for the events whose methods it overrides.
 
-        They replace the present subscribers of these events.
+        `subscribers` replace the present subscribers of these events.
         """
         everybody = [*subscribers]
         for name in EVENTS:

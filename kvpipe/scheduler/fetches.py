@@ -71,9 +71,9 @@ class Staging(Subscriber):
     ) -> None:
         """Start without stages. No tier is asked before `space` has a name.
 
-        If `stores` is False, this engine does not write to tiers. It is a consumer: a producer computes its prompts,
-        and may still be storing them. If `loads` is False, this engine is a producer, and consumers wait for the chunks
-        that it stores. `published` is notified of the chunks that tiers have.
+        If `stores` is False, this engine does not write to tiers. Such an engine is a consumer: a producer computes its
+        prompts, and may still be storing them. If `loads` is False, this engine is a producer, and consumers wait for
+        the chunks that it stores. `published` is notified of the chunks that tiers have.
         """
         settings, geometry = context.settings, context.geometry
         self.finder, self._context, self._catalog, self._geometry = finder, context, context.catalog, geometry
@@ -150,7 +150,7 @@ class Staging(Subscriber):
         return stage, stage.holds_up
 
     def _asks_again(self, stage: RequestStage, step: int) -> bool:
-        """Whether tiers are asked again: the stage got too little, has waited since, and may hold more chunks now."""
+        """Whether tiers are asked again: the stage got too few chunks, has waited, and may hold more chunks now."""
         if stage.short_at_s + self._again_s > self._now_s() or stage.holds_up or stage.asked_step == step:
             return False
         return stage.precedence < self._latest or self._leased + len(self._fetching) < self._held_max
@@ -295,7 +295,7 @@ class Staging(Subscriber):
         return why if self.finder.usable or why == miss_reasons.BEING_SAVED else miss_reasons.TIER_DOWN
 
     def brought(self, stage: Stage | None, tokens: int) -> tuple[tuple[str, int], ...]:
-        """Return pairs (tier's name, number of tokens): the part of a hit of `tokens` tokens that each tier brought."""
+        """Return pairs (tier's name, number of tokens): how many of a hit's `tokens` tokens came from each tier."""
         return () if stage is None else stage.brought(self.names, tokens)
 
     def end(self, stage: Stage | None) -> None:
@@ -402,7 +402,7 @@ class Staging(Subscriber):
 
     @property
     def _held_max(self) -> int:
-        """The number of chunks that waiting requests may hold. It changes with the size of the pool."""
+        """The number of chunks that waiting requests may hold. The number changes with the size of the pool."""
         held_max = self._unpublished.held_max
         return max(1, int(self._catalog.slots * SHARE) if held_max is None else held_max)
 
@@ -443,7 +443,7 @@ class Staging(Subscriber):
     def _lease(self, stage: Stage, chunks: list[Chunk]) -> bool:
         """Lease as many of `chunks` as there is room for.
 
-        Returns False if the holder of a node's memory has evicted one of them. Then nothing is leased.
+        Returns False, and leases nothing, if the holder of a node's memory has evicted one of the chunks.
         """
         chunks = chunks[: self._room(stage, len(chunks))]
         if not chunks:
@@ -563,14 +563,14 @@ class Staging(Subscriber):
     # ---- time, resets and what is pending -------------------------------------------------------------------------
 
     def expire(self) -> None:
-        """Skip time until no stage waits, and tiers are asked again for hits that were short. For tests only."""
+        """For tests: skip time until no stage waits, and tiers are asked again for hits that were too short."""
         self._skipped_s += AHEAD_S_MAX + self.patience.lookup_s_max
 
     def _now_s(self) -> float:
         return time.monotonic() + self._skipped_s
 
     def reset(self) -> None:
-        """Forget everything that was found and offered, because chunks are stored under another name from now on."""
+        """Forget all found and offered chunks, because chunks are stored under another name from now on."""
         self.stores.clear()
         self._found, self._asking, self._asked = [], [], 0
         for stage in list(self._stages):

@@ -17,7 +17,7 @@ LEASE_TRIES: Final = 3
 
 
 def lacking(catalog: Catalog, group: int, keys: Sequence[bytes], ends: Iterable[int]) -> list[int]:
-    """Return those of `ends` whose chunks of `group` are not in memory. `keys[end - 1]` is the key of the chunk."""
+    """Return the ends in `ends` whose chunks of `group` are not in memory. `keys[end - 1]` is the key of the chunk."""
     index = catalog.index(group)
     return [end for end in ends if keys[end - 1] not in index]
 
@@ -71,8 +71,8 @@ def lease_needed(
 ) -> list[tuple[Place, Chunk | None]] | None:
     """Lease those chunks of a prefix that memory has. Returns all chunks of the prefix.
 
-    `needed` gives the prefix that memory and tiers cover now. It is shorter if the holder of a node's memory has
-    evicted a chunk. Returns None if the holder evicts chunks in `LEASE_TRIES` tries.
+    `needed` gives the prefix that memory and tiers cover now. This prefix is shorter if the holder of a node's memory
+    has evicted a chunk. Returns None if the holder evicts chunks in `LEASE_TRIES` tries.
     """
     for _ in range(LEASE_TRIES):
         chunks = list(needed())

@@ -148,7 +148,7 @@ class Lookups:
             tracked.asking.reply(step, local_tokens, request.num_tokens - local_tokens, "")
 
     def _why_not(self, tracked: Tracked) -> str:
-        """Return why nothing is loaded for this request, no matter which chunks are held: a miss reason, or ""."""
+        """Return why nothing is loaded for this request, whichever chunks are held: a miss reason, or ""."""
         switches = self._switches
         if switches.bypass:
             return miss_reasons.BYPASS

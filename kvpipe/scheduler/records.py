@@ -147,7 +147,10 @@ class SaveProgress(Cursor):
         self.opened: list[OpenChunk | None] = [None] * groups
 
     def admit(self, held_units: int) -> None:
-        """Start again, because the request was admitted with new blocks. Its first `held_units` units need no save."""
+        """Start again, because the request was admitted with new blocks.
+
+        The first `held_units` units of the request need no save.
+        """
         if self.fire(m.ADMIT).moves:
             self.close_chunks()
         self.saved_units = held_units
@@ -239,7 +242,7 @@ class Tracked(Cursor):
 
     `load_job_id` is the id of this admission's load until that load is over, and 0 if there is no such load. `wishes`
     are the hints that came with the request. `hints` are these wishes with times of the catalog's clock. Until the
-    request ends, these times are computed as if the request had ended when it arrived.
+    request ends, these times count from its arrival, and not from its end.
     """
 
     __slots__ = (

@@ -30,7 +30,10 @@ _NS_PER_MS = 1e6
 
 
 class RequestTracer(Subscriber):
-    """The reporter of one scheduler side. It watches the cursors of requests, and reports what these cursors do."""
+    """The reporter of one scheduler side.
+
+    The reporter watches the cursors of requests, and reports their transitions.
+    """
 
     def __init__(self, trace: Recorder, durations: Durations) -> None:
         """Count hits by tier and misses by reason, and record events in `trace`."""

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class Requests:
     """The unfinished requests of one scheduler side, in three dictionaries by request id.
 
-    `tracked` has all of them. `waiting` has requests with an async load, until they run. `sessions` has the `resumable`
-    requests, which may keep their blocks while they wait for more input.
+    `tracked` has all unfinished requests. `waiting` has requests with an async load, until they run. `sessions` has the
+    `resumable` requests, which may keep their blocks while they wait for more input.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Requests:
     def begin_admission(self, tracked: Tracked, held_units: int, tables: Tables) -> None:
         """The request was admitted with new blocks: start its saving again.
 
-        Its first `held_units` units need no save.
+        The first `held_units` units of the request need no save.
         """
         stale = True
         try:

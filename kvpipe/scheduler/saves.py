@@ -281,8 +281,8 @@ class Saving:
         """Claim units [low, high) of the chunk that begins at unit `base`, and append their piece to `pieces`.
 
         The units are added to a chunk that ends at `low`, if there is one. Otherwise a new chunk gets all units from
-        `base` on. `key` is the key at unit `high`. Returns the rows that save the piece. The result is empty if there
-        is no slot, or if blocks have left a sliding window.
+        `base` on. `key` is the key at unit `high`. Returns the rows that save the piece. The result is empty if no slot
+        is free, or if blocks have left a sliding window.
         """
         progress, paging = tracked.saving, self._paging[group]
         opened = progress.opened[group]
@@ -328,9 +328,9 @@ class Saving:
 def steps_per_save(requests: int) -> int:
     """Return n if one step in n saves generated tokens, for the number of requests in the step.
 
-    The result is 1 for one request, because it has something to save only in few steps. With more requests, fewer steps
-    give enough to save at once. All results divide 16. So each 16th step saves, even if `requests` changes from step
-    to step.
+    The result is 1 for one request, because a single request has new units to save only in few steps. With more
+    requests, fewer steps collect enough units for one save. All results divide 16. So each 16th step saves, even if
+    `requests` changes from step to step.
     """
     log2 = (TOKENS_PER_SAVE // requests).bit_length() - 1 if requests > 1 else 0
     return 1 << max(0, min(log2, STEPS_MAX_LOG2))

@@ -1,8 +1,8 @@
 """The scheduler side, which the engine calls: lookups, leases, plans of steps, and publishing of saved chunks.
 
-The scheduler side keeps no copy of a token list or of a block table. It reads the engine's requests and block tables
-when a new unit becomes final. Therefore a preempted request that is admitted again with other blocks needs no special
-case. The work per step is one comparison for each scheduled request, plus the work for new units.
+The scheduler side keeps no copy of a token list or of a block table. Instead, it reads the engine's requests and block
+tables when a new unit becomes final. Therefore a preempted request that is admitted again with other blocks needs no
+special case. The work per step is one comparison for each scheduled request, plus the work for new units.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class SchedulerSide:
         trace: Recorder = OFF,
         node: NodePool | None = None,
     ) -> None:
-        """Create all parts of the scheduler side. `tiers` are the places beyond host memory that keep chunks.
+        """Create all parts of the scheduler side. `tiers` are the stores beyond host memory that keep chunks.
 
         `node` is the node's memory that the engine uses instead of private pools.
         """
@@ -358,8 +358,8 @@ class SchedulerSide:
     def slots_ready(self, ready: dict[int, int]) -> None:
         """Update the number of usable slots by rank.
 
-        When all ranks have reported, the pool uses the lowest of these numbers. The usable slots of a rank are its
-        first ones.
+        When all ranks have reported, the pool uses the lowest of these numbers. The usable slots of a rank are the
+        first slots of its pool.
         """
         self.turns.take()
         self._ready |= ready

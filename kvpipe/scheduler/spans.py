@@ -1,8 +1,8 @@
 """Spans of tokens that attend to each other in both directions, as images do in some models.
 
 An engine computes such a span in one step. If a step ends inside a span, the span's tokens in that step have not
-attended to the rest of the span. Their KV is wrong, and so is all KV of the request that is computed from it. No wrong
-KV is saved, and the engine's own prefix cache does not offer it to other requests.
+attended to the rest of the span. The KV of these tokens is wrong, and so is all KV of the request that is computed from
+this KV. Wrong KV is not saved, and the engine's own prefix cache does not offer wrong KV to other requests.
 """
 
 from __future__ import annotations

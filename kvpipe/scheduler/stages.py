@@ -87,7 +87,7 @@ class Stage(Cursor):
         self.owner = Owner(self.asked.request_id, -number)  # admissions have positive epochs
         self.tenant, self.leased = self.prefixes.tenant(self.asked), 0
         self.waits: set[int] = set()
-        self.todo: deque[Place] = deque()  # places that are still to be ordered, in the order of the prefix
+        self.todo: deque[Place] = deque()  # places whose chunks are not ordered yet, in the order of the prefix
         self.taken: dict[int, int] = {}
         self.slow = False
         self.why = ""  # why the stage has fetched nothing, or less than was found
@@ -98,7 +98,7 @@ class Stage(Cursor):
         return self.state.row in _HOLDS_UP
 
     def brought(self, names: Sequence[str], tokens: int) -> tuple[tuple[str, int], ...]:
-        """Return pairs (tier's name, number of tokens): the part of a hit of `tokens` tokens that each tier brought.
+        """Return pairs (tier's name, number of tokens): how many of a hit's `tokens` tokens came from each tier.
 
         `names` are the names of the tiers.
         """
@@ -146,7 +146,7 @@ class AheadStage(Stage):
         self, machine: Compiled, number: int, watch: Watch | None, wanted: WantedPrompt, lookup: TierLookup,
         *, room: int, announced: bool, now_s: float,
     ) -> None:  # fmt: skip
-        """Create the stage. Every stage for which a request waits is served before this one."""
+        """Create the stage. Every stage for which a request waits is served before an `AheadStage`."""
         super().__init__(machine, number, watch, wanted, lookup, FIRST)
         self.room, self.announced, self.deadline_at_s = room, announced, now_s + AHEAD_S_MAX
 

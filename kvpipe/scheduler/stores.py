@@ -126,7 +126,9 @@ class Storing(Subscriber):
 
     @property
     def _max(self) -> int:
-        """The number of stores that may be under way for each tier. It changes when ranks report the size of the pool.
+        """The number of stores that may be under way for each tier.
+
+        The number changes when ranks report the size of the pool.
 
         All tiers have equal limits, so that a tier that hangs does not delay others.
         """
@@ -161,7 +163,7 @@ class Storing(Subscriber):
                     self._offer("all", opened.chunk, mark.units, mark.key, finished=True)
 
     def _put_first(self, chunks: Reversible[Chunk]) -> None:
-        """Move those of `chunks` that wait to the offers that are stored first.
+        """Move the waiting offers of `chunks` to the offers that are stored first.
 
         The prefix's last chunk is first in `chunks`.
         """

@@ -1,7 +1,7 @@
 """The chunks in tiers that routers know of. Routers are notified through the engine's `Published`.
 
-A chunk becomes known when all ranks have stored it, or have fetched it. It is withdrawn as soon as this engine learns
-that the tier does not have it any more. The engine learns this from a lookup or from a `Noticing` tier.
+A chunk becomes known when all ranks have stored it, or have fetched it. A chunk is withdrawn as soon as this engine
+learns that the tier has lost the chunk. The engine learns this from a lookup or from a `Noticing` tier.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ WithdrawalReason = Literal["missed", "noticed", "no_room", "reset"]
 class _KnownBlock(NamedTuple):
     """A chunk that routers know of.
 
-    `number` grows with each store or fetch of a chunk by all ranks. It is compared with the number at a lookup's start.
+    `number` grows with each store or fetch of a chunk by all ranks. `number` is compared with the number at a lookup's
+    start.
     """
 
     block: Any  # opaque: only the engine reads it
@@ -54,7 +55,7 @@ class _KnownBlock(NamedTuple):
 
 
 class TierBlocks:
-    """The table of the chunks in tiers that routers know of. Only the scheduler's thread changes it."""
+    """The table of the chunks in tiers that routers know of. Only the scheduler's thread changes the table."""
 
     def __init__(self, context: Context, finder: Finder, space: Namespace, published: Published) -> None:
         """Start without known chunks. `space` is the namespace of the engine's chunks."""
@@ -92,7 +93,7 @@ class TierBlocks:
             self._add(order, block, piece.chunk.tenant)
 
     def _add(self, order: TierOrder, block: object, tenant: Tenant) -> None:
-        """Announce a chunk. If it is known already, only note that the tier has it now."""
+        """Announce a chunk. If the chunk is known already, only note that the tier has the chunk now."""
         name, known = (order.group, order.chunk), self.known[order.tier]
         before = known.get(name)
         self._number += 1
@@ -127,7 +128,7 @@ class TierBlocks:
         lookup.misses = None
 
     def plan_step(self) -> None:
-        """Withdraw chunks that tiers have noticed to be gone, some in each step."""
+        """Withdraw chunks whose loss tiers have noticed, at most a few in each step."""
         gone: dict[int, list[ChunkName]] = {}
         for _ in range(min(len(self._noticed), NOTICES_PER_STEP_MAX)):
             (tier, name), known = self._noticed.popitem()  # other threads only add notices

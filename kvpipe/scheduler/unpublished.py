@@ -1,4 +1,4 @@
-"""The fetches whose chunks lie in a node's memory and that its holder has yet to publish."""
+"""The fetches whose chunks are in a node's memory, and are not yet published by the memory's holder."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class UnpublishedFetches:
 
     @property
     def has_slot(self) -> bool:
-        """Whether a slot can be reserved now. A private pool may evict for it, so it always tries.
+        """Whether a slot can be reserved now. A private pool always tries, because it may evict a chunk to get a slot.
 
         A fetch does not try to reserve a slot of an empty stock, because the catalog counts that as a dropped save.
         """

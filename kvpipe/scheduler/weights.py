@@ -2,8 +2,8 @@
 
 After any call that may have changed the weights, the digest is in doubt. Nothing is found and nothing is saved until
 every rank has digested its weights again, at the beginning of a step. If the weights have changed, every chunk is
-forgotten, and tiers are used under the namespace of the new weights. An engine that gets its old weights back finds its
-old chunks in tiers again.
+forgotten, and tiers are used under the namespace of the new weights. If an engine later loads its old weights again, it
+finds its old chunks in tiers again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Weights:
 
     @property
     def doubtful(self) -> bool:
-        """Whether the weights may differ from those of `digest`, or no rank has reported yet."""
+        """Whether the weights may differ from the weights of `digest`, or no rank has reported yet."""
         return self.awaited or self._answered < self._question
 
     def know(self, reports: Iterable[str]) -> bool:

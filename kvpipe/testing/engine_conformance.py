@@ -269,7 +269,10 @@ class EngineConformance:
 
     @pytest.mark.parametrize("load", ["sync", "async"])
     def test_failed_loads_are_computed(self, make: Make, load: str) -> None:
-        """Every second load leaves garbage in its blocks. Its tokens are computed, and the garbage is not saved."""
+        """Every second load leaves garbage in its blocks.
+
+        The tokens of such a load are computed, and the garbage is not saved.
+        """
 
         def fails(direction: Direction, second: bool, layer: int) -> bool:  # noqa: FBT001
             return direction is Direction.LOAD and second and layer == 0

@@ -40,7 +40,7 @@ CAPTURING = "CUDA error: operation not permitted when stream is capturing"
 
 
 class FakeEvent:
-    """An event of the stream named `of`. It fires when the stream has run all work queued before the event."""
+    """An event of the stream named `of`. The event fires when the stream has run all work queued before the event."""
 
     def __init__(self, of: str, device: FakeDevice) -> None:
         self.of, self.device = of, device

@@ -140,7 +140,10 @@ class TransferConformance:
     @EXAMPLES
     @given(schedule=schedules)
     def test_what_is_given_up_touches_nothing(self, kind: str, schedule: list[int]) -> None:
-        """After `abandon` returns True, the copy changes no byte. It returns True for every copy that has ended."""
+        """After `abandon` returns True, the copy changes no byte.
+
+        `abandon` returns True for every copy that has ended.
+        """
         with self.world(kind, schedule=schedule) as w:
             w.pool.tensor.fill_(9)
             load = make_job(1, job_rows(0, TABLE), Kind.LOAD_ASYNC)

@@ -17,7 +17,7 @@ PATIENT: Final[dict[str, Any]] = {"timeout_ms_max": PATIENT_MS}
 
 
 def eventually(true: Callable[[], object], *, every_s: float = 0.001) -> bool:
-    """Whether `true()` becomes true within `EVENTUALLY_S` seconds. It is called every `every_s` seconds."""
+    """Whether `true()` becomes true within `EVENTUALLY_S` seconds. `true` is called every `every_s` seconds."""
     limit = time.monotonic() + EVENTUALLY_S
     while not true():
         if time.monotonic() > limit:

@@ -54,7 +54,9 @@ class AdapterFiles:
         self.readings = 0
 
     def read(self, folder: str) -> Reading:
-        """Return signature and digest of the adapter in `folder`. Its files are read only if they may have changed.
+        """Return signature and digest of the adapter in `folder`.
+
+        The adapter's files are read only if they may have changed.
 
         Raises:
             OSError: the folder has no file of an adapter, or a file is not regular or cannot be read. Also raised if

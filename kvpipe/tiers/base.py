@@ -33,7 +33,7 @@ class TierError(TransferError):
 
 
 class TierFullError(TierError):
-    """The tier has no room, or does not permit writes. Its values can still be read."""
+    """The tier has no room, or does not permit writes. The tier's values can still be read."""
 
 
 class Key(NamedTuple):
@@ -199,7 +199,7 @@ class Listed(Protocol):
 
 @runtime_checkable
 class Noticing(Protocol):
-    """A tier that notices the loss of a value. It may notice a loss late, or only during a lookup."""
+    """A tier that notices the loss of a value. The tier may notice a loss late, or only during a lookup."""
 
     on_gone: Callable[[Key], object] | None
     """The tier calls this function, on any thread, for each lost value. None: the tier reports no losses."""

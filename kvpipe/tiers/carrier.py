@@ -80,7 +80,7 @@ class Carrier(TierThread[_QueuedOrder]):
         cpus: frozenset[int] = frozenset(),
         trace: Recorder = OFF,
     ) -> None:
-        """Start the thread, bound to `cpus` if any are given. `geometry`, `pool` and `parts` are those of this rank."""
+        """Start the thread, bound to `cpus` if any are given. `geometry`, `pool` and `parts` belong to this rank."""
         rank, ranks = parts.rank, parts.ranks
         self.machine, self._fetches = m.CARRY.compile(), parts.fetches
         self._bodies = Bodies(geometry, pool)

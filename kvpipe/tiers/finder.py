@@ -247,7 +247,7 @@ class Finder(TierThread[TierLookup]):
                 lookup.down = True
 
     async def _find_at(self, index: int, lookup: TierLookup, places: Sequence[Place]) -> None:
-        """Find those of `places` that the tier with the index `index` holds."""
+        """Find the places in `places` that the tier with the index `index` holds."""
         if not await self._ready(self.tiers[index], lookup):
             lookup.down = True
             return
@@ -280,8 +280,8 @@ class Finder(TierThread[TierLookup]):
     async def _find_elsewhere(self, index: int, lookup: TierLookup, left: list[Place]) -> None:
         """Find the places `left` in the tier with the index `index`, under the names of other splits.
 
-        The tier is asked for the first chunk of each group. It is asked for the other chunks only if it has such a
-        first chunk, or if `left` contains no whole chunk.
+        The tier is asked for the first chunk of each group. The tier is asked for the other chunks only if it has such
+        a first chunk, or if `left` contains no whole chunk.
         """
         for space, split in await self._elsewhere(index, lookup):
             parts = dict(enumerate(split))
@@ -351,7 +351,7 @@ class Finder(TierThread[TierLookup]):
     async def _exists(
         self, tier: GuardedTier, lookup: TierLookup, places: Sequence[Place], space: str, split: dict[int, int]
     ) -> list[Place] | None:
-        """Return those of `places` of which `tier` holds every part; None if the call to the tier failed."""
+        """Return the places in `places` of which `tier` holds every part; None if the call to the tier failed."""
         names, owners = list[tuple[Key, ...]](), list[Place]()
         for group, units in places:
             chunk = chunk_name(lookup.key((group, units)))

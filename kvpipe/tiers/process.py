@@ -1,8 +1,8 @@
 """The engine's side of a process that runs a tier's client.
 
-It starts the process, asks questions, and ends the process. `mooncake/child.py` and `s3/child.py` are the programs of
-the client's process. A lane is a socket and a range of the memory that both processes share. A lane carries one
-question at a time.
+The engine's side starts the process, asks questions, and ends the process. `mooncake/child.py` and `s3/child.py` are
+the programs of the client's process. A lane is a socket and a range of the memory that both processes share. A lane
+carries one question at a time.
 """
 
 from __future__ import annotations

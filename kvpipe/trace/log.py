@@ -89,7 +89,9 @@ def _as_record(_logger: logging.Logger, _method: str, fields: MutableMapping[str
 
 
 class Log(structlog.stdlib.BoundLogger):
-    """A logger of structlog with its own processor, independent of the process's configuration. It never raises.
+    """A logger of structlog with its own processor, independent of the process's configuration.
+
+    The logger never raises.
 
     vLLM and the host application control the levels and handlers of the logger below it.
     """

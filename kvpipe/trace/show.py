@@ -98,7 +98,7 @@ class Overview:
 
     @property
     def slowest(self) -> list[RequestRow]:
-        """The slowest requests. The slowest of them is first."""
+        """The slowest requests. The slowest request is first."""
         return sorted(self._slowest, reverse=True)
 
     def _admit(self, event: e.RequestAdmitted) -> None:

@@ -110,7 +110,7 @@ class CopyPlan:
 
     @property
     def cuts(self) -> tuple[Table, ...]:
-        """One int64 array per cache group, shape (s,). It has the indices into `rows` at which spans begin."""
+        """One int64 array per cache group, shape (s,). Each array has the indices into `rows` at which spans begin."""
         return (self._merged or self._merge()).cuts
 
     @property

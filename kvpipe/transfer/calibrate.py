@@ -164,7 +164,7 @@ class _ScratchLayer:
 def measured_slots(pins: Pins, layout: Layout, piece_bytes: int, size_max: int) -> Iterator[tuple[Layout, int]]:
     """Yield a layout, and the number of its pinned slots whose content may be overwritten.
 
-    These are the slots of `pins`, or scratch slots of at most about `size_max` bytes if engines share the pool.
+    The slots are those of `pins`. If engines share the pool, they are scratch slots of at most about `size_max` bytes.
     """
     if not pins.pool.token:
         yield layout, pins.slots

@@ -206,8 +206,8 @@ class CudaEngine:
         """See `TransferEngine.abandon`. A copy that is queued on a stream cannot be withdrawn.
 
         Any thread may call this method. This method does not query the device, because a query would make a graph's
-        capture fail. It does not wait for a copy that blocks the queueing thread. The method does not withdraw tickets
-        that are delayed behind such a copy.
+        capture fail. The method does not wait for a copy that blocks the queueing thread. The method does not withdraw
+        tickets that are delayed behind such a copy.
         """
         if isinstance(ticket.mark, PlanQueue) and self._queueing.acquire(timeout=ABANDON_S_MAX):
             try:
@@ -307,7 +307,7 @@ class CudaEngine:
         return queue.bytes >= self._wave_bytes or no_more
 
     def _go_on(self) -> None:
-        """Queue patient loads until two waves of them are in flight. The caller holds `_queueing`."""
+        """Queue patient loads until two waves of patient loads are in flight. The caller holds `_queueing`."""
         while self._patient and self._is_full(queue := self._patient[0]):
             if queue.tickets:
                 with self._news:

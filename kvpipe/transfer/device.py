@@ -112,7 +112,10 @@ class Device(Protocol):
     """The operations of CUDA that the transfer engine uses."""
 
     def stream(self, name: str) -> Stream:
-        """Return the stream of this name. It is for the caller alone, and does not synchronize with other streams."""
+        """Return the stream of this name.
+
+        The stream is for the caller alone, and does not synchronize with other streams.
+        """
 
     def current_stream(self) -> Stream:
         """Return the stream on which the caller computes."""

@@ -32,7 +32,10 @@ class Paged(NamedTuple):
 
     @property
     def split(self) -> int:
-        """The number of kernel blocks per block. It is 1 if the attention kernel uses the scheduler's block size."""
+        """The number of kernel blocks per block.
+
+        The number is 1 if the attention kernel uses the scheduler's block size.
+        """
         return self.shape[0] // self.blocks
 
     @property

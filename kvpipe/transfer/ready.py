@@ -99,7 +99,8 @@ class Readier:
         """Make the first piece ready, and the other pieces in the background. With how="start", wait for all pieces.
 
         With how="use" no slot is touched. Then every slot counts as ready, and the first copy into a slot causes the
-        slot's page faults. Shared slots always count as ready. They are only read here, because they have chunks.
+        slot's page faults. Shared slots always count as ready. Shared slots are only read here, because they have
+        chunks.
         """
         self._touches = how != "use"
         self._pool.ready = 0 if self._touches and not self._pool.token else self._pool.slots

@@ -34,7 +34,7 @@ RATE_BYTES: Final = 256 << 20
 
 
 class LoadRate:
-    """This class measures the rate of loads in bytes per second.
+    """Measures the rate of loads in bytes per second.
 
     A layer counts only if it was queued before the previous layer had landed, because any other layer may have waited
     for compute. Layers that were queued together (a wave) land together.

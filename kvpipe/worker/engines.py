@@ -1,4 +1,4 @@
-"""This module makes the transfer engine that is registered for the type of the device that has the caches."""
+"""Makes the transfer engine that is registered for the type of the device that has the caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""This module checks the jobs of a plan before any copy, because the jobs' rows are indices into this rank's memory."""
+"""Checks the jobs of a plan before any copy, because the jobs' rows are indices into this rank's memory."""
 
 from __future__ import annotations
 

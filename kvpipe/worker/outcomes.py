@@ -32,7 +32,7 @@ class Outcomes:
         self._refused += [Outcome(job, ok=False, why=why) for job in jobs]
 
     def refuse_rest(self, jobs: Iterable[Job], why: str) -> None:
-        """Report as failed those of `jobs` that are neither open nor already refused."""
+        """Report as failed the jobs in `jobs` that are neither open nor already refused."""
         known = self.uncollected.keys() | {refused.job.id for refused in self._refused}
         self.refuse([job for job in jobs if job.id not in known], why)
 

@@ -92,7 +92,7 @@ class Pipeline:
                 self.fence()
             self.step.fire(m.BIND)
             if self._save.jobs or self._sync.jobs or self._async.jobs:
-                # This also happens after the call that ends a step, if the transfer engine raised in that call.
+                # Jobs are also open here if the transfer engine raised in the call that ends a step.
                 self.counters.fault("step_never_ended")
                 self._withdraw()
             if plan.jobs:

@@ -210,7 +210,7 @@ class WorkerSide:
     def _begin_orders(self, plan: StepPlan) -> None:
         """Pass the step's tier orders to the carrier.
 
-        If this rank has no tiers although other ranks have, or another pool than they have, fail the orders.
+        Fail the orders if only other ranks have tiers, or if this rank has another pool than the other ranks.
         """
         if self.carrier is not None and plan.pool == self._pool.token:
             self.carrier.carry_out(plan.orders, plan.space, plan.step)
@@ -321,7 +321,8 @@ class WorkerSide:
     def puts_off_metrics(self) -> bool:
         """Return whether the step's metrics wait for a later step, because jobs are in flight.
 
-        This step's report then has no job that ends after this call, so that a later step has to report such a job.
+        Jobs that end after this call are not in this step's report. So a later step must report, and it reports the
+        metrics, too.
         """
         self._put_off = self.carrier is None and self.pipeline.in_flight > 0
         return self._put_off

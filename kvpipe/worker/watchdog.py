@@ -1,4 +1,4 @@
-"""This task of the loop thread fails the jobs whose copies make no progress for `stuck_ms_max` milliseconds."""
+"""A task of the loop thread that fails jobs whose copies make no progress for `stuck_ms_max` milliseconds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STUCK: Final = "it did not move in stuck_ms_max"
 
 
 class Watchdog:
-    """The watchdog checks the batches of `copies` four times in each `stuck_ms_max` milliseconds."""
+    """Checks the batches of `copies` four times in each `stuck_ms_max` milliseconds."""
 
     def __init__(self, copies: Copies, abandon: Callable[[Ticket], bool], stuck_ms_max: int) -> None:
         """`abandon` is the transfer engine's method."""

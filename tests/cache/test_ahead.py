@@ -57,7 +57,7 @@ def test_each_chunk_counts_once() -> None:
     check_integrity(catalog)
 
 
-def test_what_is_counted_anew_is_neither_used_nor_wasted() -> None:
+def test_chunk_counted_in_several_turns_is_neither_used_nor_wasted() -> None:
     """A prompt with several turns is counted again in each turn.
 
     Its fetched chunks stay known until they are used or evicted.
@@ -75,7 +75,7 @@ def test_what_is_counted_anew_is_neither_used_nor_wasted() -> None:
 
 
 @pytest.mark.parametrize("held", [True, False], ids=["held", "idle"])
-def test_reset_drops_announced_chunks_and_costs_no_client_its_room(*, held: bool) -> None:
+def test_reset_drops_announced_chunks_and_leaves_each_client_its_room(*, held: bool) -> None:
     """An operator makes the reset, so no client loses room.
 
     Dropped chunks are removed from the counts as the sweep reaches them.
@@ -126,7 +126,7 @@ def _come(catalog: Catalog, name: str) -> None:
     assert catalog.room_ahead(ANYBODY) >= 0.75 * MOST
 
 
-def test_room_shrinks_when_announced_requests_never_come() -> None:
+def test_room_shrinks_when_announced_requests_never_arrive() -> None:
     """The room shrinks to a fiftieth of the pool, and grows again as soon as announced requests come."""
     catalog = _catalog()
     ahead = catalog.ahead

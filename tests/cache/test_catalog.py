@@ -112,7 +112,7 @@ def test_kept_marks_are_bounded() -> None:
     check_integrity(catalog)
 
 
-def test_the_same_content_from_two_slots() -> None:
+def test_second_save_of_the_same_content_frees_its_slot() -> None:
     """The second copy of a prefix is dropped if it has no other key."""
     catalog = _catalog()
     chunks = [catalog.reserve(0), catalog.reserve(0)]
@@ -124,7 +124,7 @@ def test_the_same_content_from_two_slots() -> None:
     check_integrity(catalog)
 
 
-def test_reset_reaches_a_copy_that_cannot_be_found_yet() -> None:
+def test_reset_drops_a_copy_that_cannot_be_found_yet() -> None:
     """A chunk that has landed a prefix that another chunk owns, and still grows, is dropped by a reset, too."""
     catalog = _catalog(3)
     _publish(catalog, b"1")
@@ -169,7 +169,7 @@ def test_a_leased_chunk_is_never_evicted() -> None:
     check_integrity(catalog)
 
 
-def test_a_rejected_lease_hides_none_of_the_others() -> None:
+def test_leases_taken_before_a_rejected_lease_can_be_released() -> None:
     """If a chunk cannot be leased, the leases taken before still end with their owner."""
     catalog = _catalog(2)
     _publish(catalog, b"k")
@@ -233,7 +233,7 @@ def test_reset_lets_readers_and_writers_finish() -> None:
     check_integrity(catalog)
 
 
-def test_groups_do_not_mix() -> None:
+def test_equal_keys_of_two_groups_are_two_chunks() -> None:
     """The same key in two groups names two chunks."""
     catalog = _catalog(2, groups=2)
     _publish(catalog, b"k", group=0)
@@ -339,7 +339,7 @@ def test_chunks_used_in_one_second_share_an_object() -> None:
     assert first.used_s is second.used_s
 
 
-def test_a_lost_piece_is_of_no_request_that_is_over() -> None:
+def test_lost_piece_does_not_count_as_the_end_of_a_request() -> None:
     """`lost` passes `over=False` to the policy, even if the call before passed `over=True`."""
 
     class Noted(Lru):

@@ -147,7 +147,7 @@ def test_learnt_order_evicts_after_a_hint_until_lru_is_better() -> None:
     assert learnt()
 
 
-def test_what_a_prompt_keeps_does_not_depend_on_the_clock() -> None:
+def test_saved_chunks_of_a_prompt_do_not_depend_on_the_clock() -> None:
     """The prompt takes the place of the chosen victim, even if time passes while the prompt is saved."""
     agents = w.coding_agents(1, sessions=14, hours=0.4)
     still, ticks = (replay(agents, "sessions", 0.08, tick_s=tick_s).hit_rate for tick_s in (0.0, 0.001))

@@ -73,7 +73,7 @@ def test_tenants_are_served_in_turn() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_result_is_that_of_a_plain_search_when_entries_come_and_go(seed: int) -> None:
+def test_result_equals_that_of_a_plain_search_when_entries_are_added_and_removed(seed: int) -> None:
     """After all entries of a salt are removed, nothing of the salt is kept."""
     draw, shares = random.Random(seed), FairShares[int](lambda tenant: tenant.salt[:1])
     tenants = [Tenant(f"{account}{salt}") for account in "xyz" for salt in range(3)]

@@ -9,10 +9,10 @@ import pytest
 
 from kvpipe.connectors.vllm.remedies.admission import STATE_BLOCKS_MAX, LoadAdmission
 from kvpipe.connectors.vllm.remedies.invalid_blocks import ScheduledRange, Spoiled
-from kvpipe.connectors.vllm.trial.scheduler_world import SYNC, UNIT, SchedulerWorld, slots_of
 from kvpipe.protocol.engine import LATER, MISS, Hit
 from kvpipe.protocol.messages import BROKEN
 from kvpipe.scheduler.lookups import LATER_STEPS_MAX
+from tests.rigs.scheduler_world import SYNC, UNIT, SchedulerWorld, slots_of
 
 
 def _one_loads() -> tuple[SchedulerWorld, Any, Any]:
@@ -43,7 +43,7 @@ def test_an_async_load_waits_for_room() -> None:
     assert world.side.lookup(second, 0) == (4 * UNIT, True), "nobody holds blocks any more without running"
 
 
-def test_steps_in_which_a_hit_is_not_asked_for_are_no_reason_to_give_it_up() -> None:
+def test_steps_without_a_lookup_do_not_count_towards_the_limit_of_the_wait() -> None:
     """While the head of the queue waits for blocks, vLLM makes no lookup for later requests.
 
     These steps do not count.
@@ -60,7 +60,7 @@ def test_steps_in_which_a_hit_is_not_asked_for_are_no_reason_to_give_it_up() -> 
     assert world.side.counters["lookup_gave_up"] == 0
 
 
-def test_a_hit_that_is_not_admitted_begins_no_count_anew() -> None:
+def test_refused_admission_does_not_restart_the_limit_of_the_wait() -> None:
     """VLLM may refuse an admission for which there are enough blocks.
 
     Such a refusal does not restart the limit of the wait.
@@ -129,7 +129,7 @@ def test_blocks_outside_of_a_window_are_not_held() -> None:
     assert room.needed(request, world.blocks) == 4 + 4
 
 
-def test_drafts_hold_blocks_behind_what_is_computed() -> None:
+def test_drafts_hold_blocks_behind_the_computed_tokens() -> None:
     """Tokens reserved for drafts may begin another block of each group, and every draft has its own state."""
     world = SchedulerWorld(windows=(None, 2 * UNIT, None), states=(2,), load="async")
     geometry, tokens, drafts = world.side.geometry, 64 * UNIT, 3
@@ -191,7 +191,7 @@ def test_spoiled_block_is_reported_for_the_request_that_would_read_it() -> None:
     assert not world.side.pending
 
 
-def test_a_block_is_not_spoiled_when_another_request_has_got_it_before_the_load_fails() -> None:
+def test_block_is_not_reported_when_another_request_has_it_before_the_load_fails() -> None:
     """The load fails after its request has ended. Only a request that shares its tokens reads garbage."""
     world = SchedulerWorld()
     world.publish(world.request("old", 4, shared=4))
@@ -214,7 +214,7 @@ def test_a_block_is_not_spoiled_when_another_request_has_got_it_before_the_load_
     assert planned == [("sharer", {block.block_id for block in table["sharer"][:2]})]
 
 
-def test_loads_go_out_though_spoiled_blocks_cannot_be_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_are_sent_when_spoiled_blocks_cannot_be_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception while blocks are reported costs no other load of the step."""
     world = SchedulerWorld()
     world.publish(world.request("old", 4, shared=4))
@@ -236,7 +236,9 @@ def test_loads_go_out_though_spoiled_blocks_cannot_be_reported(monkeypatch: pyte
         ([("c", 32, 40)], {}),  # other blocks
     ],
 )
-def test_spoiled_blocks(parts: list[tuple[str, int, int]], read: dict[str, list[int]]) -> None:
+def test_block_is_spoiled_unless_it_is_computed_again_before_it_is_read(
+    parts: list[tuple[str, int, int]], read: dict[str, list[int]]
+) -> None:
     """A request reads a spoiled block too early, unless the block is computed again in an earlier or the same step."""
     spoiled = Spoiled(32)
     spoiled.add({1})

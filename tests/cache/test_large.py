@@ -99,7 +99,7 @@ def test_a_policy_of_a_large_pool_is_small_at_first(policy: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_shards_are_a_dict(seed: int) -> None:
+def test_shards_behave_as_a_dict(seed: int) -> None:
     """The same random calls leave equal items in a dict and in a `Shards`."""
     rng, ours, theirs = random.Random(seed), Shards[int](), dict[bytes, int]()
     none = bytes(4)
@@ -112,7 +112,7 @@ def test_shards_are_a_dict(seed: int) -> None:
     assert dict(ours) == theirs
 
 
-def test_what_is_left_of_an_order_is_in_few_runs() -> None:
+def test_sparse_runs_of_an_order_are_joined() -> None:
     """After most entries were deleted, the sparse runs of a `ShardedOrder` are joined, so that few runs are left."""
     kept = ShardedOrder[int, int](100_000)
     for i in range(100_000):
@@ -140,7 +140,7 @@ def test_no_piece_is_large() -> None:
     assert len(queue._shards) * large.SHARD_ENTRIES >= 1_000_000
 
 
-def test_a_piece_gives_back_what_it_has_grown_to() -> None:
+def test_empty_piece_releases_its_memory() -> None:
     """A piece releases its memory when its last entry is removed, so no single call releases everything."""
     shards, empty = Shards[int](), sys.getsizeof(Shard())
     keys = [hashlib.sha256(i.to_bytes(4)).digest() for i in range(20_000)]
@@ -151,7 +151,7 @@ def test_a_piece_gives_back_what_it_has_grown_to() -> None:
     assert {*map(sys.getsizeof, shards._shards)} == {empty}
 
 
-def test_a_small_one_is_plain() -> None:
+def test_small_order_is_a_plain_dict() -> None:
     """Pools of usual sizes use plain dicts."""
     assert type(make_order(PLAIN_MAX)) is dict
     assert type(order(PLAIN_MAX)) is OrderedDict

@@ -30,7 +30,7 @@ def test_an_unknown_policy_is_a_key_error() -> None:
         make_policy("random", SLOTS)
 
 
-def test_lru_evicts_what_was_used_longest_ago() -> None:
+def test_lru_evicts_the_least_recently_used_chunk() -> None:
     """An insertion, a return and a refresh are uses. The chunk with the oldest use is evicted first."""
     policy = Lru()
     a, b, c, d = (Item(x) for x in "abcd")
@@ -84,7 +84,7 @@ def test_chunk_that_is_written_again_soon_goes_to_the_main_queue() -> None:
     assert policy.victim() is again
 
 
-def test_a_hit_gives_a_second_round() -> None:
+def test_hit_chunk_stays_for_a_second_round() -> None:
     """In the main queue, a loaded chunk stays one round longer than a chunk that was only written again."""
     policy = S3Fifo(SLOTS)
     policy.insert(Item("back"), hit=False)

@@ -121,7 +121,7 @@ def test_a_request_is_used_until_its_answer_is_over() -> None:
 
 
 @pytest.mark.slow
-def test_the_yardstick_is_the_known_one() -> None:
+def test_replay_of_250_sessions_gives_the_published_figures() -> None:
     """A replay of 250 sessions in 8 h, with 131,072 tokens and 256 tokens per chunk, gives the published figures.
 
     The seed changes them only slightly.
@@ -131,7 +131,7 @@ def test_the_yardstick_is_the_known_one() -> None:
     assert replay(drawn, "lru", 0.10).hit_rate == pytest.approx(0.953, abs=0.005)
 
 
-def test_hints_announce_when_a_prompt_goes_on_and_adversaries_the_contrary() -> None:
+def test_hints_announce_the_true_resume_and_adversaries_a_false_one() -> None:
     """Right hints announce the true resume.
 
     Adversarial hints exchange long and short pauses, and announce false resumes.
@@ -148,7 +148,7 @@ def test_hints_announce_when_a_prompt_goes_on_and_adversaries_the_contrary() -> 
     assert hints.hints(workload, hints.RESUME, 0.7) != right
 
 
-def test_hints_are_of_use() -> None:
+def test_hints_add_hits() -> None:
     """Hints add hits. A replay without hints is unchanged."""
     workload = small(1)
     plain = replay(workload, "sessions", 0.05)

@@ -88,7 +88,7 @@ def test_a_policy_that_raises_when_its_pool_is_sized_is_replaced(
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("policy", ["sessions", "s3fifo"])
 @pytest.mark.parametrize("call", CALLS)
-def test_a_policy_of_ours_that_raises_is_replaced(
+def test_built_in_policy_that_raises_is_replaced(
     monkeypatch: pytest.MonkeyPatch, faults: list[str], call: str, policy: str, *, shared: bool
 ) -> None:
     """Whichever call raises, at any time, no slot is lost, and chunks that a request holds are not evicted."""

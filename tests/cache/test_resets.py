@@ -26,7 +26,7 @@ def _publish(catalog: Catalog, key: bytes) -> Chunk:
 
 
 @pytest.mark.parametrize("policy", ["lru", "s3fifo", "sessions"])
-def test_a_reset_takes_apart_what_it_forgets_bit_by_bit(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reset_chunks_are_removed_from_the_index_in_slices(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reset drops all chunks at once, and their slots count as free.
 
     Each later call removes a slice of them from the index. Reasons of misses are kept.
@@ -67,7 +67,7 @@ def test_a_reset_takes_apart_what_it_forgets_bit_by_bit(policy: str, monkeypatch
     assert catalog.counters["evicted"] == slots
 
 
-def test_resets_one_after_the_other() -> None:
+def test_second_reset_before_the_end_of_the_first_drops_all_chunks() -> None:
     """A second reset forgets the chunks that were saved since the first one, and sweeps remove the chunks of both."""
     catalog = _catalog(4 * SWEEP_SLOTS)
     for i in range(3 * SWEEP_SLOTS):

@@ -51,7 +51,7 @@ def test_another_groups_chunk_does_not_become_the_end() -> None:
     assert policy.victim() is chain[-1]
 
 
-def test_a_chain_that_went_and_comes_back_is_not_gone() -> None:
+def test_evicted_chain_that_is_saved_again_is_known() -> None:
     """A request held a chunk of the chain while the chain was evicted. Then the chain's chunks are saved again."""
     policy = Sessions(8)
     a, b = Item("a"), Item("b", "a")
@@ -105,7 +105,7 @@ def test_a_requests_chunks_at_once_are_as_one_by_one() -> None:
         _consistent(other)
 
 
-def test_a_new_chunk_among_others_splits_their_chain() -> None:
+def test_new_chunk_in_the_middle_splits_a_chain() -> None:
     """A chunk of another group follows the middle of a chain, and is released with the chain.
 
     Then all chunks may be evicted.
@@ -117,7 +117,7 @@ def test_a_new_chunk_among_others_splits_their_chain() -> None:
     assert len(policy) == 4
 
 
-def test_what_was_dropped_is_not_held() -> None:
+def test_dropped_chunk_does_not_count_as_held() -> None:
     """The dropped chunk still has a place in its chain. A later read of the whole chain must not count it as held."""
     policy, chain = _abc()
     policy.remove(chain[1])
@@ -127,7 +127,7 @@ def test_what_was_dropped_is_not_held() -> None:
     assert len(policy) == 0
 
 
-def test_a_chain_has_few_places_of_what_is_gone() -> None:
+def test_most_places_of_evicted_chunks_are_removed() -> None:
     """The middle chunk is evicted and saved again 100 times.
 
     Each eviction leaves a place, and most places are removed again.
@@ -145,7 +145,7 @@ def test_a_chain_has_few_places_of_what_is_gone() -> None:
 
 
 @pytest.mark.parametrize("saved_first", [False, True])
-def test_places_of_what_is_gone_are_no_chain(*, saved_first: bool) -> None:
+def test_places_of_evicted_chunks_are_no_chain(*, saved_first: bool) -> None:
     """If only places of evicted chunks follow the shared part, the next prompt continues the chain."""
     policy, (a, b, c, d) = Sessions(SLOTS), (Item("a"), Item("b", "a"), Item("c", "b"), Item("d", "c"))
     for item in (a, b, c, d):
@@ -292,7 +292,7 @@ class Requests:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_whatever_requests_do_its_books_agree(seed: int) -> None:
+def test_records_agree_after_any_moves(seed: int) -> None:
     """No move raises, and no evictable chunk is lost."""
     requests = Requests(seed)
     for number in range(300):

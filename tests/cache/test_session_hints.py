@@ -95,7 +95,7 @@ def test_prefix_is_not_demoted_when_one_of_its_branches_is_gone(harm: Hint) -> N
 
 
 @pytest.mark.parametrize("harm", _HARM, ids=["demote", "resume"])
-def test_a_long_prefix_is_shared_as_well(harm: Hint) -> None:
+def test_prefix_of_several_chains_is_shared(harm: Hint) -> None:
     """The shared prefix consists of several chains, each of which is followed by one chain, except the last."""
     clients, system = Clients(), [f"s{at}" for at in range(CHAIN_MAX + 40)]
     for user in "ab":

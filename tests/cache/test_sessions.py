@@ -142,7 +142,7 @@ def test_last_chunk_of_a_prompt_is_evicted_first() -> None:
     assert [policy.victim() for _ in items] == items[::-1]
 
 
-def test_nothing_is_left_of_chunks_that_others_evict() -> None:
+def test_chains_are_forgotten_when_an_operator_evicts_their_chunks() -> None:
     """Answers follow one prompt that an operator evicts. The policy forgets their chains."""
     policy = Sessions(SLOTS)
     world = _World(policy)
@@ -160,7 +160,7 @@ def test_nothing_is_left_of_chunks_that_others_evict() -> None:
     assert not any(chain.held for chain in chains(policy))
 
 
-def test_a_chunk_that_is_held_keeps_the_place_of_those_before_it() -> None:
+def test_held_chunk_keeps_the_places_of_evicted_chunks_before_it() -> None:
     """An evicted chunk keeps its place in the middle of a chain until all chunks behind it are evicted."""
     policy = Sessions(SLOTS)
     items = [Item("a"), Item("b", "a"), Item("c", "b")]
@@ -182,7 +182,7 @@ def test_chunk_without_its_predecessor_is_evicted_first() -> None:
     assert [policy.victim() for _ in range(5)] == [items[2], items[3], items[1], items[0], None]
 
 
-def test_what_comes_in_another_order_is_found_once_all_of_it_is_there() -> None:
+def test_chunks_of_a_prompt_may_arrive_in_any_order() -> None:
     """Tiers return a prompt's chunks in any order. When all are there, they are kept as if they had come in order."""
     policy, old = Sessions(SLOTS), [Item("x"), Item("y", "x"), Item("z", "y")]
     names = "abcdef"
@@ -197,7 +197,7 @@ def test_what_comes_in_another_order_is_found_once_all_of_it_is_there() -> None:
     assert [policy.victim() for _ in range(9)] == [*old[::-1], *prompt[::-1]]
 
 
-def test_where_a_prompt_branches_the_older_branch_is_a_chain_of_its_own() -> None:
+def test_branches_of_a_prompt_are_evicted_before_their_common_beginning() -> None:
     """The common beginning is evicted after both branches."""
     policy = Sessions(SLOTS)
     old = [Item("a"), Item("b", "a"), Item("c", "b"), Item("d", "c")]
@@ -214,7 +214,7 @@ def test_where_a_prompt_branches_the_older_branch_is_a_chain_of_its_own() -> Non
     assert victims.index(new[1]) < victims.index(new[0])
 
 
-def test_a_session_that_went_is_known_by_its_pace_when_it_returns() -> None:
+def test_pace_of_a_session_is_known_when_its_first_chunks_were_evicted() -> None:
     """The session's first chunks were evicted with its history. When it returns, the policy knows its pace."""
     policy, now_s = Sessions(SLOTS), 0.0
     for _ in range(4):
@@ -230,7 +230,7 @@ def test_a_session_that_went_is_known_by_its_pace_when_it_returns() -> None:
     assert chain.paced == 5
 
 
-def test_what_waits_after_an_answer_is_of_a_kind_by_its_length() -> None:
+def test_chain_after_an_answer_has_a_kind_by_the_length_of_the_answer() -> None:
     """After an answer of known length, the chain is worth as much as other chains after such answers.
 
     Without the length, it is worth as much as the mean of all chains.
@@ -254,7 +254,7 @@ def test_what_waits_after_an_answer_is_of_a_kind_by_its_length() -> None:
     assert [sum(counted[at : at + PACES]) for at in range(0, RESUMES, PACES)] == [3, 0, 1, 1, 1]
 
 
-def test_after_a_rare_answer_a_wait_without_a_hint_is_worth_what_such_waits_are() -> None:
+def test_estimate_for_a_rare_length_of_answers_leaves_out_waits_with_hints() -> None:
     """The estimate for a rare length of answers leaves out waits with hints.
 
     Here only chunks that return have hints.
@@ -270,7 +270,7 @@ def test_after_a_rare_answer_a_wait_without_a_hint_is_worth_what_such_waits_are(
     assert returns.worth(rare, 4.0) < returns.worth(pace, 4.0) / 4
 
 
-def test_a_save_that_lands_late_is_of_its_requests_answer() -> None:
+def test_late_save_does_not_begin_another_wait() -> None:
     """The chain is already waiting when the save lands, so the save does not begin another wait."""
     policy, first, late = Sessions(SLOTS), Item("a"), Item("a")
     policy.insert(first, hit=False)
@@ -303,7 +303,7 @@ def test_answers_count_beside_the_pace_of_their_chains() -> None:
     assert returns.worth(rare, 4.0) == pytest.approx(returns.worth(pace, 4.0), rel=0.1)
 
 
-def test_what_is_announced_makes_kinds_by_the_octave() -> None:
+def test_every_announced_number_of_seconds_has_a_kind() -> None:
     """Every number of seconds that a client gives has a kind, including infinities and NaN."""
     hinted = [hinted_kind(Action.RESUME, in_s) for in_s in (-math.inf, 0.0, 1.0, 2.0, 8191.0, 8192.0, 1e9, math.inf)]
     assert hinted == [RESUMES + octave for octave in (0, 0, 1, 2, 13, 14, 14, 14)]
@@ -388,7 +388,7 @@ def test_chain_that_is_announced_to_return_sooner_stays(action: Action) -> None:
         assert _there(world, "soon", "later") == ["soon"]
 
 
-def test_a_prefix_that_others_use_is_not_demoted_for_one() -> None:
+def test_shared_prefix_is_not_demoted_when_one_session_ends() -> None:
     """Two sessions have a common beginning, and one of them ends."""
     policy = Sessions(SLOTS)
     shared, one, other = Item("s"), Item("a", "s"), Item("b", "s")
@@ -403,7 +403,7 @@ def test_a_prefix_that_others_use_is_not_demoted_for_one() -> None:
     assert policy.victim() is one
 
 
-def test_what_is_set_for_the_next_wait_holds_when_it_begins() -> None:
+def test_hint_of_a_running_request_is_used_from_its_end_on() -> None:
     """A hint that arrives while its request runs is used from the request's end on, until the chunks are used again."""
     policy, item = Sessions(SLOTS), Item("a")
     policy.insert(item, hit=False)
@@ -427,7 +427,7 @@ def _save(catalog: Catalog, key: bytes, before: bytes) -> Piece:
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_a_save_that_lands_after_its_request_is_no_use(*, there: bool) -> None:
+def test_save_that_lands_after_its_request_does_not_count_as_a_use(*, there: bool) -> None:
     """A late save keeps the client's hint. The time of its copy is not counted as a pause of the session."""
     policy, now_s = Sessions(SLOTS), 10.0
     catalog = Catalog(SLOTS, 1, policy, Counters(), clock=lambda: now_s)
@@ -496,7 +496,7 @@ class _Hinted(Lru):
 
 
 @pytest.mark.parametrize("guarded", [False, True])
-def test_the_catalog_hands_hints_on(*, guarded: bool) -> None:
+def test_the_catalog_passes_hints_to_the_policy(*, guarded: bool) -> None:
     """The catalog passes hints on for evictable and held chunks. A policy without `hint` gets none, guarded or not."""
     hint, hinted = Hint(Action.RESUME, 7.0), _Hinted()
     for policy in (hinted, Lru()):

@@ -12,12 +12,12 @@ from kvpipe.cache.catalog import Catalog
 from kvpipe.cache.policy import Lru
 from kvpipe.cache.quotas import Accounts
 from kvpipe.cache.tenants import ANYBODY, SALT_KEPT_CHARS_MAX, AdapterIdentity, Tenants
-from kvpipe.connectors.vllm.trial.scheduler_world import SchedulerWorld
 from kvpipe.inputs.quota_spec import parse_quotas
 from kvpipe.manage.holders import selecting
 from kvpipe.manage.models import EvictMatching
 from kvpipe.manage.salts import salt_digest
 from kvpipe.trace.log import Counters
+from tests.rigs.scheduler_world import SchedulerWorld
 
 
 class _Asked:
@@ -31,7 +31,7 @@ class _Lora:
     lora_int_id, lora_name, lora_path, load_inplace, is_3d_lora_weight = 1, "french", "/french", False, False
 
 
-def test_there_is_one_object_per_salt_and_adapter() -> None:
+def test_equal_salt_and_adapter_are_one_object() -> None:
     """Equal pairs of salt and adapter are one object. A different salt or adapter gives another object."""
     tenants, asked = Tenants(), _Asked
     some: list[Any] = [asked("a"), asked("b"), asked("a", _Lora()), asked(None, _Lora())]

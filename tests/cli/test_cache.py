@@ -125,7 +125,7 @@ def test_every_subcommand_works_on_redis(cache: Stated, server: str) -> None:
     assert cache.json("stats", server)["namespaces"] == []
 
 
-def test_stats_reports_how_much_is_there(cache: Stated, disk: str) -> None:
+def test_stats_reports_items_bytes_and_namespaces(cache: Stated, disk: str) -> None:
     """`stats` prints items, bytes, the limit, the health, and the share of each namespace."""
     found = cache.json("stats", f"{disk}?bytes_max=1PiB")
     size = HEADER_BYTES + BODY
@@ -159,7 +159,7 @@ def test_verify_reads_and_checks_every_value(cache: Stated, disk: str) -> None:
     assert cache.json("verify", disk, "--namespace", ONE)["good"] == 5
 
 
-def test_verify_reports_what_is_damaged(cache: Stated, disk: str) -> None:
+def test_verify_reports_damaged_values(cache: Stated, disk: str) -> None:
     """`verify` distinguishes flipped bytes, torn or too long files, zeros, and the value of another key.
 
     Files of other programs stay.
@@ -190,7 +190,7 @@ def test_verify_reports_what_is_damaged(cache: Stated, disk: str) -> None:
     assert (Path(disk) / "README").exists()
 
 
-def test_values_are_checked_each_by_itself(cache: Stated, disk: str) -> None:
+def test_each_value_is_checked_separately(cache: Stated, disk: str) -> None:
     """Values that are read in parallel are not mixed up: a header without a body is too short in every position."""
     for key in KEYS:
         os.truncate(file_of(disk, key), HEADER_BYTES)
@@ -236,7 +236,7 @@ class Sick(DictTier):
         raise TierError("dict: it is sick")
 
 
-def test_stats_reports_why_a_tier_is_not_well() -> None:
+def test_stats_reports_why_a_tier_is_unhealthy() -> None:
     """The items of an unhealthy tier are reported together with the reason, and the status is 1."""
     report = Findings()
     args = argparse.Namespace(namespace=None)
@@ -306,7 +306,7 @@ def test_a_tier_that_cannot_be_used_is_one_sentence(cache: Stated, disk: str) ->
     assert str(port) in line
 
 
-def test_a_folder_that_is_not_there_is_not_made(cache: Stated, tmp_path: Path) -> None:
+def test_no_subcommand_creates_a_missing_folder(cache: Stated, tmp_path: Path) -> None:
     """No subcommand creates a folder, so a misspelt path is an error."""
     for args in (["stats"], ["ls"], ["verify"], ["purge", "--all"]):
         assert cache(*args, str(tmp_path / "typo")) == 1
@@ -331,7 +331,7 @@ def command(*args: str, code: str = "", **kwargs: Any) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("code", ["", ELSEWHERE], ids=["here", "elsewhere"])
-def test_an_interrupt_ends_it_cleanly(code: str) -> None:
+def test_an_interrupt_gives_status_130_and_one_word(code: str) -> None:
     """An interrupt while a tier does not answer, or just before, gives status 130 and one word on stderr."""
     with socket.create_server((LOCAL, 0)) as silent:
         silent.settimeout(WAIT_S)

@@ -51,7 +51,9 @@ def _token(tmp_path: Path) -> dict[str, str]:
     ],
     ids=str,
 )
-def test_check_refuses_what_is_not_there(extra: dict[str, Any], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_refuses_missing_files_and_packages(
+    extra: dict[str, Any], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """`kvpipe check` finds these problems, which an engine would report only after loading its weights."""
     assert why in _refusal(extra, capsys)
 
@@ -85,7 +87,7 @@ def test_check_prints_values_as_people_write_them(tmp_path: Path, capsys: pytest
     (100, 16, "112 (100, rounded up to blocks of 16)"), (96, 16, "96"),
     (7, 128, "128 (7, rounded up to blocks of 128)"),
 ])  # fmt: skip
-def test_check_shows_what_chunk_tokens_are_rounded_up_to(
+def test_check_shows_the_rounded_chunk_tokens(
     tokens: int, block: int, shown: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`check` shows the same rounded number as the engine would use."""

@@ -33,7 +33,7 @@ def test_a_check_that_raises_is_a_finding(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(store.detail) < 500
 
 
-def test_nothing_known_is_no_traceback(tmp_path: Path) -> None:
+def test_every_check_has_an_answer_when_every_question_fails(tmp_path: Path) -> None:
     """On a machine where every question fails, every check has an answer."""
     found = examine(load_settings({"name": "docs"}), broken(tmp_path))
     assert {f.name for f in found} == {c.name for c in (*checks.CHECKS, *checks.TIERS)} - {
@@ -118,7 +118,9 @@ def test_output_is_a_line_per_check(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "noise of an engine" in err
 
 
-def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_has_status_verdict_and_findings(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """`--json` prints one object with the worst status, the verdict and every finding."""
     assert _run(monkeypatch, "{}", "warn", "fail", as_json=True) == 1
     assert json.loads(capsys.readouterr().out) == {

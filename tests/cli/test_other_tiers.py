@@ -32,7 +32,9 @@ def breaks(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 @pytest.mark.parametrize("method", ["open", "capacity", "health", "scan", "close"])
-def test_it_is_one_sentence(method: str, breaks: Callable[[str], None], capsys: pytest.CaptureFixture[str]) -> None:
+def test_raising_tier_is_an_error_of_one_line(
+    method: str, breaks: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
     """A method that raises gives an error message of one line with the tier's name, and status 1."""
     breaks(method)
     assert main(["cache", "stats", "dict://"]) == 1
@@ -44,7 +46,7 @@ def test_it_is_one_sentence(method: str, breaks: Callable[[str], None], capsys: 
 
 
 @pytest.mark.parametrize("method", ["open", "health", "write", "read", "delete"])
-def test_the_doctor_names_it(method: str, breaks: Callable[[str], None], tmp_path: Path) -> None:
+def test_doctor_warns_of_a_raising_tier(method: str, breaks: Callable[[str], None], tmp_path: Path) -> None:
     """The finding is a warning, because an engine would run without the tier."""
     breaks(method)
     settings = load_settings({}).model_copy(update={"tiers": (DictSpec.model_validate({}),)})

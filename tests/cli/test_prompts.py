@@ -98,7 +98,7 @@ def test_server_makes_token_ids_of_texts_and_chats(
     assert tokenizer.asked == [("/tokenize", request_body, None), ("/proxy/tokenize", request_body, None)]
 
 
-def test_salt_adapter_and_key_go_along(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_has_salt_adapter_and_api_key(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server gets vLLM's API key, and the engine gets salt and adapter."""
     monkeypatch.setenv("VLLM_API_KEY", "k1")
     found = _prompt("Hello", "--server", tokenizer.url, "--salt", "s", "--adapter", "n", "3", "/p")

@@ -37,7 +37,7 @@ def disk(tmp_path: Path) -> str:
     return str(tmp_path / "kv")
 
 
-def test_purge_drops_what_was_reported(cache: Stated, disk: str) -> None:
+def test_purge_deletes_the_reported_values(cache: Stated, disk: str) -> None:
     """Values are selected by namespace, by age, by both, or all. Without `--delete` they are only counted."""
     hours_ago = time.time() - 7200
     for key in (KEYS[0], KEYS[1], KEYS[5]):
@@ -80,7 +80,7 @@ def first_format(key: Key, body: bytes) -> bytes:
     return bytes(header) + body
 
 
-def test_purge_drops_what_is_of_an_older_format(cache: Stated, disk: str) -> None:
+def test_purge_deletes_values_of_an_older_format(cache: Stated, disk: str) -> None:
     """One value of a namespace shows the namespace's format.
 
     Values of this version stay. Only the values that were read count as used.
@@ -112,7 +112,7 @@ def later_format(key: Key, body: bytes) -> bytes:
     return bytes(value)
 
 
-def test_purge_keeps_formats_to_come() -> None:
+def test_purge_keeps_values_of_newer_formats() -> None:
     """`--stale` selects only values that are certainly of an older format. It counts and keeps all others."""
     tier, report = DictTier(), Findings()
     keys = [some_key(i, str(i) * 32) for i in range(3, 6)]

@@ -173,7 +173,9 @@ def test_damage_under_the_right_key_is_damage(cache: Stated, disk: str) -> None:
     assert (found["good"], found["deleted"]) == (7, 3)
 
 
-def test_values_written_anew_are_kept(cache: Stated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_value_that_was_replaced_meanwhile_is_kept(
+    cache: Stated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A damaged value is judged again before its deletion, because an engine may have replaced it."""
     disk = str(tmp_path / "kv")
     fill(f"{disk}?bytes_max=1GiB")
@@ -190,7 +192,7 @@ def test_values_written_anew_are_kept(cache: Stated, tmp_path: Path, monkeypatch
     assert cache.json("verify", disk)["good"] == len(KEYS) - 1
 
 
-def test_purge_drops_only_what_it_has_announced(cache: Stated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_purge_deletes_only_listed_namespaces(cache: Stated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A namespace that appears after the list was printed stays, because it was not judged."""
     disk, late = str(tmp_path / "kv"), OTHERS[0]
     fill(f"{disk}?bytes_max=1GiB")

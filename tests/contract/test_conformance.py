@@ -98,7 +98,7 @@ def test_nothing_is_found_in_kvpipe(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert not list(tmp_path.iterdir())
 
 
-def test_a_module_that_is_not_there_is_one_clear_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_module_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A missing module is a finding in one sentence, not a traceback."""
     assert fuzz(tmp_path, "Nobody", "kvpipe_no_such_module") == 1
     assert only_finding(tmp_path)["kind"] == "cannot_import"
@@ -277,7 +277,7 @@ def test_vllms_streaming_sessions_wait_for_each_others_blocks(faulty: Path, benc
         sys.path.remove(str(faulty.parent))
 
 
-def test_the_page_lists_what_is_checked_and_found() -> None:
+def test_the_page_lists_every_check_and_finding() -> None:
     """The page lists every check and every finding."""
     page = DOCS.read_text(encoding="utf-8")
     for name, sentence in OUTSIDE.items():

@@ -91,7 +91,7 @@ def test_the_constructor_is_called_by_names(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_record_holds_what_it_is_for(version: str) -> None:
+def test_record_names_its_version_and_the_abstract_methods(version: str) -> None:
     """A record is small, has its own version, and names abstract methods, so that a check can fail."""
     text = (c.RECORDS / f"vllm-{version}.json").read_text(encoding="utf-8")
     assert len(text) < RECORD_BYTES_MAX
@@ -236,7 +236,7 @@ def test_the_tool_judges_a_new_release(tmp_path: Path) -> None:
     assert (tmp_path / "records" / "vllm-0.34.0.json").is_file()
 
 
-def test_the_tool_reports_what_a_release_adds(tmp_path: Path) -> None:
+def test_the_tool_lists_new_methods_and_fields_as_news(tmp_path: Path) -> None:
     """New methods and fields of a release are listed as news, not as mismatches."""
     records = tmp_path / "records"
     write_sources(tmp_path / "old", "0.32.0", {})
@@ -247,7 +247,7 @@ def test_the_tool_reports_what_a_release_adds(tmp_path: Path) -> None:
     assert "news: new KVConnectorBase_V1.brand_new_hook: method (self, step=...)" in done.stdout
 
 
-def test_the_tool_refuses_what_it_cannot_read(tmp_path: Path) -> None:
+def test_the_tool_refuses_a_folder_without_vllm(tmp_path: Path) -> None:
     """A folder without vLLM ends with exit code 2 and a sentence, and writes no record."""
     (tmp_path / "empty").mkdir()
     done = record_tool(str(tmp_path / "empty"), "--into", str(tmp_path / "records"))

@@ -98,7 +98,7 @@ def _decorators(node: ast.FunctionDef) -> Iterator[str]:
     return (one.id for one in node.decorator_list if isinstance(one, ast.Name))
 
 
-def test_the_classes_with_hooks() -> None:
+def test_classes_with_hooks_are_those_recorded() -> None:
     """In the installed vLLM only the two known classes have hooks, and its runners keep the order of calls."""
     check(Path(vllm.__file__).parent)
     check_orders(Path(vllm.__file__).parent)
@@ -125,7 +125,7 @@ def test_the_classes_with_hooks_of_other_supported_releases() -> None:
         (object, False),
     ],
 )
-def test_which_layers_are_relied_on(kind: type, *, hooked: bool) -> None:
+def test_layers_that_kvpipe_relies_on_are_recorded(kind: type, *, hooked: bool) -> None:
     """The hooks of two classes are used, and of their subclasses that do not override the attention."""
     assert is_hooked(object.__new__(kind)) is hooked
 
@@ -133,7 +133,7 @@ def test_which_layers_are_relied_on(kind: type, *, hooked: bool) -> None:
 @pytest.mark.parametrize(
     ("v2", "device", "late"), [(False, "meta", False), (False, "cuda", True), (True, "cuda", False)]
 )
-def test_where_the_fence_is(v2: bool, device: str, late: bool) -> None:
+def test_the_fence_is_late_with_runner_v1_on_a_gpu_only(v2: bool, device: str, late: bool) -> None:
     """The fence is in the next step's first hook with runner V1 on a GPU, and nowhere else."""
     config: Any = SimpleNamespace(use_v2_model_runner=v2)
     caches: Any = {name: SimpleNamespace(is_cuda=device == "cuda") for name in "ab"}

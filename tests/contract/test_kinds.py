@@ -72,7 +72,7 @@ def test_the_kinds_of_other_supported_releases() -> None:
 
 
 @pytest.mark.parametrize("name", [n for n, one in kinds.KINDS.items() if one.answer in (kinds.STORED, kinds.REFUSED)])
-def test_the_answer_is_what_an_engine_gets(name: str) -> None:
+def test_engine_stores_or_refuses_a_kind_as_the_page_says(name: str) -> None:
     """A kind is stored if the page says so, and refused if the page says so."""
     kind, stated = getattr(interface, name), kinds.KINDS[name].answer
     sizes = {"page_size": 64} | ({"blocks_per_request": 1} if name == "HiSparseHotSpec" else {})

@@ -224,7 +224,7 @@ def test_a_block_is_removed_with_its_mark() -> None:
     assert reported.router.index["CPU", 0] == set()
 
 
-def test_a_block_stays_until_both_contents_of_an_adapter_are_gone() -> None:
+def test_block_is_withdrawn_when_both_contents_of_an_adapter_are_evicted() -> None:
     """Keys distinguish two contents of an adapter, but block hashes do not, so a router has one block for both."""
     request, reported = request_of(lora_request=lora()), Noted()
     chunks: list[Chunk] = []
@@ -270,7 +270,7 @@ def test_blocks_in_tiers_have_the_fields_of_vllms_own_offloading() -> None:
     assert not any(reported.router.index.values())
 
 
-def test_what_was_not_found_is_not_announced() -> None:
+def test_units_that_cannot_be_found_are_not_announced() -> None:
     """Two requests save the same tokens, and `quick` publishes its chunk first.
 
     Only the first unit of `slow` is announced.

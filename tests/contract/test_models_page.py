@@ -16,7 +16,7 @@ from tests.contract.test_scheduler_versions import FETCH_SECONDS_MAX, other_rele
 WALK_SECONDS_MAX = 1500
 
 
-def test_every_place_is_known() -> None:
+def test_the_installed_release_has_exactly_the_known_places() -> None:
     """The installed vLLM has exactly the known places, each once."""
     import vllm
 

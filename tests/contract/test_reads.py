@@ -26,13 +26,13 @@ READ_MIN = 70
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
-def test_what_is_read_is_recorded(source: Path) -> None:
+def test_every_attribute_read_of_vllm_is_recorded(source: Path) -> None:
     """Every attribute that the connector or the core reads of an object of vLLM is in `RELIED`."""
     seen = READER.seen(source.read_text(encoding="utf-8"))
     assert [one for one in seen if (one.cls, one.name) not in RECORDED] == []
 
 
-def test_the_reader_sees() -> None:
+def test_the_reader_finds_most_recorded_attributes() -> None:
     """The reader finds most of the recorded attributes, whatever names the code uses."""
     seen = {(one.cls, one.name) for path in SOURCES for one in READER.seen(path.read_text(encoding="utf-8"))}
     assert len(seen) >= READ_MIN
@@ -47,7 +47,7 @@ def test_the_reader_sees() -> None:
     }
 
 
-def test_how_objects_are_known() -> None:
+def test_classes_of_objects_follow_from_annotations_origins_and_names() -> None:
     """The class follows from annotations, origins and names.
 
     Lists, options, comprehensions and other names are followed, too.

@@ -157,7 +157,7 @@ def test_generated_tokens_wait_for_the_next_step_that_saves(every: int, units: i
     assert trial.side.counters["units_saved"] == units
 
 
-def test_what_a_session_gets_later_is_saved_where_answers_are_not() -> None:
+def test_later_input_of_a_session_is_saved_when_save_decode_is_off() -> None:
     """With `save_decode` off, a session gets 64 tokens, answers, and gets 40 more tokens.
 
     All three units of 32 tokens are saved.

@@ -86,7 +86,7 @@ def both(shape: str, seed: int, moves: Iterable[Move]) -> tuple[tuple[Any, ...],
     return together, apart
 
 
-def test_a_first_block_that_another_tenant_has_asked() -> None:
+def test_first_block_of_another_tenant_is_a_miss() -> None:
     """The miss of a request without the salt is counted, traced and answered as if no other request had come."""
     together, apart = both("sync", 0, ANSWERED)
     for name, one, other in zip(("answers", "trace", "metrics", "counters", "stats"), together, apart, strict=True):
@@ -95,7 +95,7 @@ def test_a_first_block_that_another_tenant_has_asked() -> None:
 
 
 @pytest.mark.parametrize("shape", ["sync", "async-load", "hybrid", "tier"])
-def test_nobody_sees_what_others_ask(shape: str) -> None:
+def test_answers_and_metrics_depend_on_no_other_salt(shape: str) -> None:
     """After any moves in any order, answers, trace, metrics and counters depend on no other salt's tokens."""
     hits = 0
     for seed in range(SEEDS):

@@ -19,7 +19,7 @@ def _rules() -> list[dict[str, Any]]:
     return list(group["rules"])
 
 
-def test_each_rule_fires_when_it_should() -> None:
+def test_each_rule_is_silent_first_and_then_fires_alone() -> None:
     """In the tests for promtool each rule has one test, in which the rule is silent first and then fires alone."""
     files = sorted(one.name for one in FOLDER.glob("*.test.yml"))
     tested = [test for file in files for test in yaml.safe_load((FOLDER / file).read_text(encoding="utf-8"))["tests"]]

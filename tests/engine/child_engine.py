@@ -1,4 +1,4 @@
-"""A second engine, in a process of its own. It receives requests and sends answers over a pipe."""
+"""A second engine, in a process of its own. The engine receives requests and sends answers over a pipe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Child:
     def __init__(self, options: dict[str, Any], environment: dict[str, str] | None = None) -> None:
         """Start the engine.
 
-        `options` are those of `tests.engine.common.engine`, `environment` has further variables.
+        `options` are the options of `tests.engine.common.engine`. `environment` has further variables.
         """
         self._pipe, theirs = multiprocessing.Pipe()
         self._process = Forked(serve, theirs, options, environment or {})
@@ -28,8 +28,8 @@ class Child:
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int, **more: Any) -> tuple[list[Any], dict[str, int]]:
         """Return the engine's answers, and the number of tokens that the engine has found so far, by tier.
 
-        With `at_once=True` the engine answers before it has saved and stored. It saves and stores afterwards, like an
-        idle server.
+        With `at_once=True` the engine answers before it has saved and stored. The engine saves and stores afterwards,
+        like an idle server.
         """
         self._pipe.send({"prompts": prompts, "max_tokens": tokens} | more)
         answers, hits = self._pipe.recv()

@@ -181,7 +181,7 @@ def baseline(
 ) -> list[list[int]]:
     """Return the answers of the same engine without a connector.
 
-    They are computed once per session for equal arguments.
+    The answers are computed once per session for equal arguments.
     """
     key = repr((recipe, prompts, max_tokens, sorted(options.items())))
     if key not in _baselines:

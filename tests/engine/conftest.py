@@ -1,6 +1,6 @@
 """Every engine test is traced.
 
-Its trace is replayed through the state machines, where every transition must be legal.
+The trace is replayed through the state machines, where every transition must be legal.
 """
 
 from __future__ import annotations

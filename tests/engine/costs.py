@@ -1,6 +1,6 @@
 """Measures the bytes that engines of the tests' models store per token and boundary: `python -m tests.engine.costs`.
 
-It writes `docs/results/kinds.json`, from which `python -m tests.contract.kinds` makes a table.
+The program writes `docs/results/kinds.json`, from which `python -m tests.contract.kinds` makes a table.
 """
 
 from __future__ import annotations

@@ -52,7 +52,10 @@ def lend_kernels(patch: pytest.MonkeyPatch) -> None:
 
 
 def _draw(tensor: torch.Tensor, *_: Any, **__: Any) -> None:
-    """Fill a weight with values that depend only on its shape. Their range is wide enough to make answers differ."""
+    """Fill a weight with values that depend only on its shape.
+
+    The range of the values is wide enough to make answers differ.
+    """
     generator = torch.Generator().manual_seed(sum(tensor.shape))
     drawn = torch.randn(tensor.shape, generator=generator) * 0.12
     tensor.data.copy_((drawn / 10 + 1 if tensor.dim() == 1 else drawn).to(tensor.dtype))

@@ -22,7 +22,7 @@ def _is_scannable(module: ModuleType) -> bool:
 def replace_kernels(kernels: Mapping[str, Callable[..., Any]]) -> None:
     """Register kernels by vLLM's names.
 
-    They come after the platform's kernels, which an engine registers only if none exist.
+    The kernels come after the platform's kernels, which an engine registers only if none exist.
 
     VLLM then scans every imported module for the old kernels, and fails at unusual attributes. Modules with such
     attributes are left out of the scan. The scan also reads attributes that warn that they are deprecated.

@@ -79,7 +79,7 @@ def runner(live: Engine) -> Any:
 
 
 def climb(folder: Path, check: Callable[[Engine], None], **options: Any) -> None:
-    """Compare answers and drafts with those of the same kind of engine without kvpipe.
+    """Compare answers and drafts with the answers and drafts of the same kind of engine without kvpipe.
 
     `check` fails for an engine of another kind, and is called after each engine has answered. The last stage changes
     saved values and requires other answers or drafts, which shows that the comparison can fail.

@@ -36,7 +36,8 @@ def free_port() -> int:
 class Server:
     """A server.
 
-    In `with Server(...)` it answers inside the block. It has ended after the block, even if requests were running.
+    In `with Server(...)` it answers inside the block. After the block the server has ended, even if requests were
+    running.
     """
 
     def __init__(

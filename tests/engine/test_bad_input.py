@@ -52,7 +52,9 @@ def _forget_the_half_started_engine() -> Any:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_refusals(config: dict[str, Any], options: dict[str, Any], expected: list[str]) -> None:
+def test_each_bad_configuration_is_refused(
+    config: dict[str, Any], options: dict[str, Any], expected: list[str]
+) -> None:
     """Each configuration is refused, and the message names the key to change."""
     message = _refusal(config, **options)
     for words in expected:
@@ -90,10 +92,10 @@ def test_sync_loads_that_vllm_cannot_recover_from_are_refused(model: str, what: 
             pass
 
 
-def test_two_layouts_under_one_name(tmp_path: Path) -> None:
+def test_second_layout_under_one_name_is_refused(tmp_path: Path) -> None:
     """A second engine cannot use a running engine's name with another layout.
 
-    It can use the name with the same layout.
+    With the same layout, a second engine can use the name.
     """
     config, log = {"name": "shared", "state_dir": str(tmp_path)}, tmp_path / "log"
     with engine(kvpipe=config) as live:

@@ -24,7 +24,7 @@ KVPIPE = {"kv_connector": "KVPipeConnector", "kv_role": "kv_both", "kv_connector
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["kvpipe first", "kvpipe last"])
-def test_each_connector_brings_kv_in_either_order(tmp_path: Path, *, first: bool) -> None:
+def test_first_connector_loads_a_prompt_that_both_connectors_have(tmp_path: Path, *, first: bool) -> None:
     """The connector that vLLM asks first loads a prompt that both connectors have.
 
     Answers equal those of an engine without connectors.

@@ -51,7 +51,7 @@ class Drafting:
         return out
 
     def take(self) -> tuple[int, int]:
-        """Return the number of drafts since the last call, and how many of them were accepted."""
+        """Return the numbers of drafts and of accepted drafts since the last call."""
         taken, self.drafted, self.accepted = (self.drafted, self.accepted), 0, 0
         return taken
 
@@ -79,7 +79,7 @@ def test_kernels_are_replaced_when_llvmlite_is_imported() -> None:
 
 
 def test_cold_warm_conversation_restart_and_mixed(tmp_path: Path) -> None:
-    """Answers and accepted drafts are those of an engine without a connector, for hits of every length and origin."""
+    """Answers and accepted drafts equal those of an engine without a connector, for hits of every length and origin."""
     with drafting(None) as plain:
         first = plain.one_by_one(PROMPTS, 120)
         counts = [plain.take()]
@@ -169,7 +169,7 @@ def test_preempted_and_aborted(kind: Processor | None) -> None:
     ("spec", "why"),
     [({**MTP, "disable_eagle_block_drop": True}, "disable_eagle_block_drop.*unset it")],
 )
-def test_refused(spec: dict[str, Any], why: str) -> None:
+def test_engine_is_refused_if_a_repeated_prompt_finds_no_state(spec: dict[str, Any], why: str) -> None:
     """An engine does not start if a repeated prompt would find no state."""
     with pytest.raises(UnsupportedError, match=why), drafting({"chunk_tokens": 192}, speculative_config=spec):
         pass

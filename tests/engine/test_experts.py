@@ -1,8 +1,8 @@
 """Expert parallelism: the KV equals that of tensor or data parallelism, and is saved and loaded in the same way.
 
-The ranks run with the tests' own worker classes, because vLLM's CPU build lacks two parts. Its kernel does not know
-which experts a rank has (`staged.ExpertWorker`). Its communicator cannot bring tokens to the experts of other engines
-(`staged.ReplicaWorker`). The expected answers are those of an engine with one rank.
+The ranks run with the tests' own worker classes, because vLLM's CPU build lacks two parts. vLLM's kernel does not know
+which experts a rank has (`staged.ExpertWorker`). vLLM's communicator cannot bring tokens to the experts of other
+engines (`staged.ReplicaWorker`). An engine with one rank gives the expected answers.
 """
 
 from __future__ import annotations

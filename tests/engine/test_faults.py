@@ -61,7 +61,7 @@ def test_every_second_load_fails_and_the_request_with_it(load: str) -> None:
         assert assert_clean(live)["load_failed"] == 2
 
 
-def test_a_load_that_never_ends_is_given_up(trace_file: Path) -> None:
+def test_load_that_never_ends_fails_after_its_timeout(trace_file: Path) -> None:
     """The watchdog reports the load with its request. The request computes its tokens, and the next request loads."""
     expected = baseline(PROMPTS[:1], 12, enable_prefix_caching=False)
     options: dict[str, Any] = {"connector": "FirstLoadIsLost", "module": FAULTY, "enable_prefix_caching": False}
@@ -92,7 +92,7 @@ def test_every_second_save_fails() -> None:
         assert stats["tokens_loaded"] > 0
 
 
-def test_unruly_callers() -> None:
+def test_repeated_calls_change_no_answer() -> None:
     """The end of a step is repeated, also in empty steps and after clear.
 
     Hooks are repeated, and freeze is toggled in the forward.

@@ -56,8 +56,10 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_user_code_forks(kind: str, forked: dict[str, str]) -> None:
-    """A child may collect garbage, shut the connector down, or be started by multiprocessing. It ends without an error.
+def test_child_of_a_fork_leaves_the_engine_running(kind: str, forked: dict[str, str]) -> None:
+    """A child may collect garbage, shut the connector down, or be started by multiprocessing.
+
+    The child ends without an error.
 
     The engine continues.
     """

@@ -70,7 +70,7 @@ def test_an_engine_in_the_process() -> None:
         assert_clean(live)
 
 
-def test_a_session_that_was_announced_is_in_memory_before_it_comes(tmp_path: Path) -> None:
+def test_announced_session_is_in_memory_before_its_request_arrives(tmp_path: Path) -> None:
     """A small pool has evicted the session's chunks, and a disk has them.
 
     The session's next request does not wait for the disk.
@@ -121,8 +121,8 @@ def test_a_session_that_was_announced_is_in_memory_before_it_comes(tmp_path: Pat
         assert "hints_ignored" not in stats
 
 
-def test_the_server(tmp_path: Path) -> None:
-    """A client's hints in `kv_transfer_params` arrive at the engine, and none of them changes the answer."""
+def test_hints_sent_to_the_server_reach_the_engine(tmp_path: Path) -> None:
+    """A client's hints in `kv_transfer_params` arrive at the engine, and no hint changes the answer."""
     token = tmp_path / "token"
     token.touch(0o600)
     token.write_text(TOKEN, encoding="utf-8")

@@ -177,7 +177,7 @@ ASKED: list[tuple[list[int], tuple[int, ...], int]] = [
 """For each case: the prompt, the images, and the number of tokens that are found."""
 
 
-def test_images(model: Path) -> None:
+def test_prompts_hit_up_to_the_first_different_image(model: Path) -> None:
     """With equal tokens, KV is found up to the first different image, and completely if all images are equal."""
     plain = Engine(str(model), **OPTIONS)
     try:
@@ -249,7 +249,7 @@ def test_weights_that_change_under_an_image(model: Path) -> None:
         live.close()
 
 
-def test_another_processor(model: Path, tmp_path: Path) -> None:
+def test_changed_image_processor_finds_nothing(model: Path, tmp_path: Path) -> None:
     """If a setting or a file changes the image processor between restarts, nothing is found on the disk."""
     from vllm.transformers_utils.processor import cached_get_processor
 

@@ -38,7 +38,7 @@ def _answer(live: Engine, session: str) -> list[int]:
 def test_a_session_with_more_input_later(*, asynchronous: bool) -> None:
     """The session's answer equals that of an engine without kvpipe.
 
-    A later request with the same tokens finds all of them.
+    A later request with the same tokens finds all of these tokens.
     """
     options: dict[str, Any] = {"enable_prefix_caching": False, "async_scheduling": asynchronous}
     with engine(kvpipe=None, **options) as plain:
@@ -57,7 +57,7 @@ def test_a_session_with_more_input_later(*, asynchronous: bool) -> None:
         assert assert_clean(live)["tokens_loaded"] - again == saved * BLOCK
 
 
-def test_prompts_of_embeddings() -> None:
+def test_equal_embeddings_hit_and_other_embeddings_do_not() -> None:
     """Equal embeddings hit. Other embeddings of equal length, whose token ids are the same, do not hit."""
     options: dict[str, Any] = {"enable_prompt_embeds": True, "enable_prefix_caching": False}
     with engine(kvpipe=None, **options) as plain:

@@ -55,7 +55,7 @@ def test_kimi_delta_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_layers_that_share_kv() -> None:
     """Layers without their own KV read the KV that was loaded for other layers.
 
-    Answers are those of vLLM's own prefix cache.
+    Answers equal the answers with vLLM's own prefix cache.
     """
     first = [prompt(300, 21), prompt(530, 22)]
     turns = [p + prompt(60, 24) for p in first]

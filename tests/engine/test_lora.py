@@ -83,9 +83,9 @@ def test_lora_adapters_never_share(tmp_path: Path, right: Answers) -> None:
 def test_names_ids_and_bytes_change_between_restarts(tmp_path: Path, right: Answers) -> None:
     """KV of an adapter is found by the adapter's bytes alone, and never with other bytes.
 
-    Two adapters and the base model run in one batch. Both adapters are overwritten while vLLM serves the loaded bytes.
-    In the next engine the adapters have exchanged bytes, names and numbers. In the last engine they have the bytes,
-    names and numbers of the first engine.
+    Two adapters and the base model run in one batch. The files of both adapters are overwritten while vLLM serves the
+    loaded bytes. In the next engine the adapters have exchanged bytes, names and numbers. In the last engine they have
+    the bytes, names and numbers of the first engine.
     """
     a, b, kv = tmp_path / "a", tmp_path / "b", _disk(tmp_path)
     make_adapter(a, ONE), make_adapter(b, TWO)

@@ -64,7 +64,7 @@ def test_a_cache_in_fp8_is_refused_without_avx512() -> None:
 
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
 def test_bfloat16(cache: str) -> None:
-    """In bfloat16, also with an fp8 cache, answers equal those of vLLM's own prefix cache, cold and with a hit.
+    """In bfloat16, also with an fp8 cache, answers equal the answers with vLLM's own prefix cache, cold and with a hit.
 
     A processor without AVX-512 cannot have an fp8 cache. On such a processor the cache has the model's own type.
     """
@@ -109,13 +109,13 @@ ON: dict[str, Callable[[], AbstractContextManager[None]]] = {
 
 @pytest.mark.parametrize("on", ON)
 def test_mla(on: str) -> None:
-    """MLA's loaded cache is byte-equal to the computed cache. Answers are those of vLLM's own prefix cache.
+    """MLA's loaded cache is byte-equal to the computed cache.
 
-    The answer after a hit may differ from the cold answer, because vLLM's MLA computes a prefill with context on
-    another path. On a CPU that path gives other results, in float32 too, with and without kvpipe. There vLLM has a
-    prefix cache of MLA only with AMX. Without AMX, answers with hits are compared with each other, and their first
-    token with that of the cold answer. The case "own" runs on this machine's processor. A processor with AMX has
-    another attention backend and another block size.
+    Answers equal the answers with vLLM's own prefix cache. The answer after a hit may differ from the cold answer,
+    because vLLM's MLA computes a prefill with context on another path. On a CPU that path gives other results, in
+    float32 too, with and without kvpipe. There vLLM has a prefix cache of MLA only with AMX. Without AMX, answers with
+    hits are compared with each other, and their first token with that of the cold answer. The case "own" runs on this
+    machine's processor. A processor with AMX has another attention backend and another block size.
     """
     with ON[on]():
         with engine(enable_prefix_caching=True, **MLA) as plain:

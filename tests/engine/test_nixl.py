@@ -99,7 +99,7 @@ def _hits_again(server: Server, tokens: list[int], expected: list[int]) -> None:
 def test_both_connectors_bring_kv(pair: tuple[Server, Server], expected: list[list[int]], prefills: int) -> None:
     """NIXL reads a prompt from the other server.
 
-    When the prompt is repeated, kvpipe loads it. Both orders of connectors work.
+    When the prompt is repeated, kvpipe loads it. The connectors may come in either order.
     """
     prefill, decode = pair[prefills], pair[1 - prefills]
     read, hit = _transfers(decode), decode.metric("hit_tokens")

@@ -30,8 +30,8 @@ def node(short_path: Path) -> dict[str, Any]:
 def test_engines_share_one_memory(node: dict[str, Any]) -> None:
     """An engine loads chunks that another engine has saved, and gives the same answers.
 
-    It continues after the other engine was killed. An engine that starts after that hits with its first request. After
-    its reset, an engine does not find its earlier chunks, but other engines still find them.
+    The first engine continues after the other engine was killed. An engine that starts after that hits with its first
+    request. After its reset, an engine does not find its earlier chunks, but other engines still find them.
     """
     wanted, more = baseline(PROMPTS, TOKENS), [prompt(100, 93)]
     wanted_more = baseline(more, TOKENS)
@@ -63,7 +63,7 @@ def test_engines_share_one_memory(node: dict[str, Any]) -> None:
 
 
 def test_engines_of_two_models_share_one_memory(node: dict[str, Any]) -> None:
-    """Each engine restarts while the other one serves, and hits with its first request. Answers stay right."""
+    """Each engine restarts while the other engine serves, and hits with its first request. Answers stay right."""
     wanted, other = baseline(PROMPTS, TOKENS), baseline(PROMPTS, TOKENS, "llama-mha")
     options: dict[str, Any] = {"kvpipe": node | {"pool_bytes_max": "128MiB"}, "enable_prefix_caching": False}
     first = Child(options)
@@ -88,7 +88,7 @@ def test_engines_of_two_models_share_one_memory(node: dict[str, Any]) -> None:
         assert_clean(first_again)
 
 
-def test_engines_find_in_a_tier_what_the_memory_had(node: dict[str, Any], tmp_path: Path) -> None:
+def test_engines_find_chunks_of_the_memory_in_a_tier(node: dict[str, Any], tmp_path: Path) -> None:
     """After all engines and the holder have ended, an engine hits from disk.
 
     Other engines then find in memory what this engine has fetched. The last part of each prompt is found, too.
@@ -145,7 +145,7 @@ def test_ranks_with_another_pool_fail_every_job(node: dict[str, Any]) -> None:
         ({"pool_bytes_max": "1MiB", "chunk_tokens": 1024}, "pool_bytes_max"),
     ],
 )
-def test_what_is_not_supported_is_refused(node: dict[str, Any], keys: dict[str, Any], named: str) -> None:
+def test_unsupported_settings_are_refused(node: dict[str, Any], keys: dict[str, Any], named: str) -> None:
     """The engine does not start, and the error names the key."""
     with pytest.raises(ValueError, match=named), engine(kvpipe=node | keys):
         pass

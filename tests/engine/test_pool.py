@@ -55,7 +55,7 @@ def test_the_whole_pool_becomes_ready(trace_file: Path) -> None:
 def test_a_pool_that_the_machine_has_no_memory_for(monkeypatch: pytest.MonkeyPatch, trace_file: Path) -> None:
     """The engine uses only slots that fit into memory, evicts chunks if it needs more, and reports the shortage once.
 
-    It uses more slots when memory becomes free.
+    The engine uses more slots when memory becomes free.
     """
     monkeypatch.setattr(ready, "SHORT_S", 0.01)
     plenty, short = Headroom(1 << 40, 1 << 40, "plenty"), Headroom(1 << 20, 1 << 40, "a limit")
@@ -79,7 +79,7 @@ def test_a_pool_that_the_machine_has_no_memory_for(monkeypatch: pytest.MonkeyPat
     assert [type(event) for event in reported] == [PoolShort, PoolReady]
 
 
-def test_nothing_is_evicted_from_a_pool_with_room_when_saves_are_faster_than_it_becomes_ready(
+def test_no_chunk_is_evicted_while_the_pool_becomes_ready(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A new engine finds all chunks that it has saved, although its pool is not in memory yet."""
@@ -106,7 +106,7 @@ def test_nothing_is_evicted_from_a_pool_with_room_when_saves_are_faster_than_it_
 def test_a_fork_of_a_live_engine() -> None:
     """A process is forked during copies.
 
-    It ends, with or without clean-up, and changes nothing in the engine's process.
+    The forked process ends, with or without clean-up, and changes nothing in the engine's process.
     """
     wanted = baseline(PROMPTS, 24)
     with engine(kvpipe=POOL, enable_prefix_caching=False) as live:

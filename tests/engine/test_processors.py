@@ -75,7 +75,7 @@ def test_full_attention_is_the_same_everywhere() -> None:
     assert len(set(_plans("llama", {}).values())) == 1
 
 
-def test_named_block_size_fails_where_a_backend_does_not_take_it() -> None:
+def test_named_block_size_fails_when_a_backend_refuses_it() -> None:
     """A test with blocks of 16 tokens fails on every machine, not only on machines with AMX."""
     with pytest.raises(ValueError, match="No common block size for 16"):
         starts_on_every_processor(make_model(MLA), {}, MLA_OPTIONS | {"block_size": 16})

@@ -148,7 +148,7 @@ def test_ngram_drafts() -> None:
         assert assert_clean(live)["tokens_loaded"] - before >= whole_blocks(live, len(whole) - 1) - block_tokens(live)
 
 
-def test_engine_computes_with_one_thread_whatever_was_set() -> None:
+def test_engine_computes_with_one_thread() -> None:
     """VLLM's attention on a CPU fails if OpenMP's number of threads changes during a step.
 
     Between two engines of the tests it may change, because each engine restores the PyTorch function that vLLM
@@ -172,7 +172,7 @@ def test_whole_prompt_hit() -> None:
             assert assert_clean(live)["tokens_loaded"] == loaded
 
 
-def test_an_engine_that_waits_leaves_the_interpreter_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_engine_sleeps_after_an_empty_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that runs in the user's process sleeps for a moment after an empty step, as a serving engine does."""
     tokens, rests = prompt(8 * BLOCK, 7), list[float]()
     with engine(kvpipe={"load": "async"}, enable_prefix_caching=False) as live:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.engine
 def test_a_router_distinguishes_salts_and_adapters(tmp_path: Path) -> None:
     """The router computes each request's block hashes, and finds their media.
 
-    It continues after a reset of vLLM's own cache.
+    The router continues after a reset of vLLM's own cache.
     """
     from vllm import SamplingParams
     from vllm.config import KVEventsConfig
@@ -68,7 +68,7 @@ def test_a_router_distinguishes_salts_and_adapters(tmp_path: Path) -> None:
         assert assert_clean(live)["tokens_loaded"] == whole_blocks(live, len(tokens))
 
 
-def test_a_prompt_hits_what_a_router_counts_when_it_shares_part_of_a_chunk() -> None:
+def test_prompt_that_shares_part_of_a_chunk_hits_the_announced_blocks() -> None:
     """Prompts share parts of three chunks with a saved prompt: every announced length, and lengths between."""
     from vllm import SamplingParams
     from vllm.config import KVEventsConfig
@@ -141,7 +141,7 @@ class Subscriber:
         self._socket.close(linger=0)
 
 
-def test_a_subscriber_knows_what_a_disk_tier_has(tmp_path: Path) -> None:
+def test_subscriber_knows_the_chunks_of_a_disk_tier(tmp_path: Path) -> None:
     """A chunk's events come from vLLM's publisher: announced when stored, withdrawn when its files were deleted.
 
     A subscriber that starts late gets the same events from vLLM's replay.

@@ -77,7 +77,7 @@ def _answers(live: Engine) -> dict[str, Any]:
 
 
 def test_answers_are_the_same_from_loaded_kv(model: Path) -> None:
-    """Answers of every kind are those of an engine without kvpipe, both cold and from loaded KV."""
+    """Answers of every kind equal the answers of an engine without kvpipe, both cold and from loaded KV."""
     options: dict[str, Any] = {"skip_tokenizer_init": False, "enable_prefix_caching": False}
     bare = Engine(str(model), **options)
     try:

@@ -148,12 +148,12 @@ def _share(folder: Path, expected: list[list[int]], asked: tuple[int, ...], *opt
             assert eventually(hits, every_s=0.2)
 
 
-def test_two_replicas_share_all_there_is(tmp_path: Path, expected: list[list[int]]) -> None:
+def test_two_replicas_share_disk_name_and_trace(tmp_path: Path, expected: list[list[int]]) -> None:
     """Two data parallel replicas and two API servers share a disk, a name, a state folder and a trace."""
     _share(tmp_path, expected, (0, 1, 6), "--api-server-count", "2")
 
 
-def test_two_replicas_of_two_ranks_share_all_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_replicas_of_two_ranks_share_disk_name_and_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two replicas have two ranks each. A chunk is found if both ranks of a replica have stored it."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # for the engine without kvpipe
     expected = baseline(PROMPTS[:2], TOKENS, tensor_parallel_size=2, enable_prefix_caching=False)

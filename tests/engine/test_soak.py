@@ -46,7 +46,7 @@ def test_nothing_grows_with_requests() -> None:
         assert (after.python_blocks - before.python_blocks) / (2 * REQUESTS) < BLOCKS_PER_REQUEST_MAX
 
 
-def test_what_leaks_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_object_kept_for_every_request_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """If an object is kept for every request, the count of objects shows it."""
     kept: list[Tracked] = []
     with player({"pool_bytes_max": "1MiB", "tiers": []}) as one:
@@ -82,7 +82,7 @@ def samples(per_request: float, requests: int = 1000) -> list[MemorySample]:
 
 @pytest.mark.parametrize(("mine", "theirs", "flat"), [(0, 0, True), (400, 0, True), (700, 0, False),
                                                       (40_400, 40_000, True), (0, -9000, True)])  # fmt: skip
-def test_the_verdict(mine: float, theirs: float, flat: bool) -> None:
+def test_verdict_leaves_out_the_warm_up_and_growth_of_vllm(mine: float, theirs: float, flat: bool) -> None:
     """Growth before the warm-up does not count, and neither does vLLM's own growth. The sentence names both slopes."""
     assert slope(samples(mine)) == pytest.approx(mine, abs=1)
     is_flat, message = memory_verdict(samples(theirs), samples(mine))

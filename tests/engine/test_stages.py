@@ -1,7 +1,7 @@
 """Pipeline parallelism: two stages, each in its own process with half of the layers.
 
-The stages run with the tests' own worker class (`staged.StagedWorker`), because vLLM's CPU worker lacks a buffer. The
-expected answers are those of an engine with one stage.
+The stages run with the tests' own worker class (`staged.StagedWorker`), because vLLM's CPU worker lacks a buffer. An
+engine with one stage gives the expected answers.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ def test_a_state_whose_copy_fails() -> None:
         assert lost == [len(live.connector.geometry.states)] * 3
 
 
-def test_refused() -> None:
+def test_engine_is_refused_if_no_boundary_keeps_its_state() -> None:
     """An engine does not start if vLLM does not keep the state of any boundary."""
     why, options = "set enable_prefix_caching=True", {"enable_prefix_caching": False}
     with pytest.raises(UnsupportedError, match=why), engine("granite-hybrid", {"chunk_tokens": 64}, **options):

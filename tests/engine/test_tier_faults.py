@@ -49,7 +49,7 @@ def _config(*tiers: dict[str, Any], timeout_ms_max: int = 500, lookup_ms_max: in
 
 
 class Played:
-    """An engine with tiers. Its memory can be emptied, so that only the tiers hold chunks."""
+    """An engine with tiers. The engine's memory can be emptied, so that only the tiers hold chunks."""
 
     def __init__(self, live: Engine, expected: Sequence[Sequence[int]]) -> None:
         """Start without answers."""
@@ -206,12 +206,12 @@ def test_redis_in_mid_run(expected: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
-def test_a_disk_that_takes_nothing(
+def test_full_disk_changes_no_answer(
     tmp_path: Path, expected: list[list[int]], number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A disk becomes full, read-only or forbidden while the engine runs.
 
-    It is still read, and is written again afterwards.
+    The disk is still read, and is written again afterwards.
     """
     config = _config({"kind": "disk", "path": str(tmp_path / "kv")})
     with engine(kvpipe=config, **OWN) as live:

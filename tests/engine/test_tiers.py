@@ -157,7 +157,7 @@ def test_a_pool_of_eight_chunks_over_disk(tmp_path: Path) -> None:
         assert _hits(live)["disk"] > sum(map(len, prompts))
 
 
-def test_salts_do_not_meet_in_a_tier(tmp_path: Path) -> None:
+def test_prompt_in_a_tier_is_found_under_the_same_salt_only(tmp_path: Path) -> None:
     """Another engine finds a prompt only under the same salt."""
     expected = baseline(PROMPTS[:1], TOKENS, **OWN)
     with engine(kvpipe=_disk(tmp_path), **OWN) as live:
@@ -246,7 +246,7 @@ def test_engines_share_chunks_when_weights_and_layouts_are_equal(
         live.close()
 
 
-def test_which_other_tiers_there_are_does_not_matter(tmp_path: Path, filled: Path) -> None:
+def test_engines_share_a_tier_whatever_other_tiers_they_have(tmp_path: Path, filled: Path) -> None:
     """A tier's chunks are found behind another tier, then in this other tier alone, and before a third tier."""
     (far,) = _disk(filled, tiers_store="never")["tiers"]
     near, other = (far | {"path": str(tmp_path / name), "store": "all"} for name in ("near", "other"))

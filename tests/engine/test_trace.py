@@ -117,7 +117,7 @@ def test_why_a_prompt_was_not_found(trace_file: Path) -> None:
     assert counted == {name: why.count(name) for name in why}
 
 
-def test_what_a_router_receives(trace_file: Path) -> None:
+def test_router_receives_ends_of_chunks_and_prompts(trace_file: Path) -> None:
     """The ends of chunks and prompts are announced while they can be found, each as one block with vLLM's own hash."""
     from vllm.config import KVEventsConfig
     from vllm.distributed.kv_events import BlockRemoved, BlockStored

@@ -57,7 +57,7 @@ class OwnClass(torch.nn.Module, AttentionLayerBase):
         self.kv_cache = inner.kv_cache
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the inner layer. The backend reads several of them."""
+        """Return an attribute of the inner layer. The backend reads several attributes of the inner layer."""
         return getattr(self.__dict__["_inner"][0], name)
 
     @property

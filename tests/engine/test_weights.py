@@ -195,7 +195,7 @@ def test_weights_changed_in_a_running_engine(tmp_path: Path, right: Right) -> No
 
 
 def test_calls_that_change_nothing(tmp_path: Path, right: Right) -> None:
-    """After a call that may have changed the weights but has not, everything is found as before the call."""
+    """After a call that could have changed the weights but did not, all chunks from before the call are found."""
     with _engine(right[0], tmp_path) as live:
         assert _ask(live) == (right[2], 0)
         live.llm.collective_rpc(lambda worker: worker.rank)
@@ -209,7 +209,7 @@ def test_calls_that_change_nothing(tmp_path: Path, right: Right) -> None:
 def test_weights_changed_under_running_requests(tmp_path: Path, right: Right) -> None:
     """Running requests have KV of the old weights.
 
-    It is neither saved nor shared, not even through vLLM's own cache.
+    Such KV is neither saved nor shared, not even through vLLM's own cache.
     """
     with _engine(right[0], tmp_path, enable_prefix_caching=True) as live:
         live.add(PROMPT[0], 100, request_id="old")

@@ -23,7 +23,7 @@ OWN: dict[str, Any] = {"enable_prefix_caching": False}
 def _cross_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the CPU's backend declare a cross-layer layout.
 
-    Its kernels can read this layout, but the backend declares only LBHNC.
+    The backend's kernels can read this layout, but the backend declares only LBHNC.
     """
     both = KVCacheLayout.LBHNC, KVCacheLayout.BLHNC
     monkeypatch.setattr(CPUAttentionBackend, "supported_kv_cache_layouts", classmethod(lambda _: both))

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from kvpipe.config.settings import Settings, load_settings
-from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
 from kvpipe.inputs.listening import Address
 from kvpipe.manage import connections, models, survey
 from kvpipe.manage.client import connect
 from kvpipe.manage.engine import ManagedEngine
 from kvpipe.manage.start import start
 from kvpipe.testing.waiting import WAIT_S
+from tests.rigs.scheduler_world import UNIT, SchedulerWorld
 
 TOKEN = "t0" * 16
 READS = {"/v1/state", "/v1/holders", "/v1/counters", "/v1/pins", "/v1/lookup"}

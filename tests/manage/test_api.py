@@ -9,9 +9,9 @@ import pytest
 
 from kvpipe import __version__
 from kvpipe.cli import main as cli
-from kvpipe.connectors.vllm.trial.scheduler_world import UNIT
 from kvpipe.testing.catalog_integrity import check_integrity
 from tests.manage.conftest import Managed
+from tests.rigs.scheduler_world import UNIT
 
 
 def prompt(name: str, tokens: int) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def prompt(name: str, tokens: int) -> dict[str, Any]:
     return {"tokens": list(range(tokens)), "cache_salt": name}
 
 
-def test_state(managed: Managed) -> None:
+def test_state_shows_the_pool_the_holders_and_jobs_in_flight(managed: Managed) -> None:
     """The state shows what the pool holds, which requests hold chunks, and what is in flight."""
     world = managed.world
     managed.save("a", 20)
@@ -44,7 +44,7 @@ def test_state(managed: Managed) -> None:
     assert (len(shown["requests_shown"]), shown["requests"], shown["jobs"]["saves"]) == (1, 2, 0)
 
 
-def test_who_holds_chunks_is_shown(managed: Managed) -> None:
+def test_request_that_loads_is_shown_as_a_holder(managed: Managed) -> None:
     """A request whose load is in flight holds its chunks until the load has ended."""
     managed.save("a", 32)
     again = managed.world.request("a", 33)
@@ -58,7 +58,7 @@ def test_who_holds_chunks_is_shown(managed: Managed) -> None:
     assert managed.good("GET", "/v1/state")["pool"]["leases"] == 0
 
 
-def test_counters(managed: Managed) -> None:
+def test_answer_has_all_counters_and_gauges(managed: Managed) -> None:
     """The answer has all counters and gauges by name, including those of the management interface."""
     managed.save("a", 4)
     answered = managed.good("GET", "/v1/counters")
@@ -67,7 +67,7 @@ def test_counters(managed: Managed) -> None:
     assert answered["manage_requests"] == 1
 
 
-def test_lookup(managed: Managed) -> None:
+def test_lookup_returns_the_hit_of_a_request(managed: Managed) -> None:
     """A lookup returns what a request with this prompt and salt would find: whole units from the beginning."""
     managed.save("a", 20)
     assert managed.good("POST", "/v1/lookup", prompt("a", 20 * UNIT)) == {
@@ -102,7 +102,7 @@ def test_lookup_of_an_adapters_prompt(managed: Managed) -> None:
     assert managed.good("GET", "/v1/state")["adapters"] == [{"number": 7, "digest": b"bytes".hex()}]
 
 
-def test_switches(managed: Managed) -> None:
+def test_switch_takes_effect_with_the_next_step(managed: Managed) -> None:
     """A switch takes effect with the next step. Switching both on is a contradiction."""
     assert managed.good("PUT", "/v1/switches", {"freeze": True}) == {"freeze": True, "bypass": False}
     request = managed.world.request("a", 4)
@@ -145,7 +145,7 @@ def test_openapi_is_complete(managed: Managed) -> None:
     assert managed.ask("GET", "/docs")[0] == 404
 
 
-def test_the_command(managed: Managed, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_commands_answer_as_http_does(managed: Managed, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """`kvpipe engine` and `kvpipe cache` return the same answers as HTTP."""
     managed.save("a", 20)
     at = ["--at", str(managed.address), "--token-file", str(tmp_path / "token")]
@@ -175,7 +175,7 @@ def test_the_command(managed: Managed, capsys: pytest.CaptureFixture[str], tmp_p
         (["engine", "state", "--at", "unix:/nowhere/x.sock"], "no engine answers at unix:/nowhere/x.sock"),
     ],
 )
-def test_the_command_reports_what_is_wrong(
+def test_command_prints_one_sentence_for_an_error(
     words: list[str], wording: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """The command prints one sentence and has status 2."""

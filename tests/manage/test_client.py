@@ -71,7 +71,9 @@ def answering(path: Path, answer: bytes) -> Iterator[None]:
         ("x\x1b[2J", b""), ("200 OK", b'{"tiers": [1], "\\u001b": "\\u001b[2J"}'),
     ],
 )  # fmt: skip
-def test_whatever_listens_there(status: str, body: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_program_at_the_address_does_no_harm(
+    status: str, body: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Another program listens at the address. Its answer cannot control the terminal, and causes no traceback."""
     head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     (tmp_path / "token").write_text(TOKEN, encoding="utf-8")
@@ -92,7 +94,7 @@ def test_whatever_listens_there(status: str, body: bytes, tmp_path: Path, capsys
         ("/v1/state/", 404, "Not Found"),
     ],
 )
-def test_what_a_path_does_not_have_is_refused(managed: Managed, path: str, status: int, wording: str) -> None:
+def test_unknown_keys_of_a_path_are_refused(managed: Managed, path: str, status: int, wording: str) -> None:
     """The server ignores no unknown key, because a misspelt limit would silently be the default.
 
     It redirects no path.
@@ -120,7 +122,7 @@ def test_two_authorization_headers_are_refused(managed: Managed, tokens: tuple[s
         ("file", "it is a file; use 'unix:/FOLDER/{engine}.sock', or another"),
     ],
 )
-def test_the_remedy_is_for_what_is_wrong(tmp_path: Path, place: str, wording: str) -> None:
+def test_message_names_the_remedy_for_the_fault(tmp_path: Path, place: str, wording: str) -> None:
     """The message names the action that fits the fault: create a folder, use a shorter path, or use another address."""
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError) as caught:
@@ -166,7 +168,7 @@ def test_wrong_numbers_are_named(given: list[str], wording: str, capsys: pytest.
 @pytest.mark.parametrize(
     ("piped", "wording"), [(b"\xff\n", "is not UTF-8 text"), (b"\n", "is empty"), (b"", "is empty")]
 )
-def test_no_salt(
+def test_empty_salt_has_no_digest(
     piped: bytes, wording: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An empty salt has no digest."""

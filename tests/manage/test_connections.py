@@ -70,7 +70,7 @@ def test_a_connection_with_the_token_stays_when_many_others_are_half_open(patien
     assert patient.refused("connections") >= connections.UNKNOWN_MAX
 
 
-def test_a_request_with_the_token_is_read_when_half_open_connections_come_right_behind_it(
+def test_request_with_the_token_is_read_when_half_open_connections_follow(
     patient: Managed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many half-open connections come as the kernel queues, and all are accepted before a byte is read."""

@@ -13,13 +13,13 @@ import pytest
 
 from kvpipe.cache.tenants import Tenant
 from kvpipe.cli import main as cli
-from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
 from kvpipe.features.pins import PART_CHUNKS, PART_SLOTS
 from kvpipe.manage import reads
 from kvpipe.manage.salts import salt_digest
 from kvpipe.testing.catalog_integrity import check_integrity
 from tests.manage.conftest import TOKEN, Managed
 from tests.manage.test_api import prompt
+from tests.rigs.scheduler_world import UNIT, SchedulerWorld
 
 ALICE, BOB = (salt_digest(TOKEN.encode(), name) for name in ("alice", "bob"))
 
@@ -68,7 +68,7 @@ def left(managed: Managed) -> dict[str, int]:
     return {row["salt_digest"]: row["chunks"] for row in managed.good("GET", "/v1/holders")["tenants_shown"]}
 
 
-def test_who_holds_what(managed: Managed, clock: list[float]) -> None:
+def test_tenants_and_leases_are_listed_largest_first(managed: Managed, clock: list[float]) -> None:
     """Tenants are listed by their salt's digest and by adapter, the largest first.
 
     Holders of leases are listed, too.
@@ -119,7 +119,7 @@ def test_many_tenants_are_counted_together(managed: Managed, monkeypatch: pytest
     assert (answered["tenants"], answered["chunks_unnamed"], answered["chunks"]) == (3, 7, 10)
 
 
-def test_by_salt(managed: Managed) -> None:
+def test_chunks_are_evicted_by_salt(managed: Managed) -> None:
     """All chunks of a salt, given by itself or by its digest, are evicted. Chunks without a salt are not."""
     for salt in ("alice", "bob", ""):
         save(managed, f"of {salt}", 20, salt)
@@ -136,7 +136,7 @@ def test_by_salt(managed: Managed) -> None:
     assert len(managed.side.catalog.tenants) == 0  # no thread keeps tenants
 
 
-def test_by_adapter(managed: Managed) -> None:
+def test_chunks_are_evicted_by_adapter(managed: Managed) -> None:
     """Chunks are evicted by the adapter's name, by its bytes, or without adapter. A salt can be given, too."""
     for number, (salt, name, digest) in enumerate(
         [("", "poet", b"\1"), ("", "poet", b"\2"), ("alice", "poet", b"\2"), ("alice", "", b""), ("", "clerk", b"\3")]
@@ -161,7 +161,7 @@ def test_by_adapter(managed: Managed) -> None:
     assert dropped(all=True) == []
 
 
-def test_by_age(managed: Managed, clock: list[float]) -> None:
+def test_chunks_are_evicted_by_age(managed: Managed, clock: list[float]) -> None:
     """A chunk is old if no request has saved, loaded or hit it for the given time. A held chunk is in use now."""
     for name in ("saved", "loaded", "local", "pinned", "reading"):
         save(managed, name, 16, name)
@@ -197,7 +197,7 @@ def test_by_age(managed: Managed, clock: list[float]) -> None:
     assert evict(managed, idle_s=100, cache_salt="pinned")["chunks"] == 0
 
 
-def test_what_is_saved_long_after_an_idle_time_is_new(managed: Managed, clock: list[float]) -> None:
+def test_chunk_saved_after_an_idle_time_is_new(managed: Managed, clock: list[float]) -> None:
     """The first call after an idle time uses the current time."""
     save(managed, "a", 16, "alice")
     clock[0] += 1000
@@ -236,7 +236,7 @@ def test_held_chunks_are_evicted_when_they_are_released(managed: Managed) -> Non
     assert managed.side.catalog.used == 3
 
 
-def test_a_large_pool_is_done_in_parts(tmp_path: Path) -> None:
+def test_eviction_in_a_large_pool_is_sliced(tmp_path: Path) -> None:
     """Slots are read in slices, and chunks are evicted in smaller slices, whichever thread has the turn."""
     managed = Managed(tmp_path, SchedulerWorld(slots=4 * PART_SLOTS, chunk_units=1))
     try:
@@ -251,7 +251,7 @@ def test_a_large_pool_is_done_in_parts(tmp_path: Path) -> None:
         managed.server.stop()
 
 
-def test_serving_goes_on_meanwhile(managed: Managed) -> None:
+def test_serving_continues_during_evictions(managed: Managed) -> None:
     """One thread serves requests, another thread evicts and counts. Nothing is lost and nothing fails."""
     over, answered = threading.Event(), set[int]()
 
@@ -301,7 +301,7 @@ def test_serving_goes_on_meanwhile(managed: Managed) -> None:
         ([], "Expected `object`"),
     ],
 )
-def test_what_is_refused(managed: Managed, body: Any, wording: str) -> None:
+def test_refused_eviction_has_a_reason_and_evicts_nothing(managed: Managed, body: Any, wording: str) -> None:
     """The refusal has the reason, and nothing is evicted."""
     save(managed, "a", 16)
     assert not managed.side.pending
@@ -310,7 +310,7 @@ def test_what_is_refused(managed: Managed, body: Any, wording: str) -> None:
     assert wording in answered["error"]
 
 
-def test_the_command(
+def test_cache_commands_list_and_evict_holders(
     managed: Managed, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The commands `kvpipe cache holders`, `salt` and `evict-matching` work."""

@@ -96,13 +96,13 @@ def test_nonsense_is_refused_in_a_sentence(managed: Managed, raw: bytes) -> None
 
 
 @pytest.mark.parametrize("body", [{"freeze": 1}, {"freeze": "on"}, {"frieze": True}, {"freeze": True, "bypass": True}])
-def test_switches_are_meant(managed: Managed, body: dict[str, Any]) -> None:
+def test_switch_is_changed_by_an_explicit_boolean_only(managed: Managed, body: dict[str, Any]) -> None:
     """A switch is changed only by an explicit boolean."""
     assert managed.ask("PUT", "/v1/switches", body)[0] == 422
     assert managed.good("GET", "/v1/switches") == {"freeze": False, "bypass": False}
 
 
-def test_what_fails_inside_is_counted(managed: Managed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_request_is_counted(managed: Managed, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bug in the server fails only the request at hand, and is counted."""
     monkeypatch.setattr(managed.side, "stats", lambda: 1 / 0)
     failed = {"error": "the request failed; the reason is in the engine's log"}
@@ -114,7 +114,7 @@ def test_what_fails_inside_is_counted(managed: Managed, monkeypatch: pytest.Monk
     assert managed.side.counters["contained_error"] == 2
 
 
-def test_other_loggers_are_left_alone(
+def test_loggers_of_the_host_are_not_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An API server in the same process keeps its access log, and gets no lines of kvpipe's server."""
@@ -153,7 +153,7 @@ def test_a_body_that_breaks_off_does_nothing(managed: Managed) -> None:
     assert managed.good("GET", "/v1/switches") == {"freeze": False, "bypass": False}
 
 
-def test_nothing_is_logged_of_what_clients_send(
+def test_odd_requests_log_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Odd, broken or unfinished requests log nothing. Broken requests are counted."""
@@ -185,7 +185,7 @@ def test_nothing_is_logged_of_what_clients_send(
     assert "".join(capfd.readouterr()) == ""
 
 
-def test_it_ends(tmp_path: Path) -> None:
+def test_server_ends_with_open_connections(tmp_path: Path) -> None:
     """The thread ends even if connections are open, and its socket is removed."""
     managed = Managed(tmp_path)
     client = socket.socket(socket.AF_UNIX)
@@ -208,7 +208,7 @@ def test_the_socket_is_its_users_alone(managed: Managed) -> None:
     assert managed.address.path.endswith("/e1.sock")
 
 
-def test_a_port(tmp_path: Path) -> None:
+def test_interface_works_over_tcp(tmp_path: Path) -> None:
     """The interface also works over TCP. A second engine at the same port is refused before it serves."""
     at = f"127.0.0.1:{free_port()}"
     managed = Managed(tmp_path, manage=at)
@@ -228,7 +228,7 @@ def test_two_engines_at_one_path(managed: Managed, tmp_path: Path) -> None:
     other.close()
 
 
-def test_what_a_dead_engine_left_is_replaced(tmp_path: Path) -> None:
+def test_socket_without_a_listener_is_replaced(tmp_path: Path) -> None:
     """A socket without a listener is replaced."""
     left = socket.socket(socket.AF_UNIX)
     left.bind(str(tmp_path / "e1.sock"))
@@ -253,7 +253,7 @@ def test_a_server_that_cannot_start_leaves_no_socket(tmp_path: Path, monkeypatch
     assert caught.tb is not None  # it still holds the frames of the first server
 
 
-def test_something_else_is_not_replaced(tmp_path: Path) -> None:
+def test_file_at_the_address_of_a_socket_is_not_replaced(tmp_path: Path) -> None:
     """A file, a folder or a link at the path, or a missing folder, is refused in one sentence."""
     (tmp_path / "e1.sock").write_text("precious", encoding="utf-8")
     with pytest.raises(ConfigError, match="it is a file"):
@@ -273,20 +273,20 @@ def test_something_else_is_not_replaced(tmp_path: Path) -> None:
         ("unix:x.sock", "absolute path"), ("8700", "write 'unix:"), ("unix:/a\0b", "write 'unix:"),
     ],
 )  # fmt: skip
-def test_other_machines_cannot_reach_it(address: str, wording: str) -> None:
+def test_address_that_other_machines_can_reach_is_refused(address: str, wording: str) -> None:
     """Reading the configuration refuses an address that is malformed, or that other machines can reach."""
     with pytest.raises(ConfigError, match=wording):
         load_settings({"manage": address})
 
 
-def test_addresses() -> None:
+def test_address_is_parsed_and_written_in_the_same_form() -> None:
     """An address is parsed and written in the same form."""
     for text in ("127.0.0.1:8700", "[::1]:8700", "unix:/run/{engine}.sock"):
         assert str(Address.parse(text)) == text
     assert str(Address.parse("localhost:80")) == "127.0.0.1:80"
 
 
-def test_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_token_is_refused_without_showing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The refusal of a missing, short, readable or unprintable token is one sentence that does not show the token."""
     good = settings(tmp_path)
     assert read_token(good) == TOKEN.encode()
@@ -324,7 +324,7 @@ def test_a_token_in_the_wrong_place_is_not_shown(capsys: pytest.CaptureFixture[s
         assert TOKEN not in str(caught.value)
 
 
-def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_fastapi_is_reported_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If FastAPI is not installed, the message names the remedy."""
     monkeypatch.delitem(sys.modules, "kvpipe.manage.api", raising=False)
     monkeypatch.setitem(sys.modules, "fastapi", None)
@@ -332,6 +332,6 @@ def test_without_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         Managed(tmp_path)
 
 
-def test_http_is_http(managed: Managed) -> None:
+def test_bytes_without_http_get_an_http_error(managed: Managed) -> None:
     """Bytes that are no HTTP request get an HTTP error."""
     assert _answer(managed, b"\x00\x01\x02 nonsense\r\n\r\n").startswith(b"HTTP/1.1 400")

@@ -43,7 +43,7 @@ def _another_listens(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[so
         yield listener
 
 
-def test_a_fork_ends_nothing_of_its_parents(managed: Managed) -> None:
+def test_fork_does_not_close_the_socket_of_its_parent(managed: Managed) -> None:
     """A fork may garbage-collect its copy of the engine. The operators' socket stays and is served."""
     assert done_in_fork(managed.server.stop)
     assert managed.ask("GET", "/v1/switches")[0] == http.client.OK
@@ -52,7 +52,7 @@ def test_a_fork_ends_nothing_of_its_parents(managed: Managed) -> None:
 
 
 @pytest.mark.parametrize("kind", ["path", "port"])
-def test_what_an_engine_leaves_is_free_while_a_fork_lives(kind: str, tmp_path: Path) -> None:
+def test_address_is_free_again_while_a_fork_lives(kind: str, tmp_path: Path) -> None:
     """A fork has copies of the socket and the lock. The next engine in the process must still get the address."""
     at = f"unix:{tmp_path}/e1.sock" if kind == "path" else f"127.0.0.1:{free_port()}"
     first = Managed(tmp_path, manage=at)
@@ -64,7 +64,7 @@ def test_what_an_engine_leaves_is_free_while_a_fork_lives(kind: str, tmp_path: P
 
 
 @pytest.mark.parametrize("command", [["engine", "state"], ["cache", "pins"], ["top", "--once"]])
-def test_nobody_else_is_sent_the_token(
+def test_token_is_not_sent_to_the_socket_of_another_user(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The token is not sent to another user's socket. The command names the address, the user and the remedy."""
@@ -83,7 +83,7 @@ def test_nobody_else_is_sent_the_token(
 
 
 @pytest.mark.parametrize("user", [0, 1000])
-def test_ones_own_engine_and_roots_are_asked(
+def test_socket_of_this_user_or_of_root_is_asked(
     user: int, managed: Managed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A user with the token operates engines of the own user and of root, but of no other user."""

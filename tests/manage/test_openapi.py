@@ -10,10 +10,10 @@ import openapi_spec_validator
 import pytest
 from fastapi.routing import APIRoute
 
-from kvpipe.connectors.vllm.trial.scheduler_world import UNIT
 from kvpipe.manage import models
 from kvpipe.manage.api import make_app
 from tests.manage.conftest import Managed
+from tests.rigs.scheduler_world import UNIT
 
 PROMPT = {"tokens": list(range(4 * UNIT)), "cache_salt": "a"}
 ASKED: list[tuple[str, str, str, Any]] = [
@@ -76,7 +76,7 @@ def test_answers_are_as_described(asked: Managed) -> None:
     }
 
 
-def test_what_is_pending_is_accepted_and_no_more(managed: Managed) -> None:
+def test_pending_order_is_answered_with_202(managed: Managed) -> None:
     """An order that waits for a step is answered with 202. No schema of a 200 answer matches it."""
     document = managed.good("GET", "/openapi.json")
     pending = models.Pending(order=1).model_dump()
@@ -155,7 +155,7 @@ def test_operations_keep_their_ids_and_tags(managed: Managed) -> None:
     assert described == {text.rsplit(" ", 1)[1] for text in OPERATIONS.values()}
 
 
-def test_all_is_described(managed: Managed) -> None:
+def test_everything_in_the_document_has_a_description(managed: Managed) -> None:
     """Each operation, parameter, response, schema and field has a description that names no page of the repository."""
     document = managed.good("GET", "/openapi.json")
     operations = [one for methods in document["paths"].values() for one in methods.values()]

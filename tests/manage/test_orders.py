@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 from kvpipe.cli import main as cli
-from kvpipe.connectors.vllm.trial.scheduler_world import UNIT
 from kvpipe.features.orders import ORDERS_MAX
 from kvpipe.manage.engine import ManagedEngine
 from kvpipe.testing.catalog_integrity import check_integrity
 from kvpipe.testing.waiting import WAIT_S, eventually
 from tests.manage.conftest import Managed
 from tests.manage.test_api import prompt
+from tests.rigs.scheduler_world import UNIT
 
 CHUNK = 16
 
 
-def test_pinned_while_idle(managed: Managed) -> None:
+def test_prompt_is_pinned_while_the_engine_is_idle(managed: Managed) -> None:
     """The order is carried out without a step, and the pin is listed until it ends."""
     managed.side.finished(managed.save("a", 2 * CHUNK + 3))
     assert not managed.side.pending
@@ -37,7 +37,7 @@ def test_pinned_while_idle(managed: Managed) -> None:
     check_integrity(managed.side.catalog)
 
 
-def test_evicted_while_idle(managed: Managed) -> None:
+def test_chunks_are_evicted_while_the_engine_is_idle(managed: Managed) -> None:
     """Only chunks of the given salt are evicted, from the given token on."""
     for name in ("a", "b"):
         managed.side.finished(managed.save(name, 3 * CHUNK))
@@ -53,7 +53,7 @@ def test_evicted_while_idle(managed: Managed) -> None:
     check_integrity(managed.side.catalog)
 
 
-def test_what_follows_from_an_order_is_carried_out_while_idle(managed: Managed) -> None:
+def test_pin_of_an_evicted_chunk_ends_while_the_engine_is_idle(managed: Managed) -> None:
     """The eviction of a pinned chunk ends its pin. The pin's other slots become free although no step follows."""
     managed.side.orders.slice_s_max = 0  # one part per slice
     managed.side.finished(managed.save("a", 2 * CHUNK))
@@ -74,7 +74,7 @@ def test_an_engine_that_became_idle_with_many_orders(managed: Managed) -> None:
     assert all(order.over for order in waiting)
 
 
-def test_a_busy_engine_carries_it_out_in_its_next_step(managed: Managed) -> None:
+def test_busy_engine_carries_out_an_order_in_its_next_step(managed: Managed) -> None:
     """The first answer says that the order is pending. The result follows after the step."""
     managed.engine.wait_s_max = 0.01
     request = managed.save("a", CHUNK)
@@ -133,7 +133,7 @@ def test_waiting_operator_is_answered_as_soon_as_the_order_is_carried_out(manage
     assert answered == [422, 422]
 
 
-def test_at_the_end_what_is_ordered_is_refused(managed: Managed) -> None:
+def test_orders_are_refused_when_the_engine_ends(managed: Managed) -> None:
     """Waiting orders and later orders are refused."""
     waiting, answered = threading.Event(), list[Any]()
     managed.busy()
@@ -175,7 +175,9 @@ def test_at_the_end_what_is_ordered_is_refused(managed: Managed) -> None:
         ("DELETE", "/v1/pins/5", None, "pin: there is no pin 5"),
     ],
 )
-def test_what_is_refused(managed: Managed, method: str, path: str, body: Any, wording: str) -> None:
+def test_refused_order_names_the_field_and_is_counted(
+    managed: Managed, method: str, path: str, body: Any, wording: str
+) -> None:
     """The refusal names the field and is counted."""
     assert not managed.side.pending
     status, answered = managed.ask(method, path, body)
@@ -183,7 +185,7 @@ def test_what_is_refused(managed: Managed, method: str, path: str, body: Any, wo
     assert wording in answered["error"]
 
 
-def test_serving_goes_on_meanwhile(managed: Managed) -> None:
+def test_serving_continues_during_pins_and_evictions(managed: Managed) -> None:
     """One thread serves requests, another thread pins and evicts. Nothing is lost and nothing fails."""
     over, answered = threading.Event(), list[int]()
     managed.engine.wait_s_max = 25
@@ -211,7 +213,9 @@ def test_serving_goes_on_meanwhile(managed: Managed) -> None:
     assert managed.side.counters["contained_error"] == 0
 
 
-def test_the_command(managed: Managed, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_cache_commands_pin_evict_and_warm(
+    managed: Managed, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """The commands `kvpipe cache pin`, `pins`, `unpin`, `evict`, `warm` and `order` work."""
     managed.side.finished(managed.save("a", 20))
     assert not managed.side.pending

@@ -107,7 +107,7 @@ def test_each_command_has_one_place(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"engine {name}: this is a command of `kvpipe cache`: kvpipe cache {name}" in capsys.readouterr().err
 
 
-def test_help_names_who_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_separates_commands_for_engines_from_commands_for_tiers(capsys: pytest.CaptureFixture[str]) -> None:
     """One heading has the commands that ask an engine, another the commands that open tiers. No command is missing."""
     with pytest.raises(SystemExit, match="0"):
         main.main(["cache", "--help"])

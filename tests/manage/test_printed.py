@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvpipe.cli import main as cli
-from kvpipe.connectors.vllm.trial.scheduler_world import SchedulerWorld
 from tests.manage.conftest import Managed
+from tests.rigs.scheduler_world import SchedulerWorld
 
 ODD = "x\x1b]0;mine\x07[red]y\n"
 

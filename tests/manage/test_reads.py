@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
 from kvpipe.features.orders import READS_MAX, Order, Orders, Work
 from kvpipe.manage import reads
 from kvpipe.manage.survey import TierSurvey
@@ -18,6 +17,7 @@ from kvpipe.testing.waiting import WAIT_S, eventually
 from kvpipe.trace.log import Counters
 from tests.manage.conftest import READS, Managed
 from tests.manage.test_api import prompt
+from tests.rigs.scheduler_world import UNIT, SchedulerWorld
 
 LONG_TOKENS = 128 << 10
 
@@ -100,7 +100,7 @@ def test_a_lookup_of_a_long_prompt_is_sliced(managed: Managed, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("states", [(), (1,)])
-def test_a_lookup_finds_what_a_request_would(states: tuple[int, ...]) -> None:
+def test_lookup_finds_the_hit_of_a_request(states: tuple[int, ...]) -> None:
     """Random chunks of the prompt were evicted. The model has a window, or states and a drafter."""
     drawn = random.Random(1)
     windows = (None, None) if states else (None, 3 * UNIT)
@@ -137,7 +137,7 @@ def test_a_read_is_refused_when_the_engine_makes_no_step(managed: Managed, path:
     assert (order.over, order.work, len(managed.side.orders.reads)) == (True, None, 0)
 
 
-def test_serving_goes_on_while_operators_read(managed: Managed) -> None:
+def test_serving_continues_while_operators_read(managed: Managed) -> None:
     """One thread serves requests, another thread reads. All reads are answered, and nothing fails."""
     over, answered = threading.Event(), set[int]()
 

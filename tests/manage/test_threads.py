@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from kvpipe.connectors.vllm.scheduler_role import SchedulerRole
-from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
 from kvpipe.features.orders import Turns
 from kvpipe.manage import SHARED
 from kvpipe.manage.api import make_app
@@ -27,6 +26,7 @@ from kvpipe.trace.recorder import Recorder
 from tests.manage.conftest import Managed
 from tests.manage.test_api import prompt
 from tests.manage.test_tiers import SPACE, hold
+from tests.rigs.scheduler_world import UNIT, SchedulerWorld
 from tests.rigs.touched_attributes import AttributeWatch, classes_of
 
 CHUNK = 16
@@ -246,7 +246,7 @@ class Kept:
         return len(self.items)
 
 
-def test_what_is_shared_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_reports_attributes_that_two_threads_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watch reports exactly the attributes and containers that one thread changes and the other thread reads."""
     now = SCHEDULER
     watch = AttributeWatch(lambda: now)
@@ -263,7 +263,7 @@ def test_what_is_shared_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert watch.shared(SCHEDULER, MANAGEMENT) == {"Kept.count", "Kept.items"}
 
 
-def test_what_the_threads_share_is_named(served: WatchedSide) -> None:
+def test_every_attribute_that_two_threads_share_is_listed(served: WatchedSide) -> None:
     """`SHARED` names each attribute that one thread writes and the other uses while the turn is not lent."""
     hold(served.tier, served.managed, "w", CHUNK, 2 * CHUNK)
     served.live("a")

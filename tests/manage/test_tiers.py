@@ -11,7 +11,6 @@ import anyio
 import pytest
 
 from kvpipe.cli import main as cli
-from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
 from kvpipe.protocol.messages import Report
 from kvpipe.statemachine import breaker as m
 from kvpipe.testing.held_tier import DictSpec, HeldTier
@@ -20,6 +19,7 @@ from kvpipe.tiers.base import Key
 from kvpipe.tiers.guard import FAULTS_MAX, FIND, guarded
 from kvpipe.tiers.prefix_keys import chunk_name
 from tests.manage.conftest import Managed
+from tests.rigs.scheduler_world import UNIT, SchedulerWorld
 
 SPACE, CHUNK = "1" * 32, 16
 
@@ -57,7 +57,7 @@ def of(answered: Any) -> dict[str, Any]:
     return {row["name"]: row["unknown"] or row["held_tokens"] // UNIT for row in answered["tiers"]}
 
 
-def test_a_slow_tier_is_seen(tmp_path: Path) -> None:
+def test_state_shows_a_slow_tier(tmp_path: Path) -> None:
     """The state shows the tier's read rate, as ranks have reported, and whether requests do not wait for the tier."""
     with serving(tmp_path, HeldTier("far")) as managed:
         (tier,) = managed.good("GET", "/v1/state")["tiers"]
@@ -69,7 +69,7 @@ def test_a_slow_tier_is_seen(tmp_path: Path) -> None:
         assert (tier["read_bytes_per_s"], tier["slow"]) == (5.0, True)
 
 
-def test_who_has_how_much(tmp_path: Path) -> None:
+def test_answer_has_memory_and_each_tier(tmp_path: Path) -> None:
     """The answer has memory, each tier by itself, and all of them together. Nothing is fetched or changed."""
     near, far = HeldTier("near"), HeldTier("far")
     with serving(tmp_path, near, far, space="") as managed:
@@ -157,7 +157,7 @@ def test_a_tier_that_cannot_be_asked_is_named(tmp_path: Path) -> None:
         assert managed.side.counters.faults == {}
 
 
-def test_why_none_can_be_asked(tmp_path: Path) -> None:
+def test_answer_has_the_reason_when_no_tier_can_be_asked(tmp_path: Path) -> None:
     """The reasons are unknown weights, an adapter that differs between ranks, and an engine that ends."""
     with serving(tmp_path, HeldTier("far"), space="") as managed:
         assert of(lookup(managed, 20)) == {"far": "this engine uses no tiers yet"}
@@ -175,13 +175,13 @@ def test_why_none_can_be_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tiers", [1, "yes", None, []])
-def test_what_is_no_question_is_refused(tiers: object, managed: Managed) -> None:
+def test_tiers_must_be_true_or_false(tiers: object, managed: Managed) -> None:
     """`tiers` must be true or false."""
     status, answered = managed.ask("POST", "/v1/lookup", {"tokens": [1], "tiers": tiers})
     assert (status, answered["error"].split(",")[0]) == (422, "tiers: Expected `bool`")
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_a_line_for_each_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The command prints a line for each tier."""
     tier = HeldTier("far")
     with serving(tmp_path, tier) as managed:

@@ -22,7 +22,6 @@ from rich.console import Console
 
 from kvpipe.cli import main as cli
 from kvpipe.cli import screen, seen, top
-from kvpipe.connectors.vllm.trial.scheduler_world import UNIT
 from kvpipe.inputs.listening import Address
 from kvpipe.manage.models import EngineState, Holders, RequestHolds
 from kvpipe.manage.salts import salt_digest
@@ -30,6 +29,7 @@ from kvpipe.testing.waiting import WAIT_S
 from tests.manage.conftest import TOKEN, Managed
 from tests.manage.test_client import answering
 from tests.rigs.interrupts import interrupts_enabled
+from tests.rigs.scheduler_world import UNIT
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +84,7 @@ def second(tmp_path: Path) -> Iterator[Managed]:
     one.server.stop()
 
 
-def test_what_it_shows(managed: Managed) -> None:
+def test_view_shows_hits_misses_pool_and_requests(managed: Managed) -> None:
     """The view has hits by tier, misses by reason, the pool, copies in flight, and the slowest requests."""
     managed.save("a", 20)
     again = managed.world.request("a", 30)
@@ -106,7 +106,7 @@ def test_what_it_shows(managed: Managed) -> None:
     assert "users" not in shown  # no chunk has a salt
 
 
-def test_who_holds_the_pool(managed: Managed) -> None:
+def test_largest_holder_is_shown_first(managed: Managed) -> None:
     """The largest holder of the pool comes first, with its own share and its largest possible share."""
     engine = looked(managed)
     quotas = [
@@ -156,7 +156,7 @@ def test_the_slowest_requests_are_shown(managed: Managed) -> None:
     assert lines[first + 4].split()[-4:] == ["3", "0", "0", "0"]
 
 
-def test_one_that_hangs_delays_no_other(managed: Managed, folder: Path) -> None:
+def test_engine_that_hangs_delays_no_other_engine(managed: Managed, folder: Path) -> None:
     """The engine is shown as late, with its last answer. It is not asked again before it has answered."""
     quiet = socket.socket(socket.AF_UNIX)
     quiet.bind(f"{folder}/quiet.sock")
@@ -188,7 +188,7 @@ def test_one_that_hangs_delays_no_other(managed: Managed, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 30), (80, 17), (80, 12)])
-def test_it_fits_a_terminal(managed: Managed, size: tuple[int, int]) -> None:
+def test_view_fits_the_terminal(managed: Managed, size: tuple[int, int]) -> None:
     """The lines fit the terminal's width and height, and a terminal of 17 lines or more has room for requests."""
     for number in range(7):
         managed.save(f"chatcmpl-{number:032x}", 16 * (number + 1), salt=f"salt{number}")
@@ -203,7 +203,7 @@ def test_it_fits_a_terminal(managed: Managed, size: tuple[int, int]) -> None:
     assert shown == {24: (5, 7), 30: (5, 7), 17: (1, 4), 12: (0, 0)}[size[1]]
 
 
-def test_rates_are_of_the_last_seconds(managed: Managed) -> None:
+def test_rates_cover_the_last_seconds(managed: Managed) -> None:
     """Rates cover the last seconds only. An engine that has started again has none before its second answer."""
     engine = seen.SeenEngine(managed.address)
     old = {"hit_tokens": {"memory": 1000}, "missed_tokens": {"not_saved": 0}, "evicted": 5}
@@ -228,7 +228,7 @@ def test_rates_are_of_the_last_seconds(managed: Managed) -> None:
     assert "steps/s" not in drawn(engine)
 
 
-def test_what_is_wrong_is_seen(managed: Managed) -> None:
+def test_faults_switches_and_failed_tiers_are_shown(managed: Managed) -> None:
     """Faults, switches, and tiers that are left alone are shown."""
     tiers = [
         {"name": "near", "kind": "disk", "breaker": "CLOSED", "left_by_ranks": False},
@@ -244,7 +244,7 @@ def test_what_is_wrong_is_seen(managed: Managed) -> None:
     assert "2 faults  freeze" in shown
 
 
-def test_names_that_clients_gave_draw_nothing(managed: Managed) -> None:
+def test_names_from_clients_are_escaped(managed: Managed) -> None:
     """A request's id may be any text. It is shown as text: neither control sequences nor markup have an effect."""
     request = managed.world.request("a", 4)
     request.request_id = "x\x1b[2J[red]y\n"
@@ -254,7 +254,7 @@ def test_names_that_clients_gave_draw_nothing(managed: Managed) -> None:
     assert "x\\x1b[2J[red]y\\n" in shown
 
 
-def test_what_an_engine_says_draws_nothing(managed: Managed) -> None:
+def test_texts_of_an_engine_are_escaped(managed: Managed) -> None:
     """The listener at a port may not be an engine, so its texts are escaped and its numbers cannot crash the view."""
     odd, engine = "\x1b]0;mine\x07", seen.SeenEngine(managed.address)
     managed.save("a", 2)
@@ -275,7 +275,7 @@ def test_what_an_engine_says_draws_nothing(managed: Managed) -> None:
         state(managed, up_s=float("nan"))
 
 
-def test_one_that_does_not_answer_is_named(managed: Managed, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_silent_engine_is_named(managed: Managed, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     """The other engines are shown, and the exit status reports the failure."""
     at = [
         "--token-file",
@@ -299,7 +299,7 @@ def test_an_engine_of_another_version_is_named(managed: Managed, monkeypatch: py
     assert "another version" in drawn(looked(managed))
 
 
-def test_all_that_listen_in_a_folder(
+def test_every_engine_of_a_folder_is_shown(
     managed: Managed, second: Managed, capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
     """`{engine}` stands for every engine in the folder. An engine whose socket was removed is not shown any more."""
@@ -317,21 +317,21 @@ def test_all_that_listen_in_a_folder(
 
 
 @pytest.mark.parametrize("given", [["--interval", "0"], ["--interval", "nan"], ["--interval", "x"]])
-def test_bad_arguments(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_argument_is_named(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """The message names the wrong argument."""
     with pytest.raises(SystemExit):
         cli.main(["top", *given])
     assert "--interval" in capsys.readouterr().err
 
 
-def test_without_an_address(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_address_is_reported_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     """The message names the remedy."""
     assert cli.main(["top", "--once"]) == 2
     assert "give --at, or set KVPIPE_MANAGE" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("term", ["xterm", "dumb"])
-def test_in_a_terminal(managed: Managed, folder: Path, term: str) -> None:
+def test_view_is_redrawn_until_it_is_interrupted(managed: Managed, folder: Path, term: str) -> None:
     """The view is redrawn until it is interrupted. Then the terminal is as before."""
     master, slave = pty.openpty()
     command = [sys.executable, "-m", "kvpipe", "top", "--at", str(managed.address), "--interval", "0.2"]

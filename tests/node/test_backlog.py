@@ -54,7 +54,7 @@ def _save_many(busy: NodeCatalog) -> None:
         busy.end_step()
 
 
-def test_published_chunk_is_kept_until_the_journal_is_read_that_far() -> None:
+def test_published_chunk_is_kept_until_its_journal_record_is_read() -> None:
     """The answer to the report arrives many steps before the engine reads the chunk's record."""
     node = DirectNode(SLOTS, 4096)
     busy, idle = _engine(node, 4), _engine(node, 2)
@@ -100,7 +100,10 @@ def test_lookup_ends_if_a_chunk_of_a_slot_with_unread_history_is_evicted() -> No
 
 
 def test_chunks_that_grow_do_not_keep_all_slots() -> None:
-    """If no slot is left for a save, the oldest growing chunk is published as it is. Then the holder may evict it."""
+    """If no slot is left for a save, the oldest growing chunk is published with the units that it has.
+
+    Then the holder may evict it.
+    """
     node = DirectNode(SLOTS, 4096)
     catalog = _engine(node, 4)
     dropped = 0

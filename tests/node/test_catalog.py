@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from kvpipe.cache.catalog import Catalog
-from kvpipe.connectors.vllm.trial.scheduler_world import SAVE, SchedulerWorld
 from kvpipe.node.catalog import NodeCatalog
 from kvpipe.node.keeper import Keeper
 from kvpipe.node.replica import RECORDS_MAX, NodeLeases, SlotPins, split
@@ -20,6 +19,7 @@ from kvpipe.protocol.messages import Job
 from kvpipe.statemachine.core import IllegalTransition
 from kvpipe.testing.direct_node import DirectNode, DirectPool
 from kvpipe.testing.node_integrity import check_node_integrity
+from tests.rigs.scheduler_world import SAVE, SchedulerWorld
 
 CHUNK = 4
 SLOT_BYTES = 4096
@@ -121,7 +121,7 @@ class Worlds:
         self.node.close()
 
 
-def test_engine_finds_what_another_has_saved(worlds: Worlds) -> None:
+def test_engine_finds_a_published_chunk_of_another_engine(worlds: Worlds) -> None:
     """A chunk is a miss until it is published, and then a hit for every engine."""
     first, second = worlds.start(), worlds.start()
     one = first.request("one", 8, shared=8)
@@ -171,7 +171,7 @@ def test_pins_last_until_the_load_has_landed(worlds: Worlds) -> None:
     assert worlds.node.keeper.usage().evicting == 0
 
 
-def test_reset_is_the_engine_s_own(worlds: Worlds) -> None:
+def test_reset_changes_no_other_engine(worlds: Worlds) -> None:
     """After its reset, the engine finds no earlier chunk and saves again.
 
     Another engine still finds the earlier chunks.
@@ -237,7 +237,7 @@ def test_scan_of_a_large_table_ends_at_its_deadline() -> None:
     worlds.node.close()
 
 
-def test_hits_and_saves_go_on_without_a_holder(worlds: Worlds) -> None:
+def test_hits_and_saves_continue_without_a_holder(worlds: Worlds) -> None:
     """Without a holder, only saves beyond the stock are lost. Another holder publishes the landed chunks."""
     first, second = worlds.start(stock=4), worlds.start()
     one = first.request("one", 8, shared=8)

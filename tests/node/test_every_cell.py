@@ -27,7 +27,7 @@ SOON_S = 0.1
 
 
 class TakenCells:
-    """A watch that keeps every cell that was taken."""
+    """A watch that records every taken cell."""
 
     def __init__(self) -> None:
         self._cells: set[tuple[str, str, str]] = set()
@@ -47,7 +47,7 @@ class TakenCells:
 
 
 class OneNode:
-    """A folder, its holder, and processes that stand for those of engines."""
+    """A folder, its holder, and processes that stand in for the processes of engines."""
 
     def __init__(self, folder: Path, taken: TakenCells) -> None:
         self.folder, self.taken = folder, taken

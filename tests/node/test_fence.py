@@ -1,7 +1,7 @@
 """No order in which processors may do stores and loads lets the holder reuse a slot that an engine has pinned.
 
 The processors of most machines keep stores in a buffer for a while, so that a later load is done first. Such an order
-is too rare to wait for, so this test makes all of them. A store of the engine or of the holder is visible at once, or
+is too rare to wait for, so this test makes every order. A store of the engine or of the holder is visible at once, or
 not before the next fence.
 """
 
@@ -28,7 +28,10 @@ HELLO = Hello(VERSION, "scheduler", b"e" * 16, b"n" * 32, SLOTS, SLOT_BYTES)
 
 
 class EngineProcessor:
-    """The processor of an engine that pins one chunk. Its stores are in `row` until `show` makes them visible."""
+    """The processor of an engine that pins one chunk.
+
+    The processor's stores are in `row` until `show` makes them visible.
+    """
 
     def __init__(self, segment: Segment, client: int, place: Any, *, late: bool) -> None:
         self._memory, self._late = segment.leases_of(client), late

@@ -165,7 +165,7 @@ def test_memory_that_cannot_be_replaced_stays(folder: Path, monkeypatch: pytest.
 
 
 def test_engine_with_another_memory_is_refused(folder: Path) -> None:
-    """The slots of the engine's memory are not those of the holder's memory."""
+    """The engine's memory has other slots than the holder's memory."""
     with _holding(folder) as holder:
         Caller(holder, folder).ask(_hello())
         answer, _ = Caller(holder, folder).ask(_hello(2, segment=b"x" * 16))
@@ -186,7 +186,7 @@ def test_garbage_ends_the_connection_only(folder: Path) -> None:
 
 
 def test_batch_with_an_old_boot_token_ends_the_connection(folder: Path) -> None:
-    """The engine has spoken to another holder, and greets this one first."""
+    """The batch has the boot token of another holder, so the engine must greet this holder first."""
     with _holding(folder) as holder:
         caller = Caller(holder, folder)
         welcome, _ = caller.ask(_hello())
@@ -196,10 +196,10 @@ def test_batch_with_an_old_boot_token_ends_the_connection(folder: Path) -> None:
         assert holder.status().memories[0].slots["granted"] == 0
 
 
-def test_earlier_memory_is_waited_for(folder: Path) -> None:
+def test_new_holder_waits_for_the_earlier_memory(folder: Path) -> None:
     """A holder that a supervisor restarts has no descriptor of the earlier memory.
 
-    The holder refuses engines (`again`) until one of them sends the descriptor.
+    The holder refuses engines (`again`) until an engine sends the descriptor.
     """
     with _holding(folder) as holder:
         welcome, fd = Caller(holder, folder).ask(_hello())
@@ -217,7 +217,7 @@ def test_earlier_memory_is_waited_for(folder: Path) -> None:
     os.close(mark)
 
 
-def test_memory_of_engines_that_have_ended_is_not_waited_for(folder: Path) -> None:
+def test_new_holder_does_not_wait_for_the_memory_of_ended_engines(folder: Path) -> None:
     """The holder creates a new memory at once."""
     os.close(mark_client(checked_folder(folder)))
     with _holding(folder, adopt_s=600) as holder:
@@ -232,7 +232,7 @@ def test_memory_with_a_holder_is_not_adopted(folder: Path, short_path: Path) -> 
         assert answer == Unwelcome("another process holds the memory", again=True)
 
 
-def test_memory_that_is_none_of_kvpipes_is_refused(folder: Path) -> None:
+def test_memory_of_another_program_is_refused(folder: Path) -> None:
     """The refusal has the reason."""
     fd = os.memfd_create("other")
     with _holding(folder, adopt_s=600) as holder:
@@ -306,7 +306,7 @@ def _polled(pool: NodePool, holder: Holder | None = None) -> str:
     return pool.state
 
 
-def test_holder_that_does_not_answer_is_given_up(folder: Path) -> None:
+def test_engine_gives_up_a_holder_that_does_not_answer(folder: Path) -> None:
     """An engine that never had the memory uses a private pool instead, and does not wait longer than it may."""
     with _holding(folder):
         pool = NodePool(options(folder, wait_s_max=0.2))
@@ -330,7 +330,7 @@ def test_poll_reads_the_socket_only_when_an_answer_is_due(folder: Path, monkeypa
     pool.close()
 
 
-def test_refusal_is_final(folder: Path) -> None:
+def test_permanently_refused_engine_does_not_retry(folder: Path) -> None:
     """The engine does not try again after a refusal."""
     with _holding(folder) as holder:
         Caller(holder, folder).ask(_hello())

@@ -146,7 +146,7 @@ def test_chunk_that_is_leased_while_it_is_evicted_is_freed_later(node: Node) -> 
     assert node.keeper.usage().free == SLOTS
 
 
-def test_first_published_copy_wins(node: Node) -> None:
+def test_second_copy_of_a_chunk_is_not_published(node: Node) -> None:
     """The second engine keeps its slot, and finds the first engine's chunk."""
     first, second = node.engine(1), node.engine(2)
     ((a, x),), ((b, y),) = node.grant(first, 1), node.grant(second, 1)
@@ -217,7 +217,7 @@ def test_report_that_does_not_fit_changes_nothing(node: Node, report: SlotBatch)
     assert node.keeper.usage() == before
 
 
-def test_returned_slot_is_free_and_its_old_report_too_late(node: Node) -> None:
+def test_late_report_of_a_returned_slot_is_ignored(node: Node) -> None:
     """The generation tells one grant of a slot from the next."""
     client = node.engine(1)
     ((slot, generation),) = node.grant(client, 1)
@@ -261,9 +261,7 @@ def test_engine_that_has_lost_a_process_is_not_attached_again(node: Node) -> Non
     assert node.keeper.usage().free == SLOTS
 
 
-def test_need_for_memory_follows_from_the_chunks_that_were_looked_at(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_need_for_memory_follows_from_the_examined_chunks(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leases must not make a region take memory whose chunks were used later than its own."""
     monkeypatch.setattr("kvpipe.node.keeper.LOOK_MAX", 2)
     first = node.engine(1)

@@ -131,7 +131,7 @@ def test_tables_do_not_overlap(fd: int) -> None:
 
 
 @pytest.mark.parametrize("fuse", range(1, 9))
-def test_transition_that_was_begun_is_done_or_was_never_begun(fd: int, fuse: int) -> None:
+def test_interrupted_transition_is_completed_or_undone(fd: int, fuse: int) -> None:
     """A holder dies at the `fuse`-th step of a transition: table, generation and journal agree afterwards."""
     segment = Segment(fd)
     ledger = DyingLedger(segment)
@@ -149,7 +149,7 @@ def test_transition_that_was_begun_is_done_or_was_never_begun(fd: int, fuse: int
 
 
 @pytest.mark.parametrize("cut", [1, 100, 1000])
-def test_row_that_is_half_written_is_as_before(fd: int, cut: int) -> None:
+def test_half_written_row_keeps_its_old_content(fd: int, cut: int) -> None:
     """The other copy of the row is complete."""
     segment = Segment(fd)
     ledger = Ledger(segment)
@@ -216,7 +216,7 @@ def test_record_that_is_not_visible_yet_is_read_later(fd: int) -> None:
     assert b"k" in replica.index(0)
 
 
-def test_pin_holds_nothing_when_one_chunk_is_gone(fd: int) -> None:
+def test_pin_holds_nothing_when_one_chunk_is_evicted(fd: int) -> None:
     """Earlier leases stay. A slot is leased as often as it is named."""
     ledger, replica = _replica(fd)
     for slot, key in enumerate((b"k", b"l", b"m")):

@@ -124,7 +124,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("first", [0, 1, 3])
 def test_rank_registers_its_part_of_slots_that_have_memory(first: int) -> None:
-    """Slots without memory are not registered. They are registered when they have memory, and unregistered at the end.
+    """Slots without memory are not registered. Slots are registered when they have memory, and unregistered at the end.
 
     A load or save of a slot that is not registered goes through the driver's own buffer.
     """
@@ -162,7 +162,7 @@ def test_rank_maps_its_part_of_slots_that_have_memory() -> None:
         assert bytes(rank.segment.slots or b"") == b"\xee" * 3 * PARTS * SIZE + bytes(5 * PARTS * SIZE)
 
 
-def test_rank_maps_nothing_with_use() -> None:
+def test_rank_maps_no_slot_if_pages_are_mapped_on_use() -> None:
     """With `prefault: use` the first copy of a slot maps the slot."""
     with NodeRank(SLOTS) as rank:
         readier = rank.readier(CpuEngine(0))

@@ -7,12 +7,12 @@ import time
 import pytest
 
 from kvpipe.connectors.vllm.metrics import METRICS
-from kvpipe.connectors.vllm.trial.scheduler_world import SAVE
 from kvpipe.node import client
 from kvpipe.scheduler.gauges import totals
 from kvpipe.statemachine.node_link import HOLDER_LOST, WELCOME
 from kvpipe.testing.direct_node import DirectPool
 from tests.node.test_catalog import NodeWorld, Worlds
+from tests.rigs.scheduler_world import SAVE
 
 
 def _metrics(engine: NodeWorld) -> dict[str, float]:
@@ -23,7 +23,7 @@ def _metrics(engine: NodeWorld) -> dict[str, float]:
     return {f"{name} {label}".strip(): value for name, label, value in labelled}
 
 
-def test_metrics_show_slots_by_state_and_the_engine_s_own(worlds: Worlds) -> None:
+def test_metrics_show_slots_by_state_and_of_this_engine(worlds: Worlds) -> None:
     """Every engine reads the same slots, and its own stock, saves, pins and position in the journal."""
     first, second = worlds.start(stock=4), worlds.start()
     first.run(first.request("one", 8, shared=8))

@@ -79,7 +79,9 @@ def test_result_tells_which_pages_the_kernel_has_given(
          "shmem_enabled"),
     ],
 )  # fmt: skip
-def test_setting_of_huge_pages(tmp_path: Path, files: dict[str, str], mode: str, file: str) -> None:
+def test_huge_pages_follow_the_setting_of_the_kernel(
+    tmp_path: Path, files: dict[str, str], mode: str, file: str
+) -> None:
     """The setting of a size counts, unless it inherits the setting of all sizes."""
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)

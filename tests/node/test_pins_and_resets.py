@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvpipe.connectors.vllm.trial.scheduler_world import SAVE
 from kvpipe.testing.node_integrity import check_node_integrity
 from kvpipe.trace.miss_reasons import RESET
 from tests.node.test_catalog import Worlds
+from tests.rigs.scheduler_world import SAVE
 
 
 def test_second_lookup_of_a_step_keeps_the_first_one_s_hit(worlds: Worlds) -> None:

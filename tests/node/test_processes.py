@@ -20,7 +20,7 @@ HOLDER_DEATHS = ("_append/", "_put/", "_raise", "set_row")
 """A few of the steps: `test_world.py` has all of them, without processes."""
 
 
-def test_others_go_on_when_an_engine_is_killed(short_path: Path) -> None:
+def test_other_engines_continue_when_an_engine_is_killed(short_path: Path) -> None:
     """Leases and grants of the killed engine end when its exit is visible."""
     with processes(short_path) as node:
         observer = node.observe()
@@ -35,7 +35,7 @@ def test_others_go_on_when_an_engine_is_killed(short_path: Path) -> None:
         node.rest()
 
 
-def test_stopped_engine_delays_nobody(short_path: Path) -> None:
+def test_stopped_engine_delays_no_other_engine(short_path: Path) -> None:
     """A stopped engine keeps its slots and leases, and continues when the process is continued."""
     with processes(short_path) as node:
         node.observe()
@@ -50,7 +50,7 @@ def test_stopped_engine_delays_nobody(short_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-def test_chunks_outlive_a_holder(short_path: Path, sent: signal.Signals) -> None:
+def test_chunks_survive_a_holder(short_path: Path, sent: signal.Signals) -> None:
     """Hits continue without a holder. A new holder has every chunk."""
     with processes(short_path) as node:
         observer = node.observe()
@@ -123,7 +123,7 @@ time.sleep(600)
 """
 
 
-def test_engines_of_one_process_end_with_it(short_path: Path) -> None:
+def test_engines_of_one_process_end_with_the_process(short_path: Path) -> None:
     """The holder watches one pidfd for both engines of the process."""
     holder = Holder(short_path / "node", adopt_s=0, keep_s=600)
     child = subprocess.Popen([sys.executable, "-c", PAIR, str(short_path / "node")], stdout=subprocess.PIPE)

@@ -49,8 +49,8 @@ def test_last_part_of_a_preempted_request_is_published(worlds: Worlds) -> None:
     first.check()
 
 
-def test_failed_part_of_a_chunk_leaves_the_parts_before_it(worlds: Worlds) -> None:
-    """They are published, and the rest is saved into another slot."""
+def test_parts_before_a_failed_part_are_published(worlds: Worlds) -> None:
+    """The parts before the failed part are published, and the rest is saved into another slot."""
     first = worlds.start(stock=4)
     one = first.request("one", 4, extra=1)
     first.requests = [one]
@@ -67,7 +67,7 @@ def test_failed_part_of_a_chunk_leaves_the_parts_before_it(worlds: Worlds) -> No
     first.check()
 
 
-def test_failed_save_is_never_found_and_costs_no_slot(worlds: Worlds) -> None:
+def test_failed_save_is_never_found_and_returns_its_slot(worlds: Worlds) -> None:
     """The slot is free for the next save."""
     first = worlds.start(stock=4)
     one = first.request("one", 8)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvpipe.connectors.vllm.trial.scheduler_world import SchedulerWorld
 from kvpipe.protocol.messages import Report, Tally
 from kvpipe.testing.direct_node import DirectNode, DirectPool
+from tests.rigs.scheduler_world import SchedulerWorld
 
 SLOTS, SLOT_BYTES = 16, 4096
 

@@ -21,11 +21,11 @@ def _busy(world: RegionsWorld) -> tuple[SizedEngine, SizedEngine]:
 
 
 def _grown(world: RegionsWorld) -> list[int]:
-    """Return how often each region has got memory of the other one."""
+    """Return how often each region has got memory of the other region."""
     return [keeper.counts["grown"] for _, keeper in world.memory.regions.values()]
 
 
-def test_one_call_moves_no_memory_back(world: RegionsWorld) -> None:
+def test_one_call_does_not_return_memory_to_its_old_region(world: RegionsWorld) -> None:
     """Slots that a region has just got are free. Another busy region must not take them as unused ones."""
     _busy(world)
     for _, keeper in world.memory.regions.values():
@@ -35,7 +35,7 @@ def test_one_call_moves_no_memory_back(world: RegionsWorld) -> None:
     assert sum(_grown(world)) == before + 1
 
 
-def test_region_whose_victims_were_used_later_is_first(world: RegionsWorld) -> None:
+def test_region_with_the_more_recent_victims_gets_memory_first(world: RegionsWorld) -> None:
     """The number of the region does not matter."""
     _busy(world)
     for shorts in ((1e6, 2e6), (2e6, 1e6)):
@@ -48,7 +48,7 @@ def test_region_whose_victims_were_used_later_is_first(world: RegionsWorld) -> N
         ]
 
 
-def test_regions_that_need_memory_alike_get_it_in_turn(world: RegionsWorld) -> None:
+def test_regions_with_equal_need_get_memory_in_turn(world: RegionsWorld) -> None:
     """Regions that have no chunk to evict would otherwise get memory in the order of their numbers."""
     _busy(world)
     before = _grown(world)
@@ -92,8 +92,11 @@ def test_only_a_new_engine_gets_memory_at_once(world: RegionsWorld, how: str) ->
     assert len(world.memory.regions[1].keeper._usable) < SLOTS * SIZES[0] // SIZES[1] // 4
 
 
-def test_single_region_that_once_had_no_slot_takes_none_of_a_new_engine(world: RegionsWorld) -> None:
-    """A region had nothing to evict before its slots had memory. That was long ago when slots of another size come."""
+def test_single_region_takes_no_slot_of_a_new_engine(world: RegionsWorld) -> None:
+    """A region had nothing to evict before its slots had memory.
+
+    When slots of another size are added, this was long ago.
+    """
     world.start(SIZES[0])
     world.memory.regions[0].keeper.short = math.inf
     world.start(SIZES[1])

@@ -23,7 +23,7 @@ OTHER_BYTES = 12288
 SEEDS, MOVES = 4, 400
 
 
-def test_region_gets_memory_that_was_used_less_recently(world: RegionsWorld) -> None:
+def test_region_gets_the_least_recently_used_memory(world: RegionsWorld) -> None:
     """The second engine may save as soon as it has started. The first engine loses its oldest chunks only."""
     first = world.start(SIZES[0])
     assert world.saves(first, range(SLOTS)) >= SLOTS - 4
@@ -113,7 +113,10 @@ def test_engines_of_both_sizes_find_their_chunks_after_a_restart(world: RegionsW
 
 
 def test_memory_has_a_bounded_number_of_slot_sizes(world: RegionsWorld) -> None:
-    """A size without engines makes room for the next one. Its chunks are lost, and its bytes are used again."""
+    """A size without engines makes room for the next one.
+
+    The chunks of that size are lost, and its bytes are used again.
+    """
     sizes = [8192 + 64 * n for n in range(REGIONS_MAX)]
     engines = [world.start(SIZES[0]), *(world.start(size) for size in sizes[:-1])]
     world.saves(engines[3], range(8))
@@ -185,7 +188,7 @@ def _beats(*engines: SizedEngine) -> list[int]:
 def test_engines_of_all_sizes_see_the_clock_move_while_the_holder_reads_tables(
     world: RegionsWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise engines would kill the next holder of a memory with many slots, and each holder after that one."""
+    """Otherwise engines would kill the next holder of a memory with many slots, and each later holder."""
     engines = world.start(SIZES[0]), world.start(SIZES[1])
     world.saves(engines[0], range(8))
     monkeypatch.setattr("kvpipe.node.ledger.BEAT_SLOTS", 4)
@@ -227,7 +230,7 @@ def test_second_size_needs_free_memory_for_its_tables(world: RegionsWorld, monke
 
 
 @pytest.mark.parametrize("sizes", [2, REGIONS_MAX])
-def test_holders_that_die_at_any_store_tear_and_lose_nothing(monkeypatch: pytest.MonkeyPatch, sizes: int) -> None:
+def test_holder_killed_at_any_store_loses_and_damages_no_chunk(monkeypatch: pytest.MonkeyPatch, sizes: int) -> None:
     """The lives together cause every kind of event, so the test cannot pass by doing nothing.
 
     With room for two sizes, the third size replaces the second one.
@@ -245,7 +248,7 @@ def test_holders_that_die_at_any_store_tear_and_lose_nothing(monkeypatch: pytest
     assert (total["refused"] > 0) == (sizes == 2)
 
 
-def test_engines_of_two_sizes_are_killed_beside_each_other(short_path: Path) -> None:
+def test_killed_engines_of_two_sizes_lose_and_damage_no_chunk(short_path: Path) -> None:
     """Engines restart and hit while the other size serves. A killed holder loses no chunk of either size."""
     with processes(short_path) as node:
         observer = node.observe()

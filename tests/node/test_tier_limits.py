@@ -23,7 +23,7 @@ def worlds() -> Iterator[TieredWorlds]:
 
 
 @pytest.mark.parametrize(("evicted", "then"), [(2, stage_m.FETCHING), (3, stage_m.OVER)])
-def test_stage_ends_when_neighbours_evict_chunks_in_each_try(
+def test_stage_ends_when_other_engines_evict_its_chunks_in_each_try(
     worlds: TieredWorlds, monkeypatch: pytest.MonkeyPatch, evicted: int, then: str
 ) -> None:
     """No stage stays in FOUND for another step, because no deadline holds there."""
@@ -69,7 +69,7 @@ def test_waiting_requests_of_all_engines_hold_at_most_half_of_the_usable_slots(w
     first.check()
 
 
-def test_rest_without_a_holder_blames_no_tier(worlds: TieredWorlds) -> None:
+def test_chunks_that_cannot_be_fetched_without_a_holder_are_no_fault_of_a_tier(worlds: TieredWorlds) -> None:
     """Offers of chunks that no holder publishes wait for the holder."""
     whys, world = list[object](), worlds.start()
     world.side.counters.watcher = lambda name, fields: whys.append((name, fields["why"]))
@@ -86,7 +86,7 @@ def test_rest_without_a_holder_blames_no_tier(worlds: TieredWorlds) -> None:
 
 
 def test_fetch_without_a_slot_is_no_dropped_save(worlds: TieredWorlds) -> None:
-    """The parts of requests that decode go on growing."""
+    """The parts of decoding requests continue to grow."""
     world = worlds.start(stock=1)
     grows = world.request("grows", 3)
     world.requests = [grows]

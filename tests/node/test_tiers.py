@@ -48,7 +48,7 @@ def _fetching(worlds: TieredWorlds) -> tuple[TieredWorld, Any, Stage]:
     return world, request, stage
 
 
-def test_chunk_is_stored_once_it_is_published(worlds: TieredWorlds) -> None:
+def test_chunk_is_stored_after_its_publication(worlds: TieredWorlds) -> None:
     """While no holder answers, nothing is stored, and an idle engine takes no steps for it."""
     first = worlds.start()
     request = first.request("one", 8)
@@ -80,7 +80,7 @@ def test_only_the_engine_that_wrote_a_chunk_stores_it(worlds: TieredWorlds) -> N
 
 
 def test_part_of_a_prompt_is_stored_before_its_request_ends(worlds: TieredWorlds) -> None:
-    """The request goes on in another slot, so the part that ends with the prompt does not grow any more."""
+    """The request continues in another slot, so the part that ends with the prompt does not grow any more."""
     first = worlds.start()
     one = first.request("one", 6)
     first.begin(one, 6, 7)
@@ -89,7 +89,7 @@ def test_part_of_a_prompt_is_stored_before_its_request_ends(worlds: TieredWorlds
     assert [order.units for order in first.store_all()] == [3]
 
 
-def test_slot_of_a_store_is_not_reused_before_it_has_landed(worlds: TieredWorlds) -> None:
+def test_slot_of_a_store_is_not_reused_before_the_store_has_landed(worlds: TieredWorlds) -> None:
     """The holder evicts the chunk meanwhile. The slot is free when all ranks have reported the store."""
     first, second = worlds.start(), worlds.start(stock=8)
     one = first.request("one", 8)
@@ -123,7 +123,7 @@ def test_chunk_that_was_evicted_before_its_turn_is_not_stored(worlds: TieredWorl
 
 
 def test_fetched_chunks_are_found_by_other_engines(worlds: TieredWorlds) -> None:
-    """They are published when all ranks have them. Only then the request goes on, with all of its hit."""
+    """Fetched chunks are published when all ranks have them. Only then the request continues, with its whole hit."""
     second, request, stage = _fetching(worlds)
     third = worlds.start()
     assert [order.stores for order in second.begun] == [False, False]
@@ -168,8 +168,8 @@ def test_fetched_chunk_is_published_when_the_last_rank_has_landed(worlds: Tiered
     world.check()
 
 
-def test_failed_fetch_costs_no_slot(worlds: TieredWorlds) -> None:
-    """The request goes on with the chunks before the failed chunk."""
+def test_failed_fetch_returns_its_slot(worlds: TieredWorlds) -> None:
+    """The request continues with the chunks before the failed chunk."""
     second, request, _ = _fetching(worlds)
     free = second.pool.stock.free
     second.carry()
@@ -219,8 +219,8 @@ def test_fetch_is_shorter_when_the_stock_stays_empty(worlds: TieredWorlds, *, lo
     world.check()
 
 
-def test_fetch_of_a_chunk_that_another_engine_has_published(worlds: TieredWorlds) -> None:
-    """Both engines fetch it at once. The first to land wins, and no slot is lost."""
+def test_fetch_of_a_published_chunk_returns_its_slot(worlds: TieredWorlds) -> None:
+    """Both engines fetch the chunk at once. The first to land wins, and no slot is lost."""
     _fill(worlds)
     engines = [worlds.start(), worlds.start()]
     asked = [engine.request(str(at), 8, shared=8, extra=1) for at, engine in enumerate(engines)]
@@ -263,7 +263,7 @@ def test_chunk_in_memory_that_is_evicted_before_the_plan_is_no_fault(worlds: Tie
 
 
 def test_engine_without_a_holder_does_not_wait_for_tiers(worlds: TieredWorlds) -> None:
-    """A request that waits for a landed fetch goes on as well. The next holder publishes the fetched chunks."""
+    """A request that waits for a landed fetch continues, too. The next holder publishes the fetched chunks."""
     second, request, stage = _fetching(worlds)
     second.pool.mute = True
     second.carry()
@@ -304,7 +304,7 @@ def test_reset_during_a_fetch_publishes_nothing_more(worlds: TieredWorlds, lande
 
 
 @pytest.mark.parametrize("landed", [False, True])
-def test_fetch_goes_on_under_another_holder(worlds: TieredWorlds, *, landed: bool) -> None:
+def test_fetch_continues_under_another_holder(worlds: TieredWorlds, *, landed: bool) -> None:
     """The engine reports its grants, so no slot is lost, and the fetched chunks are published."""
     second, request, _ = _fetching(worlds)
     if not landed:

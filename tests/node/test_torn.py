@@ -17,7 +17,10 @@ OLD, NEW = b"o" * 64, b"n" * 64
 
 @pytest.mark.parametrize("before", [PUBLISHED, EVICTING])
 def test_half_written_entry_is_not_found(before: str) -> None:
-    """At each byte, the rest of the record is that of the record before. Its key would be a mixture."""
+    """At each byte, the rest of the record is that of the record before.
+
+    The key of such a record would be a mixture.
+    """
     fd = create(1, 64, rows=1, ring=8)
     segment = Segment(fd)
     known = Ledger(segment).commit(0, before, 1, key=OLD)

@@ -25,7 +25,7 @@ class CountingWorld(NodeWorld):
         return keeper
 
 
-def test_long_lives_tear_and_lose_nothing() -> None:
+def test_random_engines_and_holders_lose_and_damage_no_chunk() -> None:
     """The lives together cause every kind of event, so the test cannot pass by doing nothing."""
     total: Counter[str] = Counter()
     for seed in range(SEEDS):

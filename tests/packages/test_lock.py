@@ -13,7 +13,7 @@ LEFT_OUT = {"nixl-cu13", "torchaudio", "torchcodec", "torchvision"}
 """Why: `requirements/README.md`."""
 
 
-def test_lock_lists_what_its_packages_need() -> None:
+def test_lock_lists_every_dependency() -> None:
     """The lock must be complete, because it is installed without dependency resolution."""
     lines = (ROOT / "requirements" / "cpu.lock").read_text(encoding="utf-8").split()
     pinned = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}

@@ -11,7 +11,7 @@ from kvpipe.testing.waiting import WAIT_S
 ROOT = Path(__file__).parents[2]
 
 
-def test_release_is_refused_then_made(tmp_path: Path) -> None:
+def test_release_is_refused_with_all_problems_at_once(tmp_path: Path) -> None:
     """A refusal names all problems at once. A release makes a tag, two packages and notes."""
     clone = tmp_path / "clone"
 

@@ -15,7 +15,10 @@ PIP: Final = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
 
 def run(*command: str | Path, cwd: Path, ok: bool = True) -> str:
-    """Return what a command prints. Its environment has no variable that names this tree or configures kvpipe."""
+    """Return what a command prints.
+
+    The command's environment has no variable that names this tree or configures kvpipe.
+    """
     env = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "KVPIPE", "VIRTUAL"))}
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=5 * WAIT_S, check=False)
     assert (done.returncode == 0) == ok, done.stdout + done.stderr

@@ -19,7 +19,7 @@ def _die() -> None:
 def main(folder: Path, step: str, count: int) -> None:
     """Run a holder that dies at the `count`-th call of the ledger's method `step`.
 
-    It dies before the call if `step` ends with "<", by half if it ends with "/", and otherwise behind it.
+    The holder dies before the call if `step` ends with "<", by half if it ends with "/", and otherwise behind it.
     """
     name, when = step.rstrip("</"), step[-1]
     real: Callable[..., Any] = getattr(Ledger, name)

@@ -1,8 +1,8 @@
 """An engine that uses a node's memory as real ones do, for tests that kill it.
 
-It saves chunks whose bytes can be computed, and reads chunks of other engines while they are pinned. It ends with
-status `WRONG` if it reads bytes of another chunk. `die` is "" or "EVENT:N": the process kills itself at the N-th such
-event of one of its machines, after the move and before the event has any effect elsewhere.
+The engine saves chunks whose bytes can be computed, and reads chunks of other engines while they are pinned. The engine
+ends with status `WRONG` if it reads bytes of another chunk. `die` is "" or "EVENT:N": the process kills itself at the
+N-th such event of one of its machines, after the move and before the event has any effect elsewhere.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def options(
 
 
 def content(key: bytes, slot_bytes: int = SLOT_BYTES) -> bytes:
-    """Return the bytes of a chunk. They differ for each size."""
+    """Return the bytes of a chunk. The bytes differ for each size."""
     return hashlib.blake2b(b"%d " % slot_bytes + key).digest() * (slot_bytes // 64)
 
 

@@ -57,7 +57,7 @@ def _lock(fd: int) -> int | None:
 
 
 class FusedLedger(DyingLedger):
-    """A ledger whose steps are those of `FUSE`."""
+    """A ledger in which every step burns `FUSE`."""
 
     def _burn(self) -> None:
         FUSE.burn()
@@ -224,7 +224,7 @@ class RegionsWorld:
         return engine
 
     def end(self, engine: SizedEngine) -> None:
-        """Kill an engine. Its leases end when the holder sees that."""
+        """Kill an engine. The engine's leases end when the holder sees its exit."""
         self.engines.remove(engine)
         while any(client.token == engine.token for _, client in self.memory.clients):
             self.holding(lambda: self.memory.died(engine.process))
@@ -239,7 +239,7 @@ class RegionsWorld:
             engine.stock.answered(answer)
 
     def saves(self, engine: SizedEngine, keys: range) -> int:
-        """Let an engine save chunks. Between two of them the holder takes its steps. Returns the number of saves."""
+        """Let an engine save chunks. Between two saves the holder takes its steps. Returns the number of saves."""
         saved = 0
         for key in keys:
             self.exchange(engine)
@@ -312,7 +312,7 @@ class RegionsWorld:
 
 
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let holders die at steps of `FUSE`. The memory has few pieces, and their edges are not those of slots."""
+    """Let holders die at steps of `FUSE`. The memory has few pieces, whose edges differ from the edges of slots."""
     FUSE.left = -1
     monkeypatch.setattr("kvpipe.node.memory.Ledger", FusedLedger)
     monkeypatch.setattr("kvpipe.node.memory.Owners", FusedOwners)

@@ -185,7 +185,7 @@ class NodeWorld:
         engine.stock.landed(slot, 0, engine.writing.pop(slot), 1)
 
     def pin(self, engine: WorldEngine, keys: Iterable[bytes]) -> None:
-        """Look keys up in the engine's dict, as old as it is, and pin all hits at once."""
+        """Look keys up in the engine's present dict, which may be outdated, and pin all hits at once."""
         assert engine.replica is not None
         assert engine.leases is not None
         index = engine.replica.index(0)

@@ -76,7 +76,10 @@ class Copy(NamedTuple):
 
 
 class FakeEngine:
-    """An engine without copies. It completes tickets of each direction in order, on the test's command or on a wait."""
+    """An engine without copies.
+
+    The transfer engine completes tickets of each direction in order, on the test's command or on a wait.
+    """
 
     piece_bytes = 1 << 20
 
@@ -276,7 +279,7 @@ class Rig:
 
 
 class SideRig(Rig):
-    """A worker side over a fake engine. Its pipeline is the rig's."""
+    """A worker side over a fake engine. The side's pipeline is that of the rig."""
 
     side: WorkerSide
 

@@ -74,7 +74,7 @@ def test_overwritten_file_is_read_again(tmp_path: Path) -> None:
     assert files.read(folder).digest not in {one, two}
 
 
-def test_an_adapter_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapter_that_changes_during_the_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An adapter that changes while it is read is read again. If it never stops changing, that is reported."""
     folder, changes = _write(tmp_path / "a"), [b"two"]
     read = module.digest_of
@@ -157,7 +157,7 @@ def test_files_that_vllm_does_not_read_are_ignored(tmp_path: Path) -> None:
     assert time.monotonic() - began_s < WAIT_S
 
 
-def test_a_folder_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digest_of_an_adapter_in_a_hub_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An adapter with a hub's id is read from the local cache, link by link. Nothing is downloaded."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     home = tmp_path / "models--who--what"
@@ -192,7 +192,7 @@ def test_vllm_reads_no_other_files() -> None:
 # ---- the reader -----------------------------------------------------------------------------------------------------
 
 
-def test_lookups_that_wait_share_the_reading_of_an_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_lookups_share_one_read_of_an_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sixty lookups of one adapter cause at most two readings, although new files are normally read for each lookup."""
     folder, go, begun = _write(tmp_path / "a"), threading.Event(), threading.Event()
     read = module.digest_of
@@ -280,7 +280,7 @@ def test_keys_cover_the_bytes() -> None:
     assert chunk_name(b"h" * 32) == b"h" * 32 != chunk_name(b"h" * 32 + b"d" * 16) != chunk_name(b"h" * 32 + b"e" * 16)
 
 
-def test_a_request_waits_only_for_what_it_may_find() -> None:
+def test_request_waits_for_adapter_files_only_if_it_may_find_chunks() -> None:
     """A lookup waits for the files only if the request may find something, and not for ever.
 
     In a step its answer is fixed.
@@ -300,7 +300,7 @@ def test_a_request_waits_only_for_what_it_may_find() -> None:
     assert len({world.reader.asked[1], world.reader.asked[2]}) == 1
 
 
-def test_the_same_files_taken_for_others_have_other_keys() -> None:
+def test_files_read_as_another_kind_of_adapter_have_other_keys() -> None:
     """The engine may read an adapter as one of fused experts. Then its keys differ from those of the plain adapter."""
     world = _World(fused=True)
     world.reader.found = b"d" * 16
@@ -315,7 +315,7 @@ def test_the_same_files_taken_for_others_have_other_keys() -> None:
     assert unread.keys() == []
 
 
-def test_an_adapter_that_nobody_can_read_has_no_keys() -> None:
+def test_unreadable_adapter_has_no_keys() -> None:
     """With an unknown hub id, or files without permission, nothing is found or saved until a rank holds the adapter."""
     world = _World()
     world.reader.found = b""
@@ -423,7 +423,7 @@ def test_request_that_does_not_wait_has_no_keys_until_ranks_have_reported() -> N
         assert list(world.side.keys(world.request)) == [b"0new", b"1new"]
 
 
-def test_what_ranks_are_asked_to_check() -> None:
+def test_jobs_name_the_step_since_which_the_adapter_must_be_unchanged() -> None:
     """For a save, the rank must have held the adapter since the save's tokens were computed.
 
     If vLLM's cache held a part, it must have held the adapter since its first step. For a load, it must hold the
@@ -510,7 +510,7 @@ def test_sum_of_reports_has_the_step_of_the_slowest_rank() -> None:
     assert (report.step, set(report.adapters)) == (2, {0, 1})
 
 
-def test_a_rank_reports_what_it_holds() -> None:
+def test_rank_reports_its_adapters_once_when_they_change() -> None:
     """A rank reports its adapters once when they change, and again if the scheduler side does not know them."""
     rank = _Rank()
     assert rank.held.news() == {}

@@ -9,11 +9,11 @@ from typing import Any, Final
 
 import pytest
 
-from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
 from kvpipe.protocol.messages import Report, Tally
 from kvpipe.scheduler.wishes import RawHints
 from kvpipe.trace import durations
 from kvpipe.trace.miss_reasons import LostKeys
+from tests.rigs.scheduler_world import UNIT, SchedulerWorld
 
 TENANTS: Final = 10_000
 CHUNK: Final = 4

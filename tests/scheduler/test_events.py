@@ -7,13 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from kvpipe.connectors.vllm.trial.scheduler_world import SchedulerWorld
 from kvpipe.scheduler.events import EVENTS, Events, Subscriber, nobody
 from kvpipe.scheduler.notified import NotifiedRouters
 from kvpipe.testing.held_tier import DictSpec, HeldTier
 from kvpipe.tiers.guard import FIND, guarded
 from kvpipe.trace.log import Counters
 from kvpipe.trace.recorder import OFF
+from tests.rigs.scheduler_world import SchedulerWorld
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/architecture.md"
 
@@ -45,7 +45,7 @@ class _Raising(Subscriber):
         raise RuntimeError(tracked, chunks)
 
 
-def test_events_come_in_the_order_of_a_life() -> None:
+def test_events_follow_the_life_of_a_request() -> None:
     """A request is saved, another request loads from it, and the cache is reset."""
     world, noted = SchedulerWorld(load="sync"), list[str]()
     world.side.events.subscribe([_Noting(noted)])

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvpipe.connectors.vllm.trial import arrivals
-from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
 from kvpipe.connectors.vllm.trial.shapes import BLOCK, Shape
 from kvpipe.connectors.vllm.trial.trial import Trial
+from tests.rigs.scheduler_world import UNIT, SchedulerWorld
 
 
 def _generate(world: SchedulerWorld, *requests: Any) -> None:

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
-from kvpipe.connectors.vllm.trial.scheduler_world import (
+from kvpipe.protocol.engine import LATER
+from kvpipe.statemachine.core import IllegalTransition
+from tests.rigs.scheduler_world import (
     SYNC,
     UNIT,
     SchedulerWorld,
 )
-from kvpipe.protocol.engine import LATER
-from kvpipe.statemachine.core import IllegalTransition
 
 
 def _boom(*_: object, **__: object) -> None:
@@ -80,7 +80,7 @@ def test_a_lookup_that_raises_is_a_miss(first: str, monkeypatch: pytest.MonkeyPa
     assert not world.side.counters["illegal_transition"]
 
 
-def test_a_lookup_that_raises_while_a_load_is_under_way() -> None:
+def test_lookup_that_raises_during_a_load_is_a_miss() -> None:
     """There is no answer, because blocks are allocated and the engine looks up only before that."""
     world = SchedulerWorld(load="async")
     world.publish(world.request("old", 4, shared=4))
@@ -135,7 +135,7 @@ def test_a_load_that_cannot_be_planned_to_fail_leaves_nothing(where: str, monkey
     assert not side.jobs.sync_loads
 
 
-def test_a_request_that_ends_before_its_load_is_sent() -> None:
+def test_load_of_a_request_that_ends_first_is_not_sent() -> None:
     """The load is not sent, no part waits for it, and the request holds nothing. vLLM itself makes no such call."""
     world = SchedulerWorld()
     world.publish(world.request("old", 4, shared=4))
@@ -150,7 +150,7 @@ def test_a_request_that_ends_before_its_load_is_sent() -> None:
     assert "new" not in world.side.requests.tracked
 
 
-def test_a_failed_load_is_over_though_others_cannot_be_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_load_ends_when_other_loads_cannot_be_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """The load's leases end, its request is computed, and other jobs of the report are processed."""
     world = SchedulerWorld(load="sync")
     world.publish(world.request("old", 4, shared=4))

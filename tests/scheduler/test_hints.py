@@ -11,9 +11,9 @@ import pytest
 
 from kvpipe.cache.chunks import Chunk
 from kvpipe.cache.policy.hints import Action, Hint
-from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, CountingIndex, SchedulerWorld
 from kvpipe.features.hints import ACTIONS_MAX, FIELDS_MAX, RESUME_S_MAX, TTL_S, TTL_S_MAX, read
 from kvpipe.scheduler.wishes import RawAction, RawHints
+from tests.rigs.scheduler_world import UNIT, CountingIndex, SchedulerWorld
 
 CHUNK_UNITS = 4
 NOW_S = 1000.0
@@ -116,7 +116,7 @@ def test_invalid_hint_is_ignored_and_counted(raw: RawHints, why: list[str]) -> N
     assert received == why
 
 
-def test_the_first_of_a_kind_counts() -> None:
+def test_first_hint_of_a_kind_is_used() -> None:
     """The envelope's hint takes precedence over the parameter's. Hints of other kinds are applied."""
     received: list[str] = []
     actions = [RawAction("kv.retain", "1.0", {"ttl_seconds": 5}), RawAction("kv.fetch", "1.0", {})]
@@ -154,7 +154,7 @@ def test_the_policy_takes_hints_when_chunks_land_and_when_the_request_is_over() 
     assert hinted.counted("applied") == {"retain": 1, "resume": 1}
 
 
-def test_a_chunk_that_lands_late_is_reported_as_well() -> None:
+def test_late_chunk_is_reported_to_the_policy() -> None:
     """If the last save lands after the request's end, its hint counts from the end of the request."""
     hinted = HintedSide()
     request = hinted.arrive("a", 2 * CHUNK_UNITS, {"resume": {"after_seconds": 20}})
@@ -173,7 +173,7 @@ def test_a_chunk_that_lands_late_is_reported_as_well() -> None:
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-def test_of_an_adapters_request_all_chunks_are_reported_as_well(*, adapter: bool) -> None:
+def test_all_chunks_of_a_request_with_an_adapter_are_reported(*, adapter: bool) -> None:
     """The adapter's keys are not known any more after the request has ended."""
     hinted = HintedSide()
     world: Any = hinted.world
@@ -212,7 +212,7 @@ def test_request_without_chunks_in_the_pool_gets_no_hint(end: str) -> None:
     assert {hint for _, hint in hinted.received} == (set() if end == "never admitted" else {Hint(DEMOTE, NOW_S)})
 
 
-def test_a_request_ends_whatever_the_policy_raises() -> None:
+def test_request_ends_when_the_policy_raises() -> None:
     """The request is not tracked any more and holds nothing."""
     hinted = HintedSide()
     request = hinted.arrive("a", 2 * CHUNK_UNITS, {"demote": {}})
@@ -232,7 +232,7 @@ def test_a_request_ends_whatever_the_policy_raises() -> None:
     assert side.catalog.writing == 0
 
 
-def test_a_policy_that_takes_none() -> None:
+def test_policy_without_hints_gets_none() -> None:
     """If the policy takes no hints, the hints of requests are not read, whatever they contain."""
     hinted = HintedSide(takes_hints=False)
     request = hinted.arrive("a", CHUNK_UNITS, {"retain": {}}, [None] * 1000)
@@ -251,7 +251,7 @@ def test_a_request_without_hints_costs_nothing() -> None:
 
 
 @pytest.mark.parametrize("own", [{"retain": {}}, {"retain": {}, "resume": {"after_seconds": 1}}])
-def test_what_a_hint_costs(own: dict[str, Any]) -> None:
+def test_hints_add_no_lookup_of_chunks(own: dict[str, Any]) -> None:
     """At the end of the request its chunks are looked up once for all hints, as without hints."""
     hinted = HintedSide()
     catalog: Any = hinted.world.side.catalog

@@ -30,7 +30,7 @@ def test_one_failure_or_doubt_loses_the_job(reports: tuple[Tally, ...], tainted_
 
 
 @pytest.mark.parametrize("reports", [Tally(3, 0), Tally(2, 1), Tally(0, 3)])
-def test_reports_that_come_together(reports: Tally) -> None:
+def test_sum_of_all_reports_ends_the_job(reports: Tally) -> None:
     """The reports of all ranks in one step arrive as one sum, which ends the job."""
     job = Reported(m.JOB.compile(), 1, None)
     assert job.count(reports, RANKS)

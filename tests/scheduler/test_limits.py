@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import pytest
 
-from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
 from kvpipe.protocol.engine import LATER
 from kvpipe.protocol.limits import RequestLimits, TierMatcher
 from kvpipe.testing.held_tier import DictSpec, HeldTier
@@ -17,6 +16,7 @@ from kvpipe.testing.waiting import PATIENT, eventually
 from kvpipe.tiers.base import Key
 from kvpipe.tiers.guard import FIND, guarded
 from kvpipe.tiers.prefix_keys import chunk_name
+from tests.rigs.scheduler_world import UNIT, SchedulerWorld
 
 SPACE, CHUNK, UNITS = "1" * 32, 4, 10
 LOCAL, REMOTE = TierMatcher(None, "local"), TierMatcher(None, "remote")
@@ -84,7 +84,7 @@ def test_only_the_first_tokens_are_saved(tokens: int, saved: int, steps: int) ->
     assert world.side.counters["units_saved"] == saved
 
 
-def test_limit_of_saves_holds_after_a_hit_beyond_it() -> None:
+def test_limit_of_saves_applies_after_a_longer_hit() -> None:
     """A request may load more than it may save."""
     world = SchedulerWorld(chunk_units=CHUNK)
     world.publish(world.request("a", 6, shared=6))

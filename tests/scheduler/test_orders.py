@@ -12,12 +12,12 @@ import pytest
 from kvpipe.cache.chunks import Owner
 from kvpipe.cache.leases import oldest_lease_s
 from kvpipe.cache.prefixes import Prefixes
-from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
 from kvpipe.features.orders import ORDERS_MAX, Order, OrderRefusedError, Orders, Work
 from kvpipe.features.pins import PART_CHUNKS, EvictedPrompt, PinnedPrompt
 from kvpipe.scheduler.side import SchedulerSide
 from kvpipe.testing.catalog_integrity import check_integrity
 from kvpipe.trace.log import Counters
+from tests.rigs.scheduler_world import UNIT, SchedulerWorld
 
 CHUNK = 16
 NOT_THE_ENGINES = {"stats", "machines", "trace_moves", "bind", "adapter_called"}
@@ -165,7 +165,7 @@ def test_a_pinned_prompt_may_end_with_a_block(keys: dict[str, Any], units: int) 
 
 
 @pytest.mark.parametrize("keys", [{"windows": (None, 4 * UNIT)}, {"windows": (None, None), "states": (1,)}])
-def test_a_pin_holds_what_a_hit_needs(keys: dict[str, Any]) -> None:
+def test_pin_holds_the_chunks_that_a_hit_needs(keys: dict[str, Any]) -> None:
     """A pin holds only the window and the state that a hit needs."""
     one = Ordering(slots=16, **keys)
     request = one.world.request("a", 3 * CHUNK + 2, extra=1)
@@ -231,7 +231,7 @@ def test_eviction_from_a_token_on_keeps_the_chunks_before_it() -> None:
     assert one.prefixes.why_short(request, 0) == "evicted"
 
 
-def test_what_is_being_saved_is_evicted_too() -> None:
+def test_chunk_with_a_save_in_flight_is_evicted() -> None:
     """The chunk is not found after its save has landed. Then its slot is free."""
     one = Ordering()
     request = one.world.request("a", 2 * CHUNK)
@@ -310,7 +310,7 @@ def test_ends_of_pins_leave_orders_their_room() -> None:
     assert not order.over
 
 
-def test_an_order_that_fails_is_answered() -> None:
+def test_failed_order_is_answered_and_counted() -> None:
     """The failure is answered and counted, and later orders are carried out."""
 
     def broken() -> Work:

@@ -25,7 +25,7 @@ def load(monkeypatch: pytest.MonkeyPatch) -> Workload:
     return few
 
 
-def test_the_defaults_are_the_models(load: Workload) -> None:
+def test_defaults_are_those_of_the_model(load: Workload) -> None:
     """A parameter that is not set has the default of `model.py`. The repository's file was made with these defaults."""
     setting = Setting()
     assert (setting.model, setting.host(load)) == (Model(), Host(load.slots(0.10)))
@@ -60,7 +60,7 @@ def test_every_parameter_can_be_set(load: Workload) -> None:
         ("memory", "bytes_per_s=inf", "a number above 0"),
     ],
 )
-def test_what_cannot_be_is_refused(part: str, given: str, wording: str) -> None:
+def test_impossible_value_is_refused(part: str, given: str, wording: str) -> None:
     """An impossible value is refused by name, before anything is replayed."""
     with pytest.raises(ValueError, match=wording):
         Setting().with_set(part, [given])
@@ -74,7 +74,7 @@ def _rows(folder: Path, *more: str) -> dict[str, Any]:
     return found
 
 
-def test_a_replay_is_as_it_was_set(load: Workload, tmp_path: Path) -> None:
+def test_replay_follows_its_settings(load: Workload, tmp_path: Path) -> None:
     """With a quarter of the compute rate, first tokens are later. Capacities are those that were set."""
     usual = _rows(tmp_path)
     slow = _rows(tmp_path, "--share", "0.005", "0.3", "--model", "flop_per_s=4e14", "--disk", "share=0.5")
@@ -101,7 +101,7 @@ def test_a_file_has_one_set_of_parameters(load: Workload, tmp_path: Path, capsys
         assert f"{file} is of other parameters: name another file with --json" in capsys.readouterr().err
 
 
-def test_what_announcements_are_worth(load: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_has_rows_for_announced_resumes(load: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Announced resumes have rows of their own, beside the same replay without; chunks fetched ahead are used.
 
     The device holds all sessions of `load`, so this test replays more of them.

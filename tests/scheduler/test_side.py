@@ -9,15 +9,6 @@ from typing import Any
 import pytest
 
 from kvpipe.cache.chunks import Chunk
-from kvpipe.connectors.vllm.trial.scheduler_world import (
-    ASYNC,
-    SAVE,
-    SYNC,
-    UNIT,
-    CountingIndex,
-    SchedulerWorld,
-    slots_of,
-)
 from kvpipe.protocol.engine import MISS, Recovery
 from kvpipe.protocol.messages import BROKEN, Job
 from kvpipe.scheduler.gauges import totals
@@ -26,10 +17,19 @@ from kvpipe.statemachine import request as request_m
 from kvpipe.trace import miss_reasons
 from kvpipe.trace.events import RequestAdmitted
 from kvpipe.trace.recorder import Recorder
+from tests.rigs.scheduler_world import (
+    ASYNC,
+    SAVE,
+    SYNC,
+    UNIT,
+    CountingIndex,
+    SchedulerWorld,
+    slots_of,
+)
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_nobody_continues_a_chunk_that_another_prefix_has_grown(apart: bool) -> None:
+def test_chunk_is_continued_only_from_the_prefix_at_its_end(apart: bool) -> None:
     """A chunk is continued only from the prefix hash at its end.
 
     Equal unit counts are not equal prefixes (ABA).
@@ -118,7 +118,7 @@ def test_a_load_that_cannot_be_planned_is_reported_as_failed(
 
 
 @pytest.mark.parametrize("load", ["sync", "async"])
-def test_an_illegal_admission_costs_no_other_load_of_its_step(load: str) -> None:
+def test_other_loads_of_a_step_are_sent_beside_an_illegal_admission(load: str) -> None:
     """A load for a running request is sent as a load that fails. The other loads of the step are sent as planned."""
     world = SchedulerWorld(load=load)
     world.publish(world.request("old", 4, shared=4))
@@ -136,7 +136,7 @@ def test_an_illegal_admission_costs_no_other_load_of_its_step(load: str) -> None
 
 
 @pytest.mark.parametrize("load", ["sync", "async"])
-def test_an_admission_that_fails_half_way_loses_no_load(load: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_loads_are_sent_when_an_admission_fails_half_way(load: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """VLLM relies on the load, so it is sent as a load that fails."""
     world = SchedulerWorld(load=load)
     world.publish(world.request("old", 4, shared=4))
@@ -151,7 +151,7 @@ def test_an_admission_that_fails_half_way_loses_no_load(load: str, monkeypatch: 
     assert world.side.lookup(request, 0) == (0, False), "it computes"
 
 
-def test_an_illegal_notice_of_a_preemption_costs_no_load_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loads_of_a_step_are_sent_beside_an_illegal_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
     """An admission that failed half way leaves a request that may not be preempted.
 
     Other loads of the step are sent.
@@ -196,7 +196,7 @@ def test_a_hit_that_vanished_is_emitted_as_broken(load: str) -> None:
     assert world.side.catalog.leases == 0
 
 
-def test_one_failed_save_plan_costs_nobody_else_anything() -> None:
+def test_other_jobs_are_sent_when_one_save_cannot_be_planned() -> None:
     """An exception while one save is planned loses no load, no other save of the step, and no claimed piece."""
     world = SchedulerWorld(windows=(None, None))
     world.publish(world.request("old", 2, shared=2))
@@ -293,7 +293,7 @@ def _bad_news_last(world: SchedulerWorld, load: Job, save: Job) -> None:
 
 
 @pytest.mark.parametrize("order", [_together, _one_rank_first, _save_lands_first, _bad_news_last])
-def test_saves_planned_after_a_failed_load_are_not_believed(order: Callable[[SchedulerWorld, Job, Job], None]) -> None:
+def test_saves_planned_after_a_failed_load_are_not_published(order: Callable[[SchedulerWorld, Job, Job], None]) -> None:
     """Saves of a step whose load has failed are not published, though every rank reports the saves as ok.
 
     The request plans no save before it is admitted again.
@@ -320,7 +320,7 @@ def test_saves_planned_after_a_failed_load_are_not_believed(order: Callable[[Sch
     assert world.found(request) == 8
 
 
-def test_nothing_is_saved_between_the_first_bad_news_and_the_last_rank() -> None:
+def test_nothing_is_saved_between_the_first_failed_report_and_the_last() -> None:
     """A request whose load has failed on one rank saves nothing more.
 
     Other ranks have not reported the load yet.
@@ -454,7 +454,9 @@ def test_a_request_that_reads_no_cache_waits_for_nothing() -> None:
 
 
 @pytest.mark.parametrize(("load", "answers"), [("auto", (4 * UNIT, False)), ("async", (0, False))])
-def test_a_request_that_another_connector_has_let_down_is_asked_for_anew(load: str, answers: tuple[int, bool]) -> None:
+def test_hit_is_loaded_in_the_step_after_the_load_of_another_connector_failed(
+    load: str, answers: tuple[int, bool]
+) -> None:
     """Another connector's load has failed.
 
     A load between steps might then never end, so the hit is loaded in the step.
@@ -482,7 +484,7 @@ def test_a_request_that_another_connector_has_let_down_is_asked_for_anew(load: s
 
 
 @pytest.mark.parametrize("kind", [SAVE, SYNC, ASYNC])
-def test_a_report_that_is_lost_does_not_keep_the_engine_up(kind: int) -> None:
+def test_lost_report_does_not_keep_the_engine_busy(kind: int) -> None:
     """After a time limit the engine makes no more steps for the report. A late report is still processed."""
     world = SchedulerWorld(ranks=2)
     first, other = world.request("first", 4, shared=4), world.request("other", 4, shared=4)
@@ -550,7 +552,7 @@ def test_the_tail_of_a_request_does_not_evict_its_head() -> None:
     assert world.side.counters["evicted"] == 1
 
 
-def test_a_conversation_is_one_chain() -> None:
+def test_turns_of_a_conversation_are_one_chain() -> None:
     """For a policy of sessions, the chunk in which a turn ends and the next turn continues is no separate branch."""
     world = SchedulerWorld(chunk_units=4, slots=64, policy="sessions")
     for turn in range(1, 9):
@@ -585,7 +587,7 @@ def test_a_recovery_of_an_older_version_is_refused(old: str) -> None:
         type("Mine", (Recovery,), {old: lambda *_: None})
 
 
-def test_the_policy_is_told_how_long_the_answer_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_policy_is_notified_of_the_length_of_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """When a request ends, the policy is notified of the number of computed tokens after the prompt."""
     world, told = SchedulerWorld(), list[int]()
     monkeypatch.setattr(world.side.catalog, "_answered", told.append)

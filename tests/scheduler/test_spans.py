@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvpipe.cache.prefixes import uncut
-from kvpipe.connectors.vllm.trial.scheduler_world import SAVE, UNIT, SchedulerWorld
 from kvpipe.protocol.engine import Request, WholeSpan
 from kvpipe.protocol.messages import Job
+from tests.rigs.scheduler_world import SAVE, UNIT, SchedulerWorld
 
 IMAGE: WholeSpan = (2 * UNIT + 4, 5 * UNIT - 3)
 """A span in units 2, 3 and 4. Neither of its ends is the end of a unit."""
@@ -83,7 +83,7 @@ def test_nothing_behind_a_cut_is_saved() -> None:
     assert world.side.counters["spans_cut"] == 1
 
 
-def test_all_is_saved_when_each_span_is_computed_in_one_step() -> None:
+def test_all_units_are_saved_when_each_span_is_computed_in_one_step() -> None:
     """A step may begin inside an image whose first part vLLM's own cache holds. The rest then sees the whole image."""
     world = _world(IMAGE, (7 * UNIT, 8 * UNIT))
     request = world.request("new", 12)

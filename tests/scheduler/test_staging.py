@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
 from kvpipe.protocol.engine import LATER
 from kvpipe.protocol.messages import ONE_BAD, ONE_OK
 from kvpipe.scheduler.fetches import ORDERS_PER_LANE
@@ -23,6 +22,7 @@ from kvpipe.tiers.base import Key
 from kvpipe.tiers.guard import FIND, guarded
 from kvpipe.tiers.namespace import Namespace
 from kvpipe.tiers.prefix_keys import chunk_name
+from tests.rigs.scheduler_world import UNIT, SchedulerWorld
 
 SPACE, CHUNK, LANES = "1" * 32, 4, 2
 
@@ -300,7 +300,7 @@ def test_namespace_reports_a_change_of_the_reason_for_one_layout() -> None:
     assert space.bound == {"caches": 0.0, "weights": 0.0}
 
 
-def test_request_takes_the_room_of_one_that_came_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_takes_the_room_of_a_later_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """The later request gives up its stage, even if the stage holds only chunks that were already in memory."""
     tier = HeldTier()
     with tiered(tier) as (world, staging):

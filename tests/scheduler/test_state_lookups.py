@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from kvpipe.connectors.vllm.trial.scheduler_world import SchedulerWorld
 from kvpipe.scheduler.fetches import Staging
 from kvpipe.scheduler.lacking import needed_chunks
 from kvpipe.testing.held_tier import DictSpec, HeldTier
@@ -19,6 +18,7 @@ from kvpipe.tiers.base import Key
 from kvpipe.tiers.finder import Finder, Place, TierLookup
 from kvpipe.tiers.guard import FIND, guarded
 from kvpipe.tiers.prefix_keys import PrefixKeys, chunk_name
+from tests.rigs.scheduler_world import SchedulerWorld
 
 PER_CHUNK, UNITS, SPACE = 4, 24, "1" * 32
 FULL, WINDOW, STATES = 0, 1, (2, 3, 4)

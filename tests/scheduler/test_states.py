@@ -9,11 +9,11 @@ import pytest
 
 from kvpipe.cache.chunks import Chunk, Piece
 from kvpipe.connectors.vllm.trial import scheduler_world
-from kvpipe.connectors.vllm.trial.scheduler_world import SAVE, UNIT, SchedulerWorld
 from kvpipe.protocol.geometry import Geometry, Group, Layer
 from kvpipe.protocol.messages import BROKEN
 from kvpipe.scheduler.stores import Storing
 from kvpipe.tiers.namespace import Namespace
+from tests.rigs.scheduler_world import SAVE, UNIT, SchedulerWorld
 
 ATTENTION, STATE, OTHER = 0, 1, 2
 
@@ -64,7 +64,7 @@ def test_a_hit_ends_at_a_boundary_whose_states_are_held() -> None:
     assert world.ask(again, 6 * UNIT) == 0
 
 
-def test_a_state_is_saved_though_its_request_sits_the_step_out() -> None:
+def test_state_is_saved_when_its_request_is_not_in_the_step() -> None:
     """A pipeline stage decodes a request only in some steps. vLLM offers the states that become final in between."""
     world = _world()
     first = world.request("a", 4, extra=1)
@@ -95,7 +95,7 @@ def test_a_hit_needs_every_group(group: int) -> None:
     assert world.ask(again) == 3 * UNIT
 
 
-def test_a_state_that_has_the_last_token_is_of_no_use() -> None:
+def test_state_with_the_last_token_is_not_used() -> None:
     """The last token is computed again. A state that already includes it would then include it twice."""
     world = _world()
     first = world.request("a", 8)
@@ -109,7 +109,7 @@ def test_a_state_that_has_the_last_token_is_of_no_use() -> None:
     assert world.ask(longer) == 8 * UNIT
 
 
-def test_what_is_loaded_of_a_state_is_one_block() -> None:
+def test_state_is_loaded_into_one_block() -> None:
     """A state is loaded from its own slot into the block of the boundary. Attention is loaded for all tokens."""
     world = _world()
     first = world.request("a", 8, extra=1)
@@ -126,7 +126,7 @@ def test_what_is_loaded_of_a_state_is_one_block() -> None:
 
 
 @pytest.mark.parametrize("short", [1, UNIT], ids=["in-a-block", "at-another-boundary"])
-def test_less_than_was_promised_fails(short: int) -> None:
+def test_load_of_fewer_tokens_than_promised_fails(short: int) -> None:
     """VLLM allocates for fewer tokens than promised. No state for that boundary exists, so the load fails."""
     world = _world()
     first = world.request("a", 8, extra=1)
@@ -139,7 +139,7 @@ def test_less_than_was_promised_fails(short: int) -> None:
     assert any(slot == BROKEN for _, slot, _, _ in load.table().tolist())
 
 
-def test_no_block_for_the_state_fails() -> None:
+def test_load_without_a_block_for_its_state_fails() -> None:
     """A state that cannot be loaded is never left out: the load fails."""
     world = _world()
     first = world.request("a", 8, extra=1)
@@ -154,7 +154,7 @@ def test_no_block_for_the_state_fails() -> None:
     assert world.side.counters.faults["load_not_planned"] == 1
 
 
-def test_what_is_saved() -> None:
+def test_states_are_saved_at_ends_and_branches_of_prompts() -> None:
     """States are saved at the ends and branches of prompts and at boundaries of answers, but not inside a prefill."""
     world = _world()
     first = world.request("a", 12, extra=1)
@@ -170,7 +170,7 @@ def test_what_is_saved() -> None:
     assert world.side.counters["states_saved"] == before
 
 
-def test_offers_of_what_is_not_final_or_not_whole() -> None:
+def test_offers_of_states_that_are_not_final_or_not_whole_are_ignored() -> None:
     """A boundary within a unit, beyond the final tokens, or of a group without states is not saved."""
     world = _world()
     one = world.request("a", 4, extra=1)
@@ -181,7 +181,7 @@ def test_offers_of_what_is_not_final_or_not_whole() -> None:
     assert world.side.counters["states_saved"] == 0
 
 
-def test_a_request_that_was_given_up_saves_no_state() -> None:
+def test_aborted_request_saves_no_state() -> None:
     """A request that runs through a reset may hold KV that the reset was to forget, so its states are not saved."""
     world = _world()
     one = world.request("a", 4, extra=1)
@@ -297,7 +297,7 @@ def test_attention_up_to_a_state_is_stored_in_mid_chunk() -> None:
     assert offered == [(ATTENTION, 1), (ATTENTION, 4), (STATE, 1), (OTHER, 1)]
 
 
-def test_a_state_in_a_block_that_others_have_by_now_is_not_saved() -> None:
+def test_state_in_a_block_of_another_request_is_not_saved() -> None:
     """VLLM may have made an offer before the step that is planned now.
 
     Another request may write the block in this step.
@@ -362,7 +362,7 @@ def test_a_request_that_ended_within_a_block_is_found_to_the_block_before(monkey
     assert goes_on.block_hashes[7] in index
 
 
-def test_a_state_within_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_within_a_block_is_saved_and_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """The hit ends within a block. The state is loaded into the block with its last token; earlier blocks are null."""
     groups = (Group((Layer("a", 64),), 2 * UNIT), Group((Layer("s", 64),), 4 * UNIT, state=True))
     made = Geometry(groups, 16 * UNIT, 64 * 4096, match_tokens=UNIT)

@@ -113,7 +113,7 @@ def test_a_hit_is_as_quick_as_in_the_model() -> None:
     assert out.ttft_s == pytest.approx([whole, whole, load_s])
 
 
-def test_time_runs_forwards() -> None:
+def test_due_calls_run_in_the_order_of_their_times() -> None:
     """Due calls run in the order of their times, at their times. A call for an earlier time than now runs now."""
     clock, called = Clock(), list[tuple[str, float]]()
     note: Any = lambda name: lambda: called.append((name, clock.monotonic()))  # noqa: E731

@@ -21,7 +21,7 @@ class Counted(list[bytes]):
         return super().__getitem__(at)
 
 
-def test_prompts_that_come_are_found_whatever_is_announced() -> None:
+def test_announced_prompts_are_found_among_similar_prompts() -> None:
     """All announced prompts that a request begins with are found among similar prompts, with few reads of hashes."""
     draw, all_, long = random.Random(7), Announcements(Counters()), 700
     trunk = [f"t/{at}".encode() for at in range(long)]

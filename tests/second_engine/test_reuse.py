@@ -76,7 +76,7 @@ def faults(kvpipe: KVPipe) -> dict[str, int]:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("load", ["sync", "async"])
-def test_what_was_computed_once_is_loaded(world: World, load: str, ranks: int) -> None:
+def test_computed_prefix_is_loaded(world: World, load: str, ranks: int) -> None:
     """A prompt that begins like an earlier prompt, and a conversation that continues, are not computed again."""
     engine, kvpipe = world.make(ranks=ranks, load=load)
     first = engine.add("first", prompt(30, shared=22))
@@ -93,7 +93,7 @@ def test_what_was_computed_once_is_loaded(world: World, load: str, ranks: int) -
     settled(engine, kvpipe)
 
 
-def test_the_engines_own_cache_comes_first(world: World) -> None:
+def test_blocks_of_the_engine_s_own_cache_are_not_loaded(world: World) -> None:
     """Blocks that the engine holds are not loaded, and blocks that the engine has given up are loaded."""
     engine, kvpipe = world.make(prefix_cache=True)
     engine.add("first", prompt(30))
@@ -110,7 +110,7 @@ def test_the_engines_own_cache_comes_first(world: World) -> None:
 
 
 @pytest.mark.parametrize("load", ["sync", "async"])
-def test_preempted_requests_come_back(world: World, load: str) -> None:
+def test_preempted_requests_get_their_answers(world: World, load: str) -> None:
     """When blocks run out while other requests save and load, every request still gets its answer."""
     engine, kvpipe = world.make(blocks=14, load=load)
     rounds: list[Request] = []
@@ -198,7 +198,7 @@ def test_blocks_are_kept_until_the_load_of_an_aborted_request_has_ended(world: W
     settled(engine, kvpipe)
 
 
-def test_a_reset_forgets(world: World) -> None:
+def test_chunks_are_not_found_after_a_reset(world: World) -> None:
     """After a reset, a lookup finds no KV that was saved before the reset."""
     engine, kvpipe = world.make()
     engine.add("first", prompt(30))

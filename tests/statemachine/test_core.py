@@ -133,7 +133,7 @@ def test_a_save_is_final_only_after_its_steps_end(layers: int) -> None:
 
 @pytest.mark.parametrize("machine", [SAVE, LOAD], ids=lambda m: m.name)
 @pytest.mark.parametrize(("layers", "first"), [(n, k) for n in (1, 2, 6) for k in range(n + 1)])
-def test_landings_and_the_confirmation_come_in_either_order(machine: Machine, layers: int, first: int) -> None:
+def test_landings_and_the_confirmation_may_arrive_in_either_order(machine: Machine, layers: int, first: int) -> None:
     """A job is FINALIZED by the later of its last landing and its confirmation. `first` layers land before that."""
     cursor = LayerCursor(machine.compile(layers), 1)
     for k in range(first):

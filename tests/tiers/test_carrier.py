@@ -124,7 +124,7 @@ def test_fetched_chunk_equals_stored(units: int, group: int, encrypted: bool, mo
             assert not any(value[4096 + at :]), "somebody else's bytes in the padding"
 
 
-def test_a_part_of_another_layout() -> None:
+def test_part_of_another_layout_is_not_published() -> None:
     """A missing or indivisible part of another split is a miss. A part of a wrong length is damaged."""
     tier = HeldTier()
     knows, does_not = (Share(4, (1, 1)), Share(4, (1,))), ()
@@ -146,7 +146,7 @@ def test_a_part_of_another_layout() -> None:
     assert was.any()
 
 
-def test_a_marker_is_written_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_marker_is_written_again_after_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 writes its split's marker before the first store in a namespace, and again after `MARK_S` seconds."""
     tier, key = HeldTier(), mark_key(SPACE, (1, 1)).text
     shares = Share(4, (1, 1)), Share(4, (1,))
@@ -162,7 +162,7 @@ def test_a_marker_is_written_now_and_then(monkeypatch: pytest.MonkeyPatch) -> No
         assert mark_key(SPACE, (1, 1)).text not in tier.values
 
 
-def test_what_is_not_there() -> None:
+def test_missing_chunk_is_a_miss() -> None:
     """A chunk that the tier does not have is a miss, not a failure of the tier."""
     with rank_of() as rank:
         for _ in range(2 * FAULTS_MAX):
@@ -173,7 +173,7 @@ def test_what_is_not_there() -> None:
 
 
 @pytest.mark.parametrize("trouble", ["damages", "cuts"])
-def test_damaged_bytes(trouble: str) -> None:
+def test_damaged_bytes_are_deleted_and_not_published(trouble: str) -> None:
     """Damaged bytes are never published, and the value is deleted from the tier."""
     tier = HeldTier()
     with rank_of(tier) as rank:
@@ -186,7 +186,7 @@ def test_damaged_bytes(trouble: str) -> None:
         assert not tier.values
 
 
-def test_a_chunk_of_another_length() -> None:
+def test_chunk_of_another_length_is_not_published() -> None:
     """A value whose header has fewer units than requested is damaged, even if its length is the same."""
     with rank_of() as rank:
         rank.carry(stores=True, slot=0, units=1)
@@ -196,7 +196,7 @@ def test_a_chunk_of_another_length() -> None:
         assert rank.counters["chunk_damaged"] == 1
 
 
-def test_a_tier_that_fails_is_left_alone_and_comes_back() -> None:
+def test_failing_tier_is_not_used_until_a_probe_succeeds() -> None:
     """After several failed reads (or writes) in a row, reads (or writes) stop until a probe succeeds."""
     tier = HeldTier()
     with rank_of(tier) as rank:
@@ -281,7 +281,7 @@ def test_values_of_another_encryption_key_are_misses(monkeypatch: pytest.MonkeyP
         assert len(tier.values) == i + 1
 
 
-def test_a_shutdown_stores_what_is_under_way() -> None:
+def test_shutdown_completes_stores_in_flight() -> None:
     """Chunks that are being stored arrive in the tier, though the engine stops."""
     tier = HeldTier()
     with rank_of(tier) as rank:
@@ -291,7 +291,7 @@ def test_a_shutdown_stores_what_is_under_way() -> None:
     assert rank.ended(4) == [True] * 4
 
 
-def test_a_carrier_whose_thread_is_gone() -> None:
+def test_carrier_without_its_thread_fails_each_order_once() -> None:
     """If the carrier's thread has ended, the carrier reports each order as failed, once."""
     tier = HeldTier()
     with rank_of(tier) as rank:

@@ -41,7 +41,7 @@ def refusal(value: object) -> str:
     return message
 
 
-def test_every_kind_is_there() -> None:
+def test_every_kind_is_registered() -> None:
     """Every kind is registered with a specification that has this kind. At least one of its URLs leads to it."""
     assert plugins.own(plugins.TIERS) == KINDS
     assert [spec.model_fields["kind"].default for spec in SPECS] == KINDS
@@ -181,7 +181,7 @@ def test_settings_show_every_key_of_a_tier() -> None:
         ("mooncake://h:1 mooncake://h:1", "tier 2 (mooncake) is the same store as tier 1"),
     ],
 )
-def test_what_is_wrong_is_named(value: object, wanted: str) -> None:
+def test_refusal_names_the_tier_the_key_and_the_remedy(value: object, wanted: str) -> None:
     """A wrong tier is refused with its place and kind, the key, the value, the reason and the remedy."""
     assert wanted in refusal(value)
 
@@ -233,7 +233,7 @@ def test_a_public_text_has_no_user(text: str) -> None:
     assert "://" not in text or "?" not in shown
 
 
-def test_places_are_keys() -> None:
+def test_place_names_keys_of_its_kind() -> None:
     """The keys in `place` of each kind are keys of this kind."""
     for spec in SPECS:
         assert spec.place

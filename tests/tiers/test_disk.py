@@ -181,7 +181,7 @@ def test_a_file_of_another_length_is_damaged(tmp_path: Path, size: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "link"])
-def test_what_is_no_file_is_no_value(tmp_path: Path, kind: str) -> None:
+def test_folder_pipe_and_link_are_no_values(tmp_path: Path, kind: str) -> None:
     """A folder, a pipe or a link with a key's name is not found and not followed, and does no harm."""
     here, secret = file_of(tmp_path / "kv", 1), tmp_path / "secret"
     here.parent.mkdir(parents=True)
@@ -282,7 +282,7 @@ def test_the_last_process_leaves_nothing_in_an_empty_folder(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
-def test_links_lead_nowhere(tmp_path: Path, depth: int) -> None:
+def test_links_are_not_followed(tmp_path: Path, depth: int) -> None:
     """A link in place of a folder or of the account is not followed: no file beyond it is read, written or deleted."""
     root, beyond = tmp_path / "kv", tmp_path / "beyond"
     link = (root / TMP, root / NAMESPACE, file_of(root, 1).parent, root / ACCOUNT)[depth]

@@ -55,7 +55,7 @@ def test_values_of_another_client_are_found_soon(tmp_path: Path) -> None:
     run(play)
 
 
-def test_a_folder_may_go_and_come_back(tmp_path: Path) -> None:
+def test_folder_may_be_removed_and_created_again(tmp_path: Path) -> None:
     """Values in a folder that is moved away are misses, and are found again when the folder is moved back."""
 
     async def play() -> None:
@@ -117,7 +117,7 @@ def test_a_reader_leaves_no_trace(tmp_path: Path) -> None:
     run(play)
 
 
-def test_what_happens_during_a_listing_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_during_a_listing_are_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Writes and deletes of this process during a listing take precedence over the listing."""
     same = [key for i in range(4000) if (key := some_key(i)).chunk[0] == some_key(0).chunk[0]][:3]
     real = disk_files.list_folder
@@ -145,7 +145,7 @@ def test_what_happens_during_a_listing_is_not_lost(tmp_path: Path, monkeypatch: 
     run(play)
 
 
-def test_what_is_deleted_during_a_listing_stays_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_value_deleted_during_a_listing_stays_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If this process deletes another process's file after a listing has seen it, the file is not found."""
 
     async def play() -> None:
@@ -273,7 +273,7 @@ def test_a_lookup_looks_at_its_own_namespace_only(tmp_path: Path, monkeypatch: p
     run(play)
 
 
-def test_what_is_stored_is_found_however_old_the_listing_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stored_value_is_found_whatever_the_age_of_the_listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow listing is old when it ends.
 
     Values that this engine stored since its beginning are found, until a later listing of the namespace replaces it.
@@ -309,7 +309,7 @@ def test_what_is_stored_is_found_however_old_the_listing_is(tmp_path: Path, monk
     run(play)
 
 
-def test_a_reader_is_notified_of_values_that_are_gone(tmp_path: Path) -> None:
+def test_reader_is_notified_of_deleted_values(tmp_path: Path) -> None:
     """The reader is notified of values deleted before a listing saw them, but not of values written again since."""
 
     async def play() -> None:

@@ -94,7 +94,7 @@ def test_age_outlives_a_restart(tmp_path: Path) -> None:
     run(play)
 
 
-def test_what_is_too_large_is_refused(tmp_path: Path) -> None:
+def test_value_larger_than_the_limit_is_refused(tmp_path: Path) -> None:
     """A value larger than bytes_max raises a TierFullError that names the key, and nothing is deleted for it."""
 
     async def play() -> None:
@@ -109,7 +109,7 @@ def test_what_is_too_large_is_refused(tmp_path: Path) -> None:
     run(play)
 
 
-def test_files_that_others_add_are_counted(tmp_path: Path) -> None:
+def test_files_copied_in_by_hand_are_counted(tmp_path: Path) -> None:
     """Files that are copied in or deleted by hand are counted when room is made next, and after a restart."""
 
     async def play() -> None:
@@ -184,7 +184,7 @@ def test_the_bound_holds_for_all_processes_together(tmp_path: Path) -> None:
     assert ROOM * 3 < most <= ROOM * 4
 
 
-def test_drafts_of_the_living_are_left_alone(tmp_path: Path) -> None:
+def test_drafts_of_living_processes_are_kept(tmp_path: Path) -> None:
     """Opening a tier deletes drafts of dead processes, but not of living processes. Closing it leaves no draft."""
 
     async def play() -> None:

@@ -62,7 +62,7 @@ def signed(header: memoryview) -> memoryview:
 
 @SECRETS
 @pytest.mark.parametrize("key", [some_key(1), LONGEST], ids=["usual", "longest"])
-def test_what_is_sealed_comes_back(secret: bytes | None, key: Key) -> None:
+def test_another_sealer_restores_a_sealed_body(secret: bytes | None, key: Key) -> None:
     """Another sealer with the same secret restores the body, and the header describes the body."""
     _, header, body = sealed(secret, key)
     found = describe(header)
@@ -198,7 +198,7 @@ def test_all_of_an_encrypted_header_is_authenticated(at: int) -> None:
     assert why(SECRET, key, signed(header), body) == "decryption"
 
 
-def test_what_was_asked_for_must_be_what_is_there() -> None:
+def test_value_of_another_key_or_length_is_damaged() -> None:
     """Another key, other units or another length are damaged, so a tier that mixes up its values is detected."""
     key, header, body = sealed(None)
     for other in (some_key(2), key._replace(group=1), key._replace(rank=1, ranks=2)):
@@ -220,7 +220,7 @@ def test_another_secret_is_a_miss(stored: bytes | None, read: bytes | None, stat
     assert issubclass(DamagedError, TransferError)
 
 
-def test_a_name_is_part_of_what_is_authenticated() -> None:
+def test_value_moved_to_another_namespace_is_not_decrypted() -> None:
     """A value that is moved to another namespace, with an adapted header, cannot be decrypted."""
     key, header, body = sealed(SECRET)
     moved = key._replace(namespace="0" * 32)
@@ -295,7 +295,7 @@ def test_a_wrong_ring_is_refused(texts: list[bytes], stated: str, monkeypatch: p
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])
 @pytest.mark.parametrize("link", [False, True])
-def test_a_key_that_others_can_read_is_refused(mode: int, link: bool, tmp_path: Path) -> None:
+def test_key_file_that_others_can_read_is_refused(mode: int, link: bool, tmp_path: Path) -> None:
     """A file that others can read is refused with the remedy, also behind a link. A private file is read."""
     file, there = tmp_path / "key", tmp_path / "link"
     there.symlink_to(file)

@@ -64,7 +64,7 @@ def _ask(finder: Finder, wanted: Sequence[Place] = WHOLE, seconds_max: float = 6
     return lookup
 
 
-def test_whole_chunks_and_the_one_behind_them() -> None:
+def test_lookup_finds_whole_chunks_and_the_partial_chunk_behind_them() -> None:
     """All whole chunks are looked up, and every possible length of the chunk after the last whole chunk."""
     tier = HeldTier()
     _hold(tier, 4, 8, 10, 11, 13)
@@ -116,7 +116,7 @@ class Counting(HeldTier):
         return await super().exists(keys)
 
 
-def test_what_other_numbers_of_ranks_have_stored() -> None:
+def test_chunks_of_other_numbers_of_ranks_are_found() -> None:
     """Chunks of other numbers of ranks are found, with their number of parts, if a marker shows that such chunks exist.
 
     They are in another namespace.
@@ -179,7 +179,7 @@ class _Slow(HeldTier):
         return await super().exists(keys)
 
 
-def test_own_chunks_are_found_in_time() -> None:
+def test_search_for_other_splits_ends_within_the_limit() -> None:
     """However long the search for other splits takes, the lookup ends within the request's limit."""
     tier, right = _Slow(), {(0, 4): 0, (0, 5): 0}
     _mark(tier, SPACE, 2)
@@ -228,7 +228,7 @@ def test_chunk_of_one_group_is_not_found_in_another_group() -> None:
         assert _ask(finder, [(0, 4), (1, 4)]).found == {(1, 4): 0}
 
 
-def test_the_first_tier_that_has_it() -> None:
+def test_each_tier_is_asked_for_what_earlier_tiers_lack() -> None:
     """Tiers are asked in order, each only for the chunks that the tiers before it lack."""
     near, far = HeldTier("near"), HeldTier("far")
     _hold(near, 4)
@@ -237,7 +237,7 @@ def test_the_first_tier_that_has_it() -> None:
         assert _ask(finder).found == {(0, 4): 0, (0, 8): 1}
 
 
-def test_a_tier_that_fails() -> None:
+def test_failing_tier_is_a_miss() -> None:
     """A tier that fails is skipped, and is not used after several failures. The other tiers are asked."""
     near, far = HeldTier("near"), HeldTier("far")
     _hold(far, 4)
@@ -257,7 +257,7 @@ def test_a_tier_that_fails() -> None:
     assert len(faults) < 3 * FAULTS_MAX
 
 
-def test_a_tier_that_hangs() -> None:
+def test_hanging_tier_is_a_miss_after_the_limit() -> None:
     """A lookup ends within its own limit and the tier's limit, and reports that a tier did not answer."""
     tier = HeldTier()
     tier.hold()
@@ -279,7 +279,7 @@ def test_a_tier_that_hangs() -> None:
     tier.let_go()
 
 
-def test_a_finder_that_has_stopped() -> None:
+def test_stopped_finder_answers_with_misses() -> None:
     """A lookup by a stopped finder ends without a result."""
     with _finder(HeldTier()) as finder:
         pass
@@ -315,7 +315,7 @@ def test_a_tier_that_a_rank_cannot_read() -> None:
         assert not _ask(finder).found
 
 
-def test_states_are_known_by_keys_of_their_own() -> None:
+def test_states_are_looked_up_under_their_own_keys() -> None:
     """States, whose chunks never grow, are looked up under the keys in `states`."""
     tier, states = HeldTier(), [b"state" + key for key in KEYS]
     tier.values[Key(SPACE, chunk_name(states[2]), 1, 0, 1).text] = b""

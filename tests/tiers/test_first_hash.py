@@ -13,7 +13,7 @@ from kvpipe.tiers.first_hash import ANY, read_first_hash
 from tests.tiers.test_carrier import CHUNK, SPACE, rank_of
 
 
-def test_the_first_hash_is_left_before_the_first_store() -> None:
+def test_first_hash_is_stored_before_the_first_chunk() -> None:
     """Rank 0 stores its first hash for the namespace and for the whole tier, once.
 
     It overwrites another engine's hash.

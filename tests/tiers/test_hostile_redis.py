@@ -58,7 +58,7 @@ FLOODS: dict[str, tuple[bytes, bytes]] = {
 
 @pytest.mark.parametrize("cluster", [False, True])
 @pytest.mark.parametrize("flood", FLOODS.values(), ids=FLOODS)
-def test_memory_is_bounded_by_what_was_asked(flood: tuple[bytes, bytes], cluster: bool) -> None:
+def test_memory_is_bounded_when_the_server_never_stops_sending(flood: tuple[bytes, bytes], cluster: bool) -> None:
     """A client that calls every method grows by less than a fixed bound, though the server never stops sending."""
     with flooding(*flood) as port:
         reported = {"kind": "redis", "host": LOCAL, "port": port, "cluster": cluster, "timeout_ms_max": 1000}
@@ -81,7 +81,7 @@ def test_memory_is_bounded_by_what_was_asked(flood: tuple[bytes, bytes], cluster
     ],
     ids=["twice", "beyond", "below", "backwards", "port", "host", "no port", "too many"],
 )  # fmt: skip
-def test_a_layout_that_makes_no_sense_is_refused(layout: bytes) -> None:
+def test_invalid_cluster_layout_is_refused(layout: bytes) -> None:
     """Each wrong layout raises a TierError.
 
     Slots are assigned twice or do not exist, hosts and ports are invalid, or there are thousands of servers.
@@ -114,7 +114,7 @@ def layout_of(host: str, port: int) -> bytes:
         ({}, True),
     ],
 )
-def test_the_password_goes_to_no_host_that_was_not_named(
+def test_password_is_sent_to_configured_hosts_only(
     given: dict[str, Any], noted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client connects to a host that the cluster names, in its layout or by ASK, only if the host is configured.
@@ -175,7 +175,7 @@ def test_hosts_are_those_that_are_listed(host: str, text: str, wanted: bool) -> 
 
 
 @pytest.mark.parametrize("text", ["*", "a b", "10.0.0.0/99", "*.*", "http://x", "a,,b/"])
-def test_hosts_that_are_none_are_refused(text: str) -> None:
+def test_invalid_host_names_are_refused(text: str) -> None:
     """A text that is not a host is refused with the key before anything starts.
 
     The key without a cluster is refused, too.
@@ -239,7 +239,7 @@ def test_an_odd_ask_is_an_error(stated: bytes) -> None:
         run(play)
 
 
-def test_a_slot_that_is_being_moved_is_used_on() -> None:
+def test_slot_in_migration_stays_in_use() -> None:
     """While a real cluster moves a slot, the client finds the moved values, and writes new values to the new server."""
     nodes: list[RedisServer] = three("valkey")
     for server in nodes:

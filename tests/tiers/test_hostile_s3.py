@@ -96,7 +96,7 @@ def endless(way: str) -> Callable[[str, dict[str, str], Send], None]:
 
 
 @pytest.mark.parametrize("way", ["chunked", "long", "none"])
-def test_memory_is_bounded_by_what_was_asked(way: str) -> None:
+def test_client_reads_no_more_of_a_body_than_it_asked_for(way: str) -> None:
     """The client reads no more bytes of a body than it asked for, whatever length the store announces."""
     with storing(endless(way)) as noted:
         grown = peak_growth(noted)
@@ -126,7 +126,7 @@ def flood(send: Send, head: str, way: str) -> None:
         ("2 GB", "500 Internal Server Error"),
     ],
 )
-def test_memory_is_bounded_whatever_error_is_sent(way: str, status: str) -> None:
+def test_endless_error_costs_bounded_memory(way: str, status: str) -> None:
     """An error with an endless body costs bounded memory, here and in the client's process."""
     with storing(lambda _, __, send: flood(send, f"HTTP/1.1 {status}", way)) as noted:
         grown = peak_growth(noted)
@@ -135,7 +135,7 @@ def test_memory_is_bounded_whatever_error_is_sent(way: str, status: str) -> None
 
 
 @pytest.mark.parametrize("way", ["chunked", "long"])
-def test_memory_is_bounded_whatever_is_listed(way: str) -> None:
+def test_endless_listing_costs_bounded_memory(way: str) -> None:
     """A listing without an end costs bounded memory, too."""
 
     def reply(method: str, headers: dict[str, str], send: Send) -> None:
@@ -307,7 +307,7 @@ def test_no_redirect_leads_to_another_host(status: str, scheme: str, variables: 
     assert asked == []
 
 
-def test_a_store_of_ones_own_redirects_to_no_host_of_the_cloud() -> None:
+def test_private_store_cannot_redirect_to_a_host_of_the_cloud() -> None:
     """Keys may come from the cloud, so the client connects to the hosts that give keys, but to no other host."""
     made = Client(
         {

@@ -53,7 +53,7 @@ LIES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_lookup_finds_nothing(lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_answer_to_a_lookup_is_a_miss(lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """If `exists` returns a wrong answer, the chunk is not found, and the tier is not used any more."""
     tier, received = HeldTier(), list[str]()
     monkeypatch.setattr(tier, "exists", LIES[lie])
@@ -79,7 +79,7 @@ def test_a_lookup_finds_nothing(lie: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("use", [READ, WRITE])
-def test_an_order_fails(lie: str, use: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_answer_to_a_read_or_write_fails_the_order(lie: str, use: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """If `read` or `write` returns a wrong answer, the order fails, and the tier is not used for that any more."""
     tier = HeldTier("lying")
     rank = Rank([tier])
@@ -115,7 +115,7 @@ def test_hit_without_bytes_and_store_without_a_value_are_detected(monkeypatch: p
 
 
 @pytest.mark.parametrize("held", [None, (1, 2, 3), Capacity(-1, 0, None), Capacity(1, 2, -3), Capacity(1, 2.5, None)])  # type: ignore[arg-type]
-def test_a_capacity_that_cannot_be(held: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_capacity_is_ignored(held: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """An impossible capacity is not shown. The tier cannot be used, and the message names it."""
     tier = HeldTier("lying")
 

@@ -69,7 +69,7 @@ def test_a_wrong_key_is_refused(key: str, wrong: object, why: str) -> None:
     assert why in problem["msg"]
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_client_or_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the client or a system library is missing, the message names what to install."""
     spec = MooncakeSpec.model_validate({"master": "host:1"})
 
@@ -103,7 +103,7 @@ def test_the_client_is_bounded_and_quiet_unless_asked(monkeypatch: pytest.Monkey
 # ---- sharing ------------------------------------------------------------------------------------------------------
 
 
-def test_lent_memory_is_shared_and_goes_with_its_owner() -> None:
+def test_lent_memory_is_shared_until_its_owner_closes() -> None:
     """Values in memory that one client lends are hits for other clients. After the lender closes, they are misses."""
 
     async def play(of: Master) -> None:
@@ -141,7 +141,7 @@ def test_a_replica_outlives_the_owner_of_the_other() -> None:
         run(play, of, first)
 
 
-def test_values_of_others_are_not_listed() -> None:
+def test_values_of_other_programs_are_not_listed() -> None:
     """A listing leaves out values of other programs in the cluster, whatever their number and names."""
     script = (
         "import sys; from mooncake.store import MooncakeDistributedStore as S; s = S();"

@@ -198,7 +198,7 @@ def test_a_key_asked_twice_is_read_twice() -> None:
     run(play)
 
 
-def test_a_late_answer_is_not_the_next_ones() -> None:
+def test_late_answer_is_not_taken_for_the_next_call() -> None:
     """After a call is cancelled, its lane stays in use until the client's answer arrives.
 
     So no later call gets this answer.
@@ -231,7 +231,7 @@ def test_a_late_answer_is_not_the_next_ones() -> None:
 # ---- the client's process -----------------------------------------------------------------------------------------
 
 
-def test_a_killed_client_is_started_anew() -> None:
+def test_killed_client_is_started_again() -> None:
     """When the client's process dies, all calls fail soon. A probe of the tier's health starts the process again."""
 
     async def play() -> None:

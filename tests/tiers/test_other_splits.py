@@ -116,7 +116,7 @@ def test_tier_is_not_judged_by_stores_of_another_rank(monkeypatch: pytest.Monkey
         assert not rank.counters.faults
 
 
-def test_marker_is_written_again_in_a_namespace_that_comes_back() -> None:
+def test_marker_is_written_again_in_an_earlier_namespace() -> None:
     """Only the last namespace of each tier is remembered, because each change of the weights makes a new namespace."""
     near, far, other = HeldTier("near"), HeldTier("far"), "1" * 32
     with rank_of(near, far, shares=HEADS) as rank:
@@ -150,7 +150,7 @@ def test_memory_for_other_splits_is_given_back(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("trouble", ["lost", "spoilt"])
-def test_one_of_several_parts(trouble: str) -> None:
+def test_missing_part_of_another_split_is_a_miss(trouble: str) -> None:
     """A chunk with a missing or damaged part is a miss. Damaged parts are deleted."""
     tier = HeldTier()
     with _rank(tier, HEADS, ranks=2) as rank:

@@ -19,7 +19,7 @@ from tests.rigs.servers.s3 import shared
 from tests.rigs.tier_worlds.s3 import spec_of
 
 
-def test_a_lane_whose_process_is_gone_has_no_memory() -> None:
+def test_lane_of_an_ended_process_maps_no_memory() -> None:
     """A lane that is in use when its process ends maps no memory, because its descriptor may already be reused."""
 
     async def play() -> None:

@@ -162,7 +162,7 @@ def test_time_to_live_is_set_and_renewed(server: RedisServer) -> None:
     run(play)
 
 
-def test_damage_is_reported_and_the_connection_goes_on(server: RedisServer) -> None:
+def test_damaged_value_does_not_end_the_connection(server: RedisServer) -> None:
     """Values of another type or length are DAMAGED. The other values are read over the same connection."""
 
     async def play() -> None:
@@ -186,7 +186,7 @@ def test_damage_is_reported_and_the_connection_goes_on(server: RedisServer) -> N
     run(play)
 
 
-def test_what_is_there_is_not_sent_again(server: RedisServer) -> None:
+def test_existing_value_is_not_sent_again(server: RedisServer) -> None:
     """A write of a value that exists sends only its key."""
 
     async def play() -> None:
@@ -216,7 +216,7 @@ def test_a_value_longer_than_the_protocol_is_refused(server: RedisServer) -> Non
     run(play)
 
 
-def test_a_scan_lists_only_what_is_kvpipes(server: RedisServer) -> None:
+def test_scan_lists_only_keys_of_kvpipe(server: RedisServer) -> None:
     """Keys that are not kvpipe's, or not strings, are left out. Ages are listed as far as the server knows them."""
 
     async def play() -> None:

@@ -165,7 +165,7 @@ def test_a_read_cancelled_in_a_value_stops() -> None:
     run(play)
 
 
-def test_what_is_no_server_is_reported() -> None:
+def test_address_without_a_server_is_reported_with_the_reason() -> None:
     """An unknown name, and a port that is closed, silent, or speaks HTTP, raise TierErrors with the reason."""
     assert "no connection" in refused(spec(6379, host="no.such.host.invalid"))
     assert "Connection refused" in refused(spec(free_port()))

@@ -108,7 +108,7 @@ def test_a_url_can_have_every_key() -> None:
     assert (spec.lanes, spec.read_bytes) == (8, 16 * MIB)
 
 
-def test_secrets_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_secrets_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """An unset variable raises an error that names its key when the tier is made."""
     spec = spec_of(shared())
     monkeypatch.delenv("TESTS_S3_SECRET")
@@ -116,7 +116,7 @@ def test_secrets_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         spec.make("s3")
 
 
-def test_the_client_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_client_is_reported_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the client library the error names the extra to install."""
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(ConfigError, match=r"pip install 'kvpipe\[s3\]'"):
@@ -141,24 +141,24 @@ def refused(spec: S3Spec) -> str:
     return message[0]
 
 
-def test_a_bucket_that_is_not_there() -> None:
+def test_missing_bucket_is_reported() -> None:
     """A missing bucket is no miss: opening raises an error that names the cause."""
     assert "the bucket does not exist" in refused(spec_of(shared(), url="s3://no-such-bucket/x"))
 
 
-def test_a_host_that_is_not_there() -> None:
+def test_unknown_host_is_reported() -> None:
     """The error for a name that does not resolve names the cause."""
     message = refused(spec_of(shared(), endpoint="https://store.invalid", timeout_ms_max=2000))
     assert "no such host" in message
 
 
-def test_wrong_keys() -> None:
+def test_wrong_keys_are_reported_and_not_shown() -> None:
     """Wrong keys are reported as such, and are not shown."""
     with S3Server(INITIAL_NO_AUTH_ACTION_COUNT="1") as server:
         assert "InvalidAccessKeyId (403): check that the keys are correct" in refused(spec_of(server))
 
 
-def test_a_store_without_room() -> None:
+def test_full_store_raises_tier_full_error() -> None:
     """If a store is full or over its quota, writes raise TierFullError, and other calls work."""
     for status, code in ((507, "XMinioStorageFull"), (403, "QuotaExceeded"), (507, "")):
 
@@ -197,7 +197,7 @@ def test_a_store_that_knows_no_conditions() -> None:
     assert puts == [False]
 
 
-def test_a_store_that_dies_and_comes_back() -> None:
+def test_client_works_again_when_the_store_has_restarted() -> None:
     """While the server is dead every call raises TierError. When it is back, the same client works again."""
 
     async def play() -> None:
@@ -240,7 +240,7 @@ def test_calls_time_out_while_the_store_is_stopped() -> None:
             server.resume()
 
 
-def test_a_client_that_has_ended_is_started_anew() -> None:
+def test_ended_client_is_started_again_by_a_probe() -> None:
     """When the client's process dies under load, calls raise TierError. A probe of the tier starts another process."""
 
     async def play() -> None:
@@ -261,7 +261,7 @@ def test_a_client_that_has_ended_is_started_anew() -> None:
     run(play)
 
 
-def test_a_client_that_does_not_answer_is_started_anew() -> None:
+def test_hanging_client_is_replaced_by_a_probe() -> None:
     """A client's process that hangs is replaced by a probe of the tier."""
 
     async def play() -> None:
@@ -460,7 +460,7 @@ def test_an_answer_that_is_cut_or_stands_still(monkeypatch: pytest.MonkeyPatch) 
         run(play, proxy)
 
 
-def test_what_is_not_ours_is_left_alone() -> None:
+def test_foreign_objects_are_not_listed() -> None:
     """Foreign objects under the prefix are not listed. An empty object under a key of kvpipe is DAMAGED."""
     path = f"{BUCKET}/{fresh_prefix()}"
 
@@ -481,7 +481,7 @@ def test_what_is_not_ours_is_left_alone() -> None:
 # ---- the end --------------------------------------------------------------------------------------------------------
 
 
-def test_close_ends_what_is_under_way() -> None:
+def test_close_ends_calls_in_flight() -> None:
     """Closing during a hanging read and a hanging write ends both with TierError. Afterwards no call is in flight."""
 
     async def play(proxy: Proxy) -> None:

@@ -84,7 +84,7 @@ def test_new_tier_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (folder / "README.md").read_text(encoding="utf-8") == "mine"
 
 
-def test_it_is_configured_like_ours(python: Path, tmp_path: Path) -> None:
+def test_check_finds_and_checks_a_third_party_tier(python: Path, tmp_path: Path) -> None:
     """`kvpipe check` finds the tier by its URL, shows its keys, and refuses a misspelt key with a suggestion."""
     check = (python, "-m", "kvpipe", "check")
     url = f"sqlite://{tmp_path}/kv.db"
@@ -97,7 +97,7 @@ def test_it_is_configured_like_ours(python: Path, tmp_path: Path) -> None:
     assert "items" in run(python, "-m", "kvpipe", "cache", "stats", url, "--json", cwd=tmp_path)
 
 
-def test_its_types_are_those_of_the_wheel(python: Path, package: Path, tmp_path: Path) -> None:
+def test_third_party_tier_passes_the_type_check(python: Path, package: Path, tmp_path: Path) -> None:
     """A type checker uses kvpipe's annotations: the package passes the strictest rules, and a mistake is reported."""
     mypy = (sys.executable, "-m", "mypy", "--strict", "--config-file", "", "--python-executable", python, "--cache-dir")
     right = tmp_path / "kvpipe_sqlite_tier.py"

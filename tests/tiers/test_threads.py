@@ -110,7 +110,7 @@ def _fields() -> set[str]:
     return made | {"state"}
 
 
-def test_every_method_is_of_a_thread() -> None:
+def test_every_method_has_its_threads() -> None:
     """Each method runs on the loop's thread, on the owner's thread, or on both."""
     for kind in ("Finder", "Carrier"):
         loop, owner = _roots(kind)
@@ -118,7 +118,7 @@ def test_every_method_is_of_a_thread() -> None:
         assert reached == CLASSES["TierThread"].keys() | CLASSES[kind].keys()
 
 
-def test_what_a_loop_shares_is_named() -> None:
+def test_every_attribute_that_a_loop_shares_is_listed() -> None:
     """An attribute that the loop writes and another thread uses, or the reverse, is in `SHARED`."""
     shared = set[str]()
     outside = _touched(_outside())

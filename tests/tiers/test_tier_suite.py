@@ -288,7 +288,7 @@ def test_a_claim_can_fail(claim: Claim, bug: type[DictTier], monkeypatch: pytest
 
 
 @pytest.mark.parametrize("claim", [SUITE.test_the_bound_holds, SUITE.test_a_broken_store_raises_tier_errors])
-def test_what_a_world_does_not_say_fails_its_claim(claim: Claim) -> None:
+def test_undeclared_limit_of_a_world_fails_its_claim(claim: Claim) -> None:
     """If a store has no limit, or no test can break it, the world must declare this in `limits`."""
     with pytest.raises(pytest.fail.Exception, match=r"TierWorld\.limits|to its limits"):
         claim(TierWorld(Store(DictTier).make, DictSpec.model_validate({})))

@@ -86,7 +86,7 @@ def test_numbers_may_be_nonsense(command: str, number: int, tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_nesting_without_end(
+def test_deeply_nested_line_is_unreadable(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A line with extremely deep nesting counts as unreadable."""

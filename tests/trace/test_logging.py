@@ -98,7 +98,7 @@ def test_text_of_a_field_is_on_one_line_and_without_control_characters(caplog: p
         ("info", "DEBUG", "WARNING", ["warning"]),
     ],
 )
-def test_levels_of_vllm_and_of_the_host_apply_as_well(
+def test_line_is_written_only_if_it_passes_every_level(
     ours: str, vllms: str, hosts: str, logged: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A line is written only if it passes every level.

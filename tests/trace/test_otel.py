@@ -82,7 +82,7 @@ def test_a_collector_forwards_a_request(tmp_path: Path, monkeypatch: pytest.Monk
     assert (admitted["hit_tokens.memory"].int_value, admitted["why"].string_value) == (64, "evicted")
 
 
-def test_what_is_kept_of_requests_that_do_not_end_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_of_open_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """If too many requests are open, the data of the oldest request are dropped."""
     monkeypatch.setattr("kvpipe.trace.otel.OPEN_MAX", 3)
     exporter = InMemorySpanExporter()

@@ -243,7 +243,7 @@ def test_a_stuck_load_that_may_still_write_is_not_given_back(clocks: Clocks) -> 
     rig.pipeline.shutdown()
 
 
-def test_the_watchdog_begins_when_there_is_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watchdog_works_when_the_loop_starts_before_it_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watchdog works even if the loop's thread starts before the constructor has stored it."""
 
     class Late(LoopThread):
@@ -276,7 +276,7 @@ def test_each_stuck_job_is_reported_with_its_own_moves(clocks: Clocks) -> None:
     rig.pipeline.shutdown()
 
 
-def test_what_is_submitted_to_a_stuck_batch_is_not_begun(clocks: Clocks) -> None:
+def test_stuck_batch_copies_no_further_layer(clocks: Clocks) -> None:
     """The step of a stuck batch continues, but no further layer is copied.
 
     Its job is reported when the copies that have begun end.
@@ -302,7 +302,7 @@ def test_what_is_submitted_to_a_stuck_batch_is_not_begun(clocks: Clocks) -> None
     rig.pipeline.shutdown()
 
 
-def test_what_moves_or_waits_for_its_step_is_not_stuck(clocks: Clocks) -> None:
+def test_save_that_waits_for_the_end_of_its_step_is_not_stuck(clocks: Clocks) -> None:
     """A save whose copies have all landed is not stuck while it waits for the end of a long step."""
     rig = Noted(Obliging(), stuck_ms_max=STUCK_MS)
     rig.pipeline.begin(plan(job(1, SAVE, [(0, 0, 0, 3)])))
@@ -358,7 +358,7 @@ def test_a_copy_that_has_not_begun_is_taken_back() -> None:
 
 
 @pytest.mark.parametrize("kind", [SYNC, SAVE])
-def test_what_a_timed_out_wait_leaves_is_taken_back(kind: Kind) -> None:
+def test_copies_are_given_up_after_a_wait_has_timed_out(kind: Kind) -> None:
     """After a wait has timed out, all copies are given up, because they could write to blocks of other requests."""
     abandoned: list[int] = []
 

@@ -63,7 +63,7 @@ def _write(path: Path, events: Sequence[e.Event]) -> Path:
 # ---- reading --------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_readable_is_read(tmp_path: Path) -> None:
+def test_readable_lines_are_read_and_others_are_counted(tmp_path: Path) -> None:
     """Lines of other programs, damaged lines, lines of a newer version and a torn end are counted by kind."""
     events = _whole()
     path = _write(tmp_path / "t", events)
@@ -123,7 +123,7 @@ def test_nothing_in_a_file_raises(tmp_path_factory: pytest.TempPathFactory, junk
 
 
 @pytest.mark.parametrize("command", ["show", "replay"])
-def test_no_such_file(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_file_gives_one_sentence(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A missing file gives status 2 and one sentence."""
     with pytest.raises(UsageError):
         Trace(tmp_path)
@@ -136,7 +136,7 @@ COMMANDS = ("show", "show --request r", "replay", "timeline -o out.html")
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("what", ["a device", "a pipe", "a folder"])
-def test_what_is_no_file_is_refused(
+def test_device_and_pipe_are_refused(
     what: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A device or a pipe is refused with its name and type, because reading it might never end."""
@@ -222,7 +222,7 @@ def test_an_illegal_transition_is_a_problem() -> None:
     )
 
 
-def test_a_trace_whose_beginning_is_gone_begins_where_it_is() -> None:
+def test_replay_begins_at_the_first_event_after_a_gap() -> None:
     """The first events may be missing, or events may have been dropped. The replay begins with the next events."""
     saved = _moves("save", 1, *SAVED)
     assert replay([_started(part=1), *saved[2:]]).ok
@@ -234,7 +234,7 @@ def test_a_trace_whose_beginning_is_gone_begins_where_it_is() -> None:
     assert not replay([_started(), *saved[:1], *saved[2:]]).ok
 
 
-def test_a_restarted_engine_begins_anew() -> None:
+def test_restarted_engine_has_new_cursors() -> None:
     """A restarted engine has new cursors, although its name and the numbers of its jobs are the same."""
     whole = _whole()
     assert replay([*whole, *whole]).problems == []
@@ -242,7 +242,7 @@ def test_a_restarted_engine_begins_anew() -> None:
     assert replay([*whole, *crashed]).problems == [], "the first one's end says nothing of the second"
 
 
-def test_what_is_not_over_is_named() -> None:
+def test_requests_and_jobs_without_an_end_are_named() -> None:
     """Requests and jobs that have not ended are named. Chunks need not end."""
     done = replay([_started(), *_moves("save", 1, *SAVED[:2]), *_moves("chunk", 4, "reserve", "landed_last")])
     assert done.unfinished() == ["save 1 (rank 0 of e) is in LAYER_1"]
@@ -256,7 +256,9 @@ def test_problems_are_bounded() -> None:
     assert (len(done.problems), done.more_problems) == (1000, 2000)
 
 
-def test_the_command_reports_whether_it_is_a_proof(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_exits_with_1_if_the_replay_has_found_a_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The command exits with 1 if the replay has found a problem."""
     path = _write(tmp_path / "t", _whole())
     assert main(["trace", "replay", str(path)]) == 0

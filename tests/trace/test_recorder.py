@@ -115,7 +115,7 @@ def test_a_full_queue_drops_and_reports_how_many() -> None:
     assert writer.dropped == 20
 
 
-def test_a_gap_is_reported_where_it_is() -> None:
+def test_gap_is_reported_between_its_events() -> None:
     """The gap is reported between the events before and after it, so that a replay begins anew at the right place."""
     reported = Recorder(0, queue_events_max=3)
     for number in range(5):
@@ -181,7 +181,7 @@ def test_a_sink_that_raises_loses_its_events_only() -> None:
     assert reported.losses == {"queue": 0, "sink": 3}
 
 
-def test_the_sample_is_the_same_everywhere_and_of_its_size() -> None:
+def test_the_sample_depends_on_the_request_id_only() -> None:
     """Only a request's id decides whether the request is traced."""
     names = [f"request-{i}" for i in range(2000)]
     half, other = Recorder(0, sample=0.5), Recorder(3, sample=0.5)
@@ -196,7 +196,7 @@ def test_the_sample_is_the_same_everywhere_and_of_its_size() -> None:
 # ---- the file -------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_begins_with_who_writes_it(tmp_path: Path) -> None:
+def test_file_begins_with_its_writer(tmp_path: Path) -> None:
     """A file begins with the event `started`. A second process appends its own `started`."""
     path = tmp_path / "trace"
     for rank in (0, 1):
@@ -244,7 +244,7 @@ def test_processes_share_a_file_line_by_line(tmp_path: Path) -> None:
     assert not trace.unread
 
 
-def test_a_full_file_is_put_aside_and_goes_on(tmp_path: Path) -> None:
+def test_full_file_is_renamed_and_a_new_file_begins(tmp_path: Path) -> None:
     """Both files have at most `trace_bytes_max` bytes. A process that finds the file renamed opens the new file."""
     path = tmp_path / "trace"
     bytes_max = 40_000
@@ -294,7 +294,7 @@ def test_a_full_disk_loses_events_and_reports_it(tmp_path: Path, small_disk: int
     assert sum(isinstance(one, e.Started) for one in events) == 2, "each time that the file was opened"
 
 
-def test_what_a_crash_has_torn_costs_one_line(tmp_path: Path) -> None:
+def test_torn_line_loses_one_event(tmp_path: Path) -> None:
     """A torn line of any process costs only that line, because the next writer begins a new line."""
     path = tmp_path / "trace"
     path.write_bytes(b'{"event":"step_r')
@@ -309,7 +309,9 @@ def test_what_a_crash_has_torn_costs_one_line(tmp_path: Path) -> None:
     assert trace.unread.total() == 2
 
 
-def test_every_file_names_who_writes(tmp_path: Path, small_disk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_begins_with_its_writer_after_a_full_disk(
+    tmp_path: Path, small_disk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The file begins with `started` even if the disk was full when the file was opened."""
     monkeypatch.setattr(recorder, "_PASSING", {errno.EFBIG})  # as ENOSPC, which a test cannot have so easily
     path = tmp_path / "trace"
@@ -322,7 +324,7 @@ def test_every_file_names_who_writes(tmp_path: Path, small_disk: int, monkeypatc
     assert [type(one) for one in Trace(path)] == [e.Started, e.Dropped, e.LeasesTaken]
 
 
-def test_what_cannot_be_encoded_is_lost_alone(tmp_path: Path) -> None:
+def test_event_that_cannot_be_encoded_is_lost_alone(tmp_path: Path) -> None:
     """A request id that cannot be encoded loses only its own event. The file has the number of missing events."""
     path = tmp_path / "trace"
     sink = _file(path)
@@ -335,7 +337,7 @@ def test_what_cannot_be_encoded_is_lost_alone(tmp_path: Path) -> None:
     assert [one.count for one in Trace(path) if isinstance(one, e.Dropped)] == [1, 1]
 
 
-def test_a_pipe_that_nobody_reads_loses_events(tmp_path: Path) -> None:
+def test_pipe_without_a_reader_loses_events(tmp_path: Path) -> None:
     """Opening, filling and closing a pipe without a reader neither blocks nor raises."""
     path = tmp_path / "pipe"
     os.mkfifo(path)
@@ -352,7 +354,7 @@ def test_a_pipe_that_nobody_reads_loses_events(tmp_path: Path) -> None:
     sink.close()
 
 
-def test_a_folder_that_is_gone_loses_events_until_it_is_back(tmp_path: Path) -> None:
+def test_missing_folder_loses_events_until_it_exists_again(tmp_path: Path) -> None:
     """The file is opened anew with later events."""
     folder = tmp_path / "gone"
     sink = _file(folder / "trace")
@@ -366,7 +368,7 @@ def test_a_folder_that_is_gone_loses_events_until_it_is_back(tmp_path: Path) -> 
 # ---- the log --------------------------------------------------------------------------------------------------------
 
 
-def test_the_log_has_what_its_level_asks_for() -> None:
+def test_log_line_has_engine_request_and_epoch() -> None:
     """A line of the log has engine, request and epoch, and leaves out empty fields."""
     admitted = e.RequestAdmitted(1, -1, "r1", 2, 3, 4, "e1", prompt_tokens=10, hit_tokens={"memory": 4}, why="evicted")
     fault = e.Fault(1, 0, "r1", 0, 3, 4, "e1", name="job_failed", seen=1, fields={"job": "7"})
@@ -389,7 +391,7 @@ def test_sink_drops_events_below_its_level() -> None:
     assert [line["event"] for line in lines] == ["stuck"]
 
 
-def test_what_may_come_by_the_thousand_is_reported_now_and_then() -> None:
+def test_every_thousandth_event_of_a_frequent_kind_is_logged() -> None:
     """The first and every thousandth event of a frequent kind are logged."""
     with capture_logs() as lines:
         LogSink(logging.INFO).write([e.Dropped(1, 0, "", 0, 0, count=i) for i in range(1, 2002)])
@@ -448,7 +450,7 @@ def test_faults_are_reported_through_the_queue() -> None:
         ({"trace_file": "t", "trace_level": "info"}, (True, True, False)),
     ],
 )
-def test_what_is_recorded(
+def test_settings_choose_the_recorded_events(
     given: dict[str, object], wanted: tuple[bool, bool, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The settings decide whether lifecycle events, transitions of requests, or all events are recorded."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
 from kvpipe.protocol.engine import LATER
 from kvpipe.scheduler.gauges import totals
 from kvpipe.scheduler.records import LookupResult
@@ -18,6 +17,7 @@ from kvpipe.trace import miss_reasons, transitions
 from kvpipe.trace.miss_reasons import LostKeys
 from kvpipe.trace.recorder import Recorder
 from kvpipe.trace.replay import Replay
+from tests.rigs.scheduler_world import UNIT, SchedulerWorld
 
 
 class Noted(SchedulerWorld):
@@ -49,7 +49,7 @@ class Noted(SchedulerWorld):
 # ---- why ------------------------------------------------------------------------------------------------------------
 
 
-def test_nobody_has_saved_it() -> None:
+def test_reason_is_not_saved_when_no_request_has_saved_the_prompt() -> None:
     """The reason is `not_saved` if no request has saved the prompt, or only a shorter prefix."""
     world = SchedulerWorld()
     reported = Noted()
@@ -59,7 +59,7 @@ def test_nobody_has_saved_it() -> None:
     assert world.side.trace is not reported.recorder
 
 
-def test_the_rest_is_too_short() -> None:
+def test_reason_is_too_short_when_the_rest_is_too_short() -> None:
     """Missing tokens that are less than a unit have the reason `below_minimum`. The last token is not missed."""
     reported = Noted()
     reported.publish(reported.request("old", 4, shared=4))
@@ -73,7 +73,7 @@ def test_the_rest_is_too_short() -> None:
     assert reported.why(reported.request("vLLM has it", 4, shared=4), 4 * UNIT - 1) == (0, 0, "")
 
 
-def test_a_block_that_vllm_drops_of_its_own_hit_is_not_waited_for() -> None:
+def test_no_load_is_made_for_the_block_that_vllm_drops_of_its_own_hit() -> None:
     """No load is made for just this block, because the next step computes it. Longer hits are loaded."""
     noted = Noted(windows=(None, 2 * UNIT), load="async", dropped_units=1)
     noted.publish(noted.request("old", 5, shared=5))
@@ -88,7 +88,7 @@ def test_a_block_that_vllm_drops_of_its_own_hit_is_not_waited_for() -> None:
     assert in_step.why(in_step_again, 4 * UNIT) == (UNIT, 1, miss_reasons.BELOW_MINIMUM)
 
 
-def test_it_is_being_saved() -> None:
+def test_reason_is_being_saved_until_every_rank_has_the_chunk() -> None:
     """The reason is `being_saved` until every rank has the chunk, and `torn` after a rank has failed."""
     reported = Noted(ranks=2)
     first = reported.request("first", 4, shared=4)
@@ -101,7 +101,7 @@ def test_it_is_being_saved() -> None:
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 2 * UNIT)])
-def test_it_was_evicted_or_reset(windows: tuple[int | None, ...]) -> None:
+def test_reason_is_evicted_or_reset(windows: tuple[int | None, ...]) -> None:
     """The reasons `evicted` and `reset` also apply to a group with a window."""
     reported = Noted(slots=2 * len(windows), windows=windows, load="async" if len(windows) > 1 else "auto")
     old = reported.request("old", 4)
@@ -114,7 +114,7 @@ def test_it_was_evicted_or_reset(windows: tuple[int | None, ...]) -> None:
     assert reported.why(reported.request("other1", 4)) == (0, 4 * UNIT, miss_reasons.RESET)
 
 
-def test_a_reset_while_it_is_being_saved() -> None:
+def test_reason_is_reset_for_a_chunk_with_a_save_in_flight() -> None:
     """A reset also forgets a chunk whose save is in flight."""
     reported = Noted()
     first = reported.request("first", 4, shared=4)
@@ -124,7 +124,7 @@ def test_a_reset_while_it_is_being_saved() -> None:
     assert reported.why(reported.request("second", 4, shared=4)) == (0, 4 * UNIT, miss_reasons.RESET)
 
 
-def test_what_is_saved_again_is_not_lost_any_more() -> None:
+def test_reason_of_an_eviction_is_forgotten_when_the_chunk_is_saved_again() -> None:
     """When a chunk is saved again, the reason of its earlier eviction is forgotten."""
     reported = Noted(slots=1)
     old, other = reported.request("old", 4), reported.request("other", 4)
@@ -134,7 +134,7 @@ def test_what_is_saved_again_is_not_lost_any_more() -> None:
     assert reported.side.catalog.lost_keys.why(0, other.block_hashes[-1]) == miss_reasons.EVICTED
 
 
-def test_what_vllm_has_is_not_asked_about() -> None:
+def test_reason_is_that_of_the_first_token_that_vllm_lacks() -> None:
     """The reason of a miss is that of the first token that neither vLLM nor kvpipe holds."""
     reported = Noted(slots=1, chunk_units=2)
     reported.publish(reported.request("old", 2, shared=2))
@@ -151,7 +151,7 @@ def test_a_window_needs_the_last_unit_computed() -> None:
     assert reported.why(reported.request("same", 4, shared=4)) == (3 * UNIT, UNIT, miss_reasons.BELOW_MINIMUM)
 
 
-def test_a_load_that_never_came() -> None:
+def test_reason_of_a_load_that_was_not_made() -> None:
     """A request whose load fails or never ends has no loaded tokens, and waits until its end."""
     reported = Noted(load="async", ranks=2)
     reported.publish(reported.request("old", 4, shared=4))
@@ -170,7 +170,7 @@ def test_a_load_that_never_came() -> None:
     assert second.loading_ms >= 5
 
 
-def test_kvpipe_does_not_load_for_it() -> None:
+def test_reason_is_named_when_kvpipe_does_not_load() -> None:
     """A producer, a bypassed engine, a failed load and a lost tier have their own reasons."""
     assert Noted(loads=False).why(Noted().request("r", 4)) == (0, 4 * UNIT, miss_reasons.NO_CONSUMER)
     reported = Noted()
@@ -191,7 +191,7 @@ def test_kvpipe_does_not_load_for_it() -> None:
     assert reported.step(late) == [], "nothing is saved where nothing can be kept"
 
 
-def test_there_is_no_room() -> None:
+def test_reason_is_no_room_after_some_repeated_lookups() -> None:
     """Without free blocks, kvpipe asks vLLM to repeat the lookup. After some repetitions it answers with a miss."""
     reported = Noted(load="async")
     reported.publish(reported.request("old", 4, shared=4))
@@ -205,7 +205,7 @@ def test_there_is_no_room() -> None:
     assert answer == LookupResult(0, 0, 8 * UNIT, miss_reasons.NO_ROOM, later=True)
 
 
-def test_what_is_remembered_is_bounded() -> None:
+def test_remembered_reasons_are_bounded() -> None:
     """If too many reasons are recorded, the oldest is forgotten first."""
     lost = LostKeys(keys_max=3)
     for i in range(5):
@@ -286,7 +286,7 @@ def test_a_lookup_is_reported_when_its_answer_changes() -> None:
     assert len([one for one in reported.noted(e.Lookup) if one.request == "r"]) == 3
 
 
-def test_a_traced_side_that_is_dropped_goes() -> None:
+def test_dropped_side_with_a_trace_is_freed() -> None:
     """The watch of a chunk holds no strong reference to the scheduler's side, so a dropped side is freed."""
     reported = Noted()
     reported.publish(reported.request("old", 4))

@@ -40,7 +40,7 @@ def _write(path: Path, events: list[e.Event]) -> Path:
     return path
 
 
-def test_the_overview(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_overview_has_slowest_requests_misses_and_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The overview has the slowest requests, misses with their reasons, faults, and the number of dropped events."""
     events: list[e.Event] = [e.Started(0, -1, "", 0, 0, 1_000_000_000, "e")]
     for i in range(30):
@@ -113,14 +113,14 @@ def test_one_request_as_a_waterfall(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert len(capsys.readouterr().out.splitlines()) == 1 + 3 + 1 + 6 + 2
 
 
-def test_no_such_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_request_is_reported_with_the_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The message for an unknown request names the command that lists requests."""
     path = _write(tmp_path / "t", _request("r1", 1))
     assert main(["trace", "show", str(path), "--request", "r2"]) == 1
     assert "has no event of request r2; " in capsys.readouterr().out
 
 
-def test_what_a_request_id_may_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_of_a_request_id_are_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Control characters and markup in a request id are printed as text."""
     name = 'a[/x]\x1b[31m"b'
     path = _write(tmp_path / "t", _request(name, 1))
@@ -132,7 +132,7 @@ def test_what_a_request_id_may_be(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert out.count('a[/x]\\x1b[31m"b') == 2
 
 
-def test_a_fault_is_counted_as_often_as_it_happened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_number_of_a_fault_includes_faults_without_an_event(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The number of a fault is the sum over sides, although only the first and every thousandth fault have an event."""
     seen = [(0, 1), (0, 1001), (1, 1)]
     path = _write(tmp_path / "t", [e.Fault(1, rank, "", 0, 0, 1, "e", name="odd", seen=times) for rank, times in seen])
@@ -140,7 +140,7 @@ def test_a_fault_is_counted_as_often_as_it_happened(tmp_path: Path, capsys: pyte
     assert ["odd", "1002"] in [line.split() for line in capsys.readouterr().out.splitlines()]
 
 
-def test_copies_of_several_requests_are_each_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_copies_are_shown_under_each_of_their_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With --all, a copy of several requests is shown for each of them, by its jobs."""
     events = _request("r1", 40)
     events.append(e.SavePlanned(1, -1, "r1", 1, 1, 0, "e", job=7, pages=5))
@@ -150,7 +150,7 @@ def test_copies_of_several_requests_are_each_ones(tmp_path: Path, capsys: pytest
     assert capsys.readouterr().out.count("layer_copied") == 1
 
 
-def test_an_empty_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_empty_trace_is_reported_with_possible_causes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The message for an empty trace names possible causes."""
     assert main(["trace", "show", str(_write(tmp_path / "t", []))]) == 0
     assert "The trace is empty" in capsys.readouterr().out

@@ -102,7 +102,7 @@ def test_a_load_ends_with_its_job() -> None:
     assert _phases(less) == [("waiting", 0, 10), ("loading", 10, 17), ("running", 17, 60)]
 
 
-def test_what_never_began() -> None:
+def test_request_without_a_beginning_begins_at_its_first_event() -> None:
     """A request whose beginning is missing begins at its first event in the trace."""
     first = moment(0, e.Started)
     waited = spans([first, moment(50, e.RequestAdmitted, waited_ms=20.0), moment(60, e.RequestDone)])
@@ -113,7 +113,7 @@ def test_what_never_began() -> None:
     assert (life.begin_ns, life.end_ns) == (0, 60 * MS)
 
 
-def test_what_never_ended() -> None:
+def test_request_without_an_end_is_marked_as_open() -> None:
     """A request without an end lasts until the last event of its engine, and is marked as open."""
     timeline = spans(
         [
@@ -129,7 +129,7 @@ def test_what_never_ended() -> None:
     assert [s.is_open for s in timeline.spans if s.kind in PHASES] == [False, True]
 
 
-def test_an_id_is_used_again() -> None:
+def test_reused_id_is_another_request() -> None:
     """Each use of a request id is a `LIFE` span of its own, even if the trace lacks the end of the earlier use."""
     for ended in (True, False):
         some = [
@@ -199,7 +199,7 @@ def _content(timeline: Timeline) -> list[object]:
     return [timeline.lanes, lives, others, timeline.duration_ns]
 
 
-def test_lanes_and_rows() -> None:
+def test_spans_of_a_row_do_not_overlap() -> None:
     """Each engine's scheduler is above its ranks. Spans in a row do not overlap, and rows are reused."""
     timeline = spans(play(40, ranks=2, engine="b") + play(10, ranks=1, engine="a"))
     sides = [(lane.engine, lane.rank, lane.name) for lane in timeline.lanes]
@@ -262,7 +262,7 @@ def _odd_events() -> list[Event]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_odd_data_do_no_harm(seed: int, tmp_path: Path) -> None:
+def test_odd_data_raise_nothing(seed: int, tmp_path: Path) -> None:
     """Absurd values, parts of a trace and an empty trace raise no error, and give valid JSON."""
     rng = random.Random(seed)
     some = play(20, seed=seed)
@@ -308,7 +308,7 @@ def test_the_page_has_the_whole_trace(tmp_path: Path) -> None:
     assert tables["layer_copied"]["fields"]["took_ns"] == ["each", [event.took_ns for event in copies]]
 
 
-def test_nothing_in_the_data_can_leave_it(tmp_path: Path) -> None:
+def test_data_cannot_add_tags_or_scripts(tmp_path: Path) -> None:
     """The data contain no tags, and the page's security policy allows only the template's script."""
     page = tmp_path / "page.html"
     write_html([moment(i, e.RequestAdded, request=name, traceparent=name) for i, name in enumerate(HOSTILE)], page)
@@ -325,7 +325,7 @@ def test_nothing_in_the_data_can_leave_it(tmp_path: Path) -> None:
     assert not re.findall(r"(?:src|href)=\"?(?!data:)\w", text.replace(inside, ""))
 
 
-def test_perfetto(tmp_path: Path) -> None:
+def test_perfetto_file_has_names_nested_spans_and_both_ends(tmp_path: Path) -> None:
     """Processes and threads have names, spans of a thread are nested, requests have both ends, times are in us."""
     path = tmp_path / "trace.json"
     timeline = write_perfetto(play(40, ranks=2), path)

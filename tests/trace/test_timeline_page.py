@@ -239,7 +239,7 @@ def test_a_click_shows_details(page: Page) -> None:
     assert page.browser.run("return document.getElementById('panel').hidden")
 
 
-def test_what_never_ended_is_shown_as_open(page: Page) -> None:
+def test_span_without_an_end_is_shown_as_open(page: Page) -> None:
     """A span without an end is marked as open in the details and at its end in the lane."""
     ended = [moment(0, e.RequestAdded), moment(1, e.RequestAdmitted), moment(100, e.RequestDone)]
     page.show(ended)

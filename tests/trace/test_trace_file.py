@@ -99,7 +99,7 @@ def test_a_lock_on_a_full_trace_is_not_waited_for_long(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("kind", ["link", "folder", "socket", "no folder"])
-def test_what_cannot_be_a_trace_is_refused(kind: str, tmp_path: Path) -> None:
+def test_path_that_cannot_be_a_trace_is_refused(kind: str, tmp_path: Path) -> None:
     """The refusal is one sentence, before the engine starts."""
     path = tmp_path / ("a/trace" if kind == "no folder" else "t")
     if kind == "link":
@@ -114,7 +114,7 @@ def test_what_cannot_be_a_trace_is_refused(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "file", "new"])
-def test_what_can_be_a_trace_is_not_refused(kind: str, tmp_path: Path) -> None:
+def test_path_that_can_be_a_trace_is_accepted(kind: str, tmp_path: Path) -> None:
     """A pipe, a character device and a file are accepted. A warning reports a file that others can read."""
     path = Path("/dev/null") if kind == "device" else tmp_path / "t"
     if kind == "pipe":

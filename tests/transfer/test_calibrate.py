@@ -109,14 +109,16 @@ def test_the_choice_follows_from_the_costs(
         (8 << 10, 64, 1, Mover.DIRECT),
     ],
 )
-def test_a_save_goes_the_way_that_frees_its_blocks(page_bytes: int, requests: int, pages: int, expected: Mover) -> None:
+def test_save_uses_the_mover_that_first_reads_its_blocks(
+    page_bytes: int, requests: int, pages: int, expected: Mover
+) -> None:
     """Among the movers whose bytes land in time, a save uses the mover that first finishes reading the blocks."""
     layout, plan = layout_and_plan(page_bytes, requests, pages, adjacent=True)
     assert choose(LOADS, layout, plan) in {Mover.DMA, Mover.DIRECT}
     assert choose(SAVES, layout, plan) is expected
 
 
-def test_pages_that_are_alone_have_costs_of_their_own() -> None:
+def test_single_pages_have_separate_costs() -> None:
     """Single pages, as of a decoding batch, have a separate cost model: `staged` needs as many copies as `dma`."""
     lone = Cost(20, 2.0, 1 / 54_000)
     ways = LOADS | {Mover.STAGED: Way(COSTS[Mover.STAGED], COSTS[Mover.STAGED], lone, lone)}
@@ -127,7 +129,7 @@ def test_pages_that_are_alone_have_costs_of_their_own() -> None:
     assert choose(ways, *layout_and_plan(8 << 10, 64, 1, adjacent=False)) is Mover.DMA
 
 
-def test_pages_that_are_alone_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_pages_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cost model of single pages uses only measurements of single pages, not those of whole chunks."""
     measured: list[tuple[Mover, Direction, list[Measurement]]] = []
     real = calibrate._sample
@@ -192,7 +194,7 @@ def test_a_plan_is_counted_as_it_is_copied() -> None:
     assert copies_of(*scattered, Mover.DMA) == (12, 12 * 1024)
 
 
-def test_every_way_is_measured_in_both_directions() -> None:
+def test_every_mover_is_measured_in_both_directions() -> None:
     """`dma`, `staged` and `direct` have measured costs in both directions."""
     engine = attach(FakeDevice())
     try:
@@ -241,7 +243,7 @@ class NoBatches(FakeDevice):
 
 
 @pytest.mark.parametrize("make", [Wrong, Refusing])
-def test_a_way_that_fails_its_check_is_not_taken(make: Callable[[], FakeDevice]) -> None:
+def test_mover_that_fails_its_check_is_not_used(make: Callable[[], FakeDevice]) -> None:
     """A kernel that copies wrong bytes, or does not compile, is not used. Copies use DMA, and no error is raised."""
     engine = attach(make())
     try:
@@ -250,7 +252,7 @@ def test_a_way_that_fails_its_check_is_not_taken(make: Callable[[], FakeDevice])
         engine.shutdown()
 
 
-def test_without_any_way_copies_are_torchs() -> None:
+def test_copies_use_torch_without_a_usable_mover() -> None:
     """If the driver refuses even plain batches, torch makes the copies, which is slow but correct."""
     device = NoBatches()
     device.no_kernels = "no Triton"
@@ -264,7 +266,7 @@ def test_without_any_way_copies_are_torchs() -> None:
 
 
 @pytest.mark.parametrize("mover", [Mover.DMA, Mover.STAGED, Mover.DIRECT])
-def test_a_pinned_mover_is_taken(mover: Mover) -> None:
+def test_configured_mover_is_used(mover: Mover) -> None:
     """A pinned mover is chosen in both directions, whatever its costs are."""
     engine = attach(FakeDevice(), mover)
     try:
@@ -309,7 +311,7 @@ def test_a_pinned_mover_is_checked_where_nothing_is_pinned() -> None:
 
 
 @pytest.mark.parametrize("mover", [None, Mover.STAGED])
-def test_no_way_is_taken_that_was_not_checked(mover: Mover | None) -> None:
+def test_no_unchecked_mover_is_used(mover: Mover | None) -> None:
     """If the first piece cannot be pinned, no piece is ever pinned.
 
     Torch makes all copies, and one warning is logged.
@@ -340,7 +342,7 @@ def test_without_kernels_the_reason_is_reported() -> None:
         attach(device, Mover.DIRECT)
 
 
-def test_no_memory_for_staging_is_no_reason_to_stop() -> None:
+def test_engine_starts_without_memory_for_staging() -> None:
     """If the device has no memory for bays, one warning is logged and the other movers are used."""
     device = FakeDevice()
     device.memory_max = 1 << 20
@@ -349,7 +351,7 @@ def test_no_memory_for_staging_is_no_reason_to_stop() -> None:
     assert set(engine.costs[Direction.SAVE]) == {Mover.DMA, Mover.DIRECT}
 
 
-def test_no_memory_at_all_is_no_reason_to_stop() -> None:
+def test_engine_starts_without_memory_for_scratch_pages() -> None:
     """If the device has no memory for scratch pages, no mover is measured, and copies use DMA."""
     device = FakeDevice()
     device.memory_max = 0
@@ -383,7 +385,7 @@ def test_every_kernel_is_compiled_before_the_first_step() -> None:
     assert sorted(warm) == sorted(itertools.product((64, 4096), (False, True), (False, True)))
 
 
-def test_measuring_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measurements_end_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the time limit no measurement is repeated, but every mover still gets its three samples."""
     runs: list[Mover] = []
     real = calibrate._run

@@ -135,7 +135,7 @@ def test_an_error_on_the_device_fails_the_ticket(kind: str) -> None:
 
 @pytest.mark.parametrize("direction", Direction)
 @on_devices
-def test_a_question_that_raises_does_not_end_the_copy(kind: str, direction: Direction) -> None:
+def test_failed_query_does_not_end_the_copy(kind: str, direction: Direction) -> None:
     """If an event's query raises on a working device, the ticket fails, and is over when its copies have ended."""
     with capture_logs() as logs, world(kind) as w:
         jobs = [make_job(4, job_rows(0, TABLE), Kind.SAVE if direction is Direction.SAVE else Kind.LOAD_SYNC)]
@@ -182,7 +182,7 @@ def test_a_save_is_not_trusted_while_a_load_is_in_doubt(kind: str) -> None:
 
 
 @on_devices
-def test_a_copy_that_was_asked_in_vain_still_fails_at_the_end(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copy_with_a_failed_query_fails_at_the_end(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A query of the copy's event has raised, and then the device hangs. `shutdown` completes every ticket once."""
     monkeypatch.setattr(cuda, "SHUTDOWN_S_MAX", 0.05)
     gate = threading.Event()

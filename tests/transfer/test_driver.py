@@ -215,7 +215,7 @@ def test_a_driver_without_the_flag_gets_batches_without_it() -> None:
 
 
 @pytest.mark.parametrize(("code", "batches"), [(801, 2), (1, 4)])
-def test_batches_that_are_refused_go_one_by_one(code: int, batches: int) -> None:
+def test_copies_of_a_refused_batch_are_made_one_by_one(code: int, batches: int) -> None:
     """The copies of a refused batch are made one by one.
 
     After error 801 (not supported) batches are not tried again, after error 1 they are.
@@ -291,7 +291,7 @@ def test_threads_ignore_captures() -> None:
     assert library.seen == [("mode", 2)]
 
 
-def test_host_pointers() -> None:
+def test_use_of_host_addresses_is_queried_by_its_attribute() -> None:
     """The queried attribute is 91, CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM in cuda.h."""
     driver = Driver(Library())
     assert driver.host_pointers_are_device_pointers(3)
@@ -346,7 +346,7 @@ def test_the_bus_id_is_written_as_the_kernel_writes_it() -> None:
 @pytest.mark.parametrize(
     ("text", "cpus"), [("0-3,8\n", {0, 1, 2, 3, 8}), ("5\n", {5}), ("\n", set()), ("0-1,4-5", {0, 1, 4, 5})]
 )
-def test_lists_of_cores(text: str, cpus: set[int]) -> None:
+def test_lists_of_cores_are_parsed(text: str, cpus: set[int]) -> None:
     """Lists of cores are parsed in the format of the Linux kernel's files."""
     assert parse_cpus(text) == cpus
 

@@ -42,7 +42,9 @@ print(json.dumps({"ptx": made.asm["ptx"], "cubin": len(made.asm["cubin"]), "shar
         (100, False, False, 16, "v2.b64"),
     ],
 )
-def test_it_compiles_to_wide_accesses(capability: int, staged: bool, save: bool, align: int, vector: str) -> None:
+def test_kernel_compiles_to_accesses_of_16_bytes(
+    capability: int, staged: bool, save: bool, align: int, vector: str
+) -> None:
     """The kernel compiles for three generations of GPUs.
 
     If all addresses allow it, a thread moves 16 bytes at a time.

@@ -25,9 +25,7 @@ PLAN = StepPlan(1, (make_job(1, job_rows(0, BLOCKS), Kind.LOAD_SYNC),))
 @pytest.mark.parametrize("unhooked", [(), (1,), (0, 2)], ids=str)
 @settings(max_examples=40, deadline=None)
 @given(schedule=schedules)
-def test_the_last_token_is_written_over_what_is_loaded(
-    kind: str, unhooked: Collection[int], schedule: list[int]
-) -> None:
+def test_last_token_overwrites_loaded_kv(kind: str, unhooked: Collection[int], schedule: list[int]) -> None:
     """A layer's new KV is written before its hook is called: whenever copies land, it stays.
 
     A layer without a hook is in place before the first layer computes.

@@ -77,7 +77,7 @@ def check_bytes(cache: torch.Tensor, view: PageView, r: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FULL)
-def test_several_heads(name: str, dtype: torch.dtype) -> None:
+def test_cache_with_several_heads_has_the_expected_name(name: str, dtype: torch.dtype) -> None:
     """With two or more heads, the cache has the expected name, and a page has a block's bytes."""
     for heads in (2, 3, 8):
         caches, r = make(name, dtype, heads=heads)
@@ -91,7 +91,7 @@ def test_several_heads(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ONE)
-def test_one_head(name: str, dtype: torch.dtype) -> None:
+def test_cache_with_one_head_is_mla(name: str, dtype: torch.dtype) -> None:
     """A cache with one head is `mla` in either order of heads and tokens. `fp8_ds_mla` has a name by its record."""
     records = [584, 656] if "ds_mla" in name else [C, 576]
     for content in records:
@@ -115,7 +115,7 @@ def test_every_adapter_has_a_test() -> None:
 
 
 @pytest.mark.parametrize("gap", [0, 8, 64])
-def test_scratch_pages(gap: int) -> None:
+def test_cache_of_two_dimensions_is_scratch_memory(gap: int) -> None:
     """A cache of the shape [B, P] is kvpipe's own scratch memory."""
     cache = _bytes(B * (64 + gap), torch.uint8).view(B, 64 + gap)[:, :64]
     view = view_pages("x", cache, B)
@@ -125,7 +125,7 @@ def test_scratch_pages(gap: int) -> None:
 
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("split", [2, 4])
-def test_kernel_blocks(heads: int, split: int) -> None:
+def test_cache_with_smaller_kernel_blocks_is_split(heads: int, split: int) -> None:
     """A cache is `split` if the kernel's blocks are smaller than the scheduler's, and plain if both are equal."""
     (cache, *_), r = make("kernel_blocks_hnd", torch.bfloat16, heads=heads, split=split)
     inside = "mla" if heads == 1 else "hnd"
@@ -139,7 +139,7 @@ def test_one_token_a_block_is_heads_first() -> None:
         assert view_pages("x", cache, B).layout == "hnd"
 
 
-def test_names_are_of_one_layout_only() -> None:
+def test_cache_matches_exactly_one_layout() -> None:
     """A cache with several heads matches exactly one name of the table.
 
     Padding of whole pages counts as a cross-layer layout.
@@ -232,7 +232,7 @@ Case = tuple[str, str, str]  # case, expected layout, found layout
 
 
 @pytest.mark.slow
-def test_what_vllm_makes_is_known() -> None:
+def test_every_layout_of_vllm_has_the_expected_name() -> None:
     """VLLM's own code makes the caches of every backend in every layout. Each cache has the expected name.
 
     The code runs in another process, because the import of some backends ends the process on a machine without a GPU.

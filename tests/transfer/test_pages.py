@@ -54,7 +54,7 @@ def test_layouts_that_cut_a_block_up_are_refused(physical: str) -> None:
 
 
 @pytest.mark.parametrize(("physical", "name"), [("LHBNC", "mla"), ("BHLNC", "cross_layer_mla")])
-def test_one_head_makes_them_plain(physical: str, name: str) -> None:
+def test_cache_with_one_head_is_plain(physical: str, name: str) -> None:
     """With one head (MLA) the same layouts are one run of bytes per block."""
     for layer in _layers(physical, heads=1):
         view = view_pages("x", layer, B)

@@ -99,7 +99,7 @@ def asked(machine: probe.Machine, path: Path) -> tuple[int, dict[str, object]]:
     return probe.ask(machine, path), json.loads(path.read_text())
 
 
-def test_a_good_gpu(tmp_path: Path) -> None:
+def test_every_check_has_an_answer_on_a_good_gpu(tmp_path: Path) -> None:
     """On a good GPU every check has an answer."""
     status, message = asked(probe.Simulated(), tmp_path / "probe.json")
     assert status == 0
@@ -121,7 +121,7 @@ def test_a_good_gpu(tmp_path: Path) -> None:
         (Failing(RuntimeError("CUDA error: lost\nadvice")), "kvpipe: a batch of copies fails (load by 8 KiB, stream "),
     ],
 )
-def test_what_is_refused_ends_it(
+def test_refusal_ends_the_checks_with_one_sentence(
     machine: probe.Machine, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A refusal ends the checks with one sentence and its own status. Earlier answers are kept."""
@@ -151,7 +151,7 @@ def test_refusal_of_an_unused_order_does_not_end_the_checks(tmp_path: Path) -> N
     assert asked(OneByOne(others), tmp_path / "probe.json")[0] == 0
 
 
-def test_the_fact_is_what_kvpipe_asks_for(tmp_path: Path) -> None:
+def test_check_reports_the_batches_that_kvpipe_uses(tmp_path: Path) -> None:
     """The check reports whether the driver accepts batches with the order and the flags that kvpipe uses."""
     message = asked(OneByOne({*probe.OURS.values()}), tmp_path / "ours.json")[1]
     assert message["facts"]["batches"] == "one by one: CUDA error 801"  # type: ignore[index]
@@ -167,7 +167,7 @@ def test_unexpected_error_costs_one_answer(tmp_path: Path) -> None:
     assert len(message["figures"]) == ANSWERS - 1  # type: ignore[arg-type]
 
 
-def test_all_is_written_before_the_last_question(tmp_path: Path) -> None:
+def test_answers_are_written_before_the_last_check(tmp_path: Path) -> None:
     """All answers are written before the last check, because that check may end the process."""
     machine = Watched(tmp_path / "probe.json")
     assert asked(machine, tmp_path / "probe.json")[0] == 0
@@ -222,7 +222,7 @@ def test_every_run_is_understood(one: runs.Run, tmp_path: Path) -> None:
         assert set(one.arguments[1::2]) <= known
 
 
-def test_the_runs_run(tmp_path: Path) -> None:
+def test_runs_work_in_their_own_processes(tmp_path: Path) -> None:
     """Runs work in processes of their own: checks, and measurements."""
     command = [sys.executable, "-m", "benchmarks.gpu.runs", "--simulated", "--only", "probe", "--only", "races"]
     done = subprocess.run(
@@ -268,7 +268,7 @@ def test_make_needs_no_setup_where_torch_has_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "stated"), [("probe", "nothing to run"), ("movers", "failed (2)")])
-def test_a_status_is_read_as_its_module_means_it(
+def test_status_2_of_pytest_is_no_refusal(
     name: str, stated: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Pytest's status 2 means that tests could not be read.

@@ -76,7 +76,7 @@ class Rig:
 
 
 @pytest.mark.parametrize("how", ["ahead", "start"])
-def test_all_of_the_pool_comes_into_memory(how: ready.How) -> None:
+def test_slots_become_ready_in_order(how: ready.How) -> None:
     """Slots become ready in order, after they are resident and claimed.
 
     With `start` all are ready when `begin` returns.
@@ -90,7 +90,7 @@ def test_all_of_the_pool_comes_into_memory(how: ready.How) -> None:
         assert eventually(lambda: len(rig.done) == 1)
 
 
-def test_with_use_nothing_is_touched() -> None:
+def test_no_slot_is_touched_if_pages_are_mapped_on_use() -> None:
     """With `use` every slot counts as ready at once, and is still claimed."""
     with Rig() as rig:
         rig.readier.begin("use")
@@ -131,7 +131,7 @@ def test_a_pool_that_does_not_fit_stops_growing(monkeypatch: pytest.MonkeyPatch)
         assert [room.where for room in rig.short] == ["a limit"], "told once"
 
 
-def test_start_does_not_wait_for_memory_that_is_not_there() -> None:
+def test_start_does_not_wait_for_missing_memory() -> None:
     """With `start` and too little memory, the engine starts with the slots that fit."""
     with Rig() as rig:
         rig.room = Headroom(0, GIB, "a limit")
@@ -140,7 +140,7 @@ def test_start_does_not_wait_for_memory_that_is_not_there() -> None:
         assert len(rig.short) == 1
 
 
-def test_a_system_that_shows_nothing_of_its_memory() -> None:
+def test_whole_pool_is_made_ready_if_the_free_memory_is_unknown() -> None:
     """If the free memory is unknown, the whole pool is made ready."""
     with Rig() as rig:
         rig.room = None
@@ -149,7 +149,7 @@ def test_a_system_that_shows_nothing_of_its_memory() -> None:
 
 
 @pytest.mark.parametrize("busy", [True, False])
-def test_on_a_core_of_the_forward_it_works_now_and_then(busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readier_pauses_on_cores_of_the_forward(busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the engine is busy, the thread mostly pauses if it shares cores with the forward.
 
     While the engine is idle it does not pause.
@@ -176,7 +176,7 @@ def test_readier_rests_after_each_claim_while_the_engine_is_busy(busy: bool, mon
         assert len(rests) == (15 if busy else 0)
 
 
-def test_on_cores_of_its_own_it_does_not_hurry_others() -> None:
+def test_readier_keeps_its_priority_on_its_own_cores() -> None:
     """The thread runs on the given cores with the process's own priority.
 
     With a lower priority it would hold up threads that wait for its locks.
@@ -218,7 +218,7 @@ def test_slots_are_used_before_they_are_in_memory_where_nothing_is_pinned() -> N
         assert eventually(lambda: len(rig.done) == 1)
 
 
-def test_no_more_slots_are_used_on_demand_than_there_is_memory_for() -> None:
+def test_slots_used_on_demand_are_bounded_by_the_free_memory() -> None:
     """The number of usable slots grows with the number of used slots while there is memory."""
     with Rig(slots=60, demand_bytes_max=GIB) as rig:
         rig.room = Headroom(GIB // 20 + 12 * SLOT, GIB, "a limit")
@@ -282,7 +282,7 @@ def test_pages_are_touched_near_the_device() -> None:
         assert frozenset(near) in found
 
 
-def test_stop_ends_it_in_mid_way() -> None:
+def test_stop_ends_the_readier_in_the_middle() -> None:
     """After `stop` no more slots are touched, and no thread waits for the remaining slots."""
     gate = threading.Event()
     with Rig(piece_slots=1) as rig:
@@ -311,7 +311,7 @@ def test_an_error_is_contained() -> None:
         assert rig.pool.ready == 32
 
 
-def test_the_room_on_this_machine() -> None:
+def test_free_memory_of_this_machine_is_known() -> None:
     """The result names the source of the number, and is less than the free memory."""
     room = tightest()
     assert room is not None
@@ -319,14 +319,14 @@ def test_the_room_on_this_machine() -> None:
     assert room.where
 
 
-def test_no_room_is_known_without_proc(tmp_path: Path) -> None:
+def test_free_memory_is_unknown_without_proc(tmp_path: Path) -> None:
     """Without /proc the free memory is unknown, which is not an error."""
     assert tightest(tmp_path, tmp_path) is None
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\n")
     assert tightest(tmp_path, tmp_path) is None
 
 
-def test_the_reserve() -> None:
+def test_reserve_is_5_percent_and_at_most_1_gib() -> None:
     """The reserve for other programs is 5 % of the limit, but at most 1 GiB."""
     assert Headroom(10 * GIB, 10 * GIB, "").spare == 10 * GIB - GIB // 2
     assert Headroom(100 * GIB, 100 * GIB, "").spare == 99 * GIB

@@ -47,7 +47,7 @@ def test_no_step_allocates(kind: str) -> None:
     sizes=st.lists(st.integers(1, 5 * ALIGN_BYTES), max_size=30),
     choices=st.lists(st.integers(0, 3), min_size=1),
 )
-def test_table_of_rows_keeps_its_bytes_while_it_is_used(sizes: list[int], choices: list[int]) -> None:
+def test_table_in_use_keeps_its_bytes(sizes: list[int], choices: list[int]) -> None:
     """Tables in use keep their bytes, however late uploads run, and in whatever order tables are released."""
     device = FakeDevice()
     stream = FakeStream(device, "kernel")

@@ -97,7 +97,7 @@ def test_a_plan_that_has_landed_holds_no_device_memory(kind: str) -> None:
 
 
 @on_devices
-def test_a_load_with_readers_is_queued_as_they_come(kind: str) -> None:
+def test_load_with_readers_is_queued_two_waves_ahead(kind: str) -> None:
     """Two waves are queued ahead of the reader. When the reader enters the newest wave, the next wave is queued."""
     with world(kind) as w:
         tickets = submit_all(w, Kind.LOAD_SYNC)
@@ -113,7 +113,7 @@ def test_a_load_with_readers_is_queued_as_they_come(kind: str) -> None:
 
 @on_devices
 @pytest.mark.parametrize("order", [[2, 1, 0], [2], [1, 2, 0]])
-def test_readers_may_come_in_any_order(kind: str, order: list[int]) -> None:
+def test_readers_may_arrive_in_any_order(kind: str, order: list[int]) -> None:
     """A layer is queued when its reader arrives, in whatever order readers arrive."""
     with world(kind) as w:
         for layer in range(LAYERS):
@@ -130,7 +130,7 @@ def test_readers_may_come_in_any_order(kind: str, order: list[int]) -> None:
 
 
 @on_devices
-def test_a_fence_queues_what_was_held_back(kind: str) -> None:
+def test_fence_queues_delayed_layers(kind: str) -> None:
     """The fence queues the delayed layers of a step that ends before a wave is full, or before all layers came."""
     with world(kind, wave_bytes=1 << 20) as w:
         tickets = submit_all(w, Kind.SAVE, LAYERS - 1)
@@ -141,7 +141,7 @@ def test_a_fence_queues_what_was_held_back(kind: str) -> None:
 
 
 @on_devices
-def test_another_plan_goes_behind(kind: str) -> None:
+def test_delayed_copies_are_queued_before_those_of_the_next_plan(kind: str) -> None:
     """When a second plan of the same direction arrives, the delayed copies of the first plan are queued first."""
     with world(kind, wave_bytes=1 << 20) as w:
         first = submit_all(w, Kind.SAVE, 1)
@@ -151,7 +151,7 @@ def test_another_plan_goes_behind(kind: str) -> None:
 
 
 @on_devices
-def test_what_was_held_back_can_be_given_up(kind: str) -> None:
+def test_delayed_layer_can_be_given_up(kind: str) -> None:
     """A given up layer that was not queued touches no memory and fails. Other layers succeed."""
     with world(kind) as w:
         tickets = submit_all(w, Kind.LOAD_SYNC)
@@ -167,7 +167,7 @@ def test_what_was_held_back_can_be_given_up(kind: str) -> None:
 
 
 @on_devices
-def test_giving_up_and_reading_at_once(kind: str) -> None:
+def test_layer_can_be_given_up_while_it_is_read(kind: str) -> None:
     """Every ticket completes exactly once, though the watchdog's thread abandons tickets while readers ask for them."""
     for _ in range(50):
         with capture_logs(), world(kind) as w:
@@ -182,7 +182,7 @@ def test_giving_up_and_reading_at_once(kind: str) -> None:
 
 
 @on_devices
-def test_shutdown_finishes_what_was_held_back(kind: str) -> None:
+def test_shutdown_completes_delayed_copies(kind: str) -> None:
     """The engine's shutdown completes every submitted ticket without a failure."""
     with world(kind, wave_bytes=1 << 20) as w:
         tickets = [*submit_all(w, Kind.LOAD_SYNC, 2), *submit_all(w, Kind.SAVE, 1)]
@@ -191,7 +191,7 @@ def test_shutdown_finishes_what_was_held_back(kind: str) -> None:
 
 
 @on_devices
-def test_a_reader_of_what_has_landed_calls_for_more_too(kind: str) -> None:
+def test_reader_of_a_landed_layer_queues_a_wave(kind: str) -> None:
     """A reader of a layer that has already landed also queues a wave, so that two waves stay in flight."""
     with world(kind) as w:
         tickets = submit_all(w, Kind.LOAD_SYNC)
@@ -213,7 +213,7 @@ def test_a_load_without_readers_is_queued_two_waves_ahead_of_the_bus(kind: str) 
 
 
 @on_pinned
-def test_loads_without_readers_let_those_with_readers_pass(kind: str) -> None:
+def test_loads_with_readers_are_queued_before_loads_without(kind: str) -> None:
     """A load with readers waits for at most two waves of earlier loads without readers.
 
     The loads without readers keep their order.
@@ -258,7 +258,7 @@ def test_shutdown_finishes_loads_without_readers(kind: str) -> None:
         assert not any(ticket.failed for ticket in tickets)
 
 
-def test_a_copy_that_blocks_is_of_the_thread_that_submits_it() -> None:
+def test_copy_that_may_block_is_queued_by_the_submitting_thread() -> None:
     """A copy that may block is queued by the submitting thread.
 
     The completion thread must not block, because others wait for it.
@@ -362,7 +362,7 @@ def test_a_save_waits_for_the_compute_before_its_submission_only(kind: str) -> N
 
 
 @on_devices
-def test_the_fence_queues_a_save_that_the_completion_thread_has_not(kind: str) -> None:
+def test_fence_queues_a_save_before_the_completion_thread_does(kind: str) -> None:
     """Compute that follows the fence waits for the reads of the whole save."""
     with world(kind) as w, w.engine._queueing:  # type: ignore[attr-defined]
         plan = CopyPlan(Direction.SAVE, [make_job(1, job_rows(0, TABLE))], len(GEOMETRY.groups))

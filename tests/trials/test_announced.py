@@ -61,7 +61,7 @@ def over(played: Played, why: str) -> int:
 
 @pytest.mark.parametrize("name", ["tier", "two-tiers", "async-scheduler-tier", "tier-hybrid", "pipeline-2"])
 @pytest.mark.parametrize("policy", ["lru", "s3fifo", "sessions"])
-def test_what_was_announced_is_in_memory_before_it_comes(name: str, policy: str) -> None:
+def test_announced_prompt_is_in_memory_before_its_request_arrives(name: str, policy: str) -> None:
     """The announced request waits for no tier. Nothing is fetched before the announced time is near."""
     with announcing(SHAPES[name]._replace(pool_slots=32, hints=True, policy=policy)) as (played, clock):
         counters = played.trial.side.counters
@@ -101,7 +101,7 @@ def test_announced_chunks_use_the_room_of_their_own_quota(policy: str) -> None:
         assert over(played, "came") == 1
 
 
-def test_nothing_is_fetched_at_the_announced_time_when_the_request_has_come() -> None:
+def test_nothing_is_fetched_at_the_announced_time_after_the_request_has_arrived() -> None:
     """If the announced request arrives early, nothing is fetched at the announced time."""
     with announcing() as (played, clock):
         played.run()
@@ -114,7 +114,7 @@ def test_nothing_is_fetched_at_the_announced_time_when_the_request_has_come() ->
         assert played.trial.side.counters["chunks_fetched"] == fetched
 
 
-def test_each_chunk_is_fetched_once_when_the_request_comes_during_the_prefetch() -> None:
+def test_each_chunk_is_fetched_once_when_the_request_arrives_during_the_prefetch() -> None:
     """If the announced request arrives during the prefetch, each chunk is fetched once, and no room stays reserved."""
     with announcing() as (played, clock):
         clock.now_s += PAUSE_S
@@ -132,7 +132,7 @@ def test_each_chunk_is_fetched_once_when_the_request_comes_during_the_prefetch()
         assert not played.trial.side.prefetching.has_work()
 
 
-def test_what_memory_loses_again_is_brought_again() -> None:
+def test_evicted_announced_chunks_are_fetched_again() -> None:
     """Chunks that are evicted after the fetch are fetched again in the prompt's next turn, until its last turn."""
     with announcing() as (played, clock):
         counters, begin_s, brought = played.trial.side.counters, clock.now_s, 0
@@ -170,7 +170,7 @@ def test_announced_chunks_are_evicted_last_without_hints() -> None:
 
 
 @pytest.mark.parametrize("how", ["reset", "weights"])
-def test_a_reset_forgets_what_was_announced(how: str) -> None:
+def test_reset_forgets_announced_prompts(how: str) -> None:
     """No chunk from before the reset is found, in tiers neither."""
     with announcing() as (played, clock):
         played.do(("reset", True, False) if how == "reset" else ("weights", 1))
@@ -274,7 +274,7 @@ def test_an_engine_without_hints_remembers_and_asks_nothing(monkeypatch: pytest.
         assert not played.trial.side.counters["resumes_announced"]
 
 
-def test_what_a_policy_without_hints_ignores() -> None:
+def test_hints_other_than_resume_are_ignored_without_a_policy_for_hints() -> None:
     """With tiers, `kv.resume` is used to fetch the prompt, and other hints are ignored.
 
     Without tiers, all hints are ignored.
@@ -293,7 +293,7 @@ def test_what_a_policy_without_hints_ignores() -> None:
         assert not played.trial.side.counters["resumes_announced"]
 
 
-def test_a_request_that_came_to_nothing_is_no_announcement_of_more() -> None:
+def test_aborted_request_announces_nothing() -> None:
     """An announcement by an aborted request, or by a request shorter than a block, causes no fetch and no error."""
     with in_play(ROOMY) as played:
         clock = Clock(played)
@@ -305,7 +305,7 @@ def test_a_request_that_came_to_nothing_is_no_announcement_of_more() -> None:
         assert not played.trial.side.pending
 
 
-def test_the_trace_shows_what_was_brought() -> None:
+def test_trace_shows_the_prefetch_of_an_announced_request() -> None:
     """The trace has the prefetch under the announced request's name, and the time until the announced time."""
     with announcing() as (played, clock):
         put: list[e.Event] = []
@@ -372,7 +372,7 @@ def test_announced_prompts_have_their_turns_in_the_order_of_their_times() -> Non
 
 
 @pytest.mark.parametrize("pause_s", [0.0, 1.0, 10.0, 1000.0])
-def test_turns(pause_s: float) -> None:
+def test_announcement_has_its_turns_and_is_then_forgotten(pause_s: float) -> None:
     """An announcement has `turns` turns at intervals, the first before the announced time. Then it is forgotten."""
     all_ = Announcements(Counters())
     all_.add(remembered("a", pause_s, now_s=7.0))
@@ -388,7 +388,7 @@ def test_turns(pause_s: float) -> None:
     assert turns[-1] <= max(pause_s * a.TURNS[-1], a.BETWEEN_S_MIN * len(turns)) + 0.25
 
 
-def test_announced_request_has_come_when_a_request_begins_with_the_whole_prompt() -> None:
+def test_announced_request_has_arrived_when_a_request_begins_with_the_whole_prompt() -> None:
     """A request that begins with only a part of the announced prompt is not the announced request."""
     all_ = Announcements(Counters())
     one = remembered("a", 30)

@@ -45,7 +45,7 @@ def _asks(trial: Trial, times: int) -> bool:
 
 
 @pytest.mark.parametrize("name", ["consumer", "async-scheduler-consumer"])
-def test_consumer_waits_for_what_the_producer_stores(name: str) -> None:
+def test_consumer_waits_for_chunks_of_the_producer(name: str) -> None:
     """The prompt arrives first and hits as soon as it is stored, so nothing is computed twice."""
     with _consumer(name) as (trial, store):
         trial.do(("add", 0, -1, 0, 1, 0, 0))

@@ -82,7 +82,7 @@ def in_play(shape: Shape = SHAPE) -> Iterator[Played]:
 
 
 @pytest.mark.parametrize("name", ["tier", "two-tiers", "async-scheduler-tier", "tier-hybrid"])
-def test_what_memory_forgot_comes_from_the_tier(name: str) -> None:
+def test_evicted_prompt_is_fetched_from_the_tier(name: str) -> None:
     """A prompt that memory does not hold any more is fetched, and its tokens are counted as hits of the tier."""
     with in_play(SHAPES[name]._replace(pool_slots=24)) as played:
         before = played.run()
@@ -90,7 +90,7 @@ def test_what_memory_forgot_comes_from_the_tier(name: str) -> None:
         assert before["memory"] == 0 or len(before) == 1
 
 
-def test_where_all_have_windows_what_is_fetched_has_a_beginning() -> None:
+def test_fetched_window_is_the_beginning_of_a_chain() -> None:
     """Nothing before the window is fetched. The policy treats the fetched chunks as the beginning of a chain."""
     with in_play(SHAPES["window"]._replace(tiers=1, pool_slots=24, policy="sessions")) as played:
         played.trial.documents[0] = [1 + j % 50 for j in range(250)]
@@ -105,7 +105,7 @@ def test_where_all_have_windows_what_is_fetched_has_a_beginning() -> None:
         assert [chain.orphan for chain in policy._one._chains if chain is not None] == [False]
 
 
-def test_nobody_waits_where_tiers_have_nothing() -> None:
+def test_request_does_not_wait_when_tiers_have_nothing() -> None:
     """A request for which tiers have nothing waits only for the lookup."""
     with in_play() as played:
         played.trial.tiers[0].values.clear()
@@ -116,7 +116,7 @@ def test_nobody_waits_where_tiers_have_nothing() -> None:
         assert played.trial.scheduler.running
 
 
-def test_a_short_rest_is_not_asked_for() -> None:
+def test_short_rest_is_not_fetched() -> None:
     """If less than a chunk is missing in memory, it is computed without a lookup."""
     with in_play() as played:
         played.run()
@@ -139,7 +139,7 @@ def _chunks(names: Iterable[str]) -> set[str]:
     return {name for name in names if Key.parse(name).chunk != first_hash.NAME}
 
 
-def test_a_tier_that_lists_is_notified_of_what_was_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tier_with_a_listing_is_notified_of_stored_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier that answers from a listing is notified of exactly the chunks that every rank has stored."""
     reported: list[str] = []
 
@@ -159,7 +159,7 @@ def test_a_tier_that_lists_is_notified_of_what_was_stored(monkeypatch: pytest.Mo
         assert not reported
 
 
-def test_shares_of_a_pool_that_turns_out_smaller() -> None:
+def test_shares_follow_a_smaller_pool() -> None:
     """Waiting requests and stores may use shares of the slots of every rank. Ranks report fewer slots, and late."""
     with in_play() as played:
         played.trial.side.catalog.reset()
@@ -170,7 +170,7 @@ def test_shares_of_a_pool_that_turns_out_smaller() -> None:
 
 
 @pytest.mark.parametrize("when", [m.ASKING, m.FETCHING])
-def test_lookup_ms_max(when: str) -> None:
+def test_waiting_request_uses_the_hit_in_memory_at_lookup_ms_max(when: str) -> None:
     """At `lookup_ms_max` a waiting request uses the hit in memory. Chunks that arrive later serve other requests."""
     with in_play() as played:
         if when == m.ASKING:
@@ -201,7 +201,7 @@ def test_a_stage_ends_with_its_request(move: tuple[object, ...], steps: int) -> 
 
 
 @pytest.mark.parametrize("kind", ["forgets", "damages", "cuts", "down"])
-def test_a_chunk_that_is_lost_behind_the_lookup(kind: str) -> None:
+def test_chunk_lost_after_the_lookup_is_computed(kind: str) -> None:
     """A chunk that was found but cannot be fetched is computed, and the reason is reported."""
     with in_play() as played:
         played.do(ADD, ("schedule",), ("update",), ("schedule",))
@@ -212,7 +212,7 @@ def test_a_chunk_that_is_lost_behind_the_lookup(kind: str) -> None:
         assert played.trial.side.counters["chunks_not_fetched"] > 0
 
 
-def test_a_tier_that_is_down() -> None:
+def test_request_does_not_wait_for_a_tier_that_is_down() -> None:
     """While no tier can be asked, no request waits, and the miss reason says so."""
     with in_play() as played:
         played.trial.excused |= {"tier_failed"}
@@ -227,7 +227,7 @@ def test_a_tier_that_is_down() -> None:
         assert played.trial.side.tracer.misses["tier_down"] == 5
 
 
-def test_a_nearer_tier_gets_what_a_farther_one_had() -> None:
+def test_chunks_of_the_second_tier_are_stored_in_the_first() -> None:
     """Chunks that were fetched from the second tier are stored in the first tier."""
     with in_play(SHAPES["two-tiers"]._replace(pool_slots=24)) as played:
         near, far = played.trial.tiers
@@ -248,7 +248,7 @@ def test_waiting_requests_do_not_take_the_whole_pool() -> None:
         played.do(("drain",))
 
 
-def test_what_a_request_ended_in_is_stored_too() -> None:
+def test_last_partial_chunk_of_a_request_is_stored() -> None:
     """The last chunk of a request is stored although it is not full, and is found."""
     with in_play() as played:
         tier: HeldTier = played.trial.tiers[0]
@@ -258,7 +258,7 @@ def test_what_a_request_ended_in_is_stored_too() -> None:
         assert len(tier.values) >= 2
 
 
-def test_what_vllm_holds_itself_is_not_asked_for() -> None:
+def test_prompt_in_the_prefix_cache_of_vllm_waits_for_no_tier() -> None:
     """A prompt in vLLM's own prefix cache waits for no tier, though kvpipe's memory has dropped it."""
     with in_play() as played:
         played.run()
@@ -290,7 +290,7 @@ def test_fetches_wait_for_lanes() -> None:
         assert played.trial.side.counters["chunks_fetching"] == before + 5, "all but one"
 
 
-def test_a_plan_that_fails_loses_no_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_plan_loses_no_tier_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planning raises in the middle. Planned orders are sent, and the request continues without the others."""
     with in_play() as played:
         played.trial.excused |= {"fetch_not_planned", "store_not_planned"}
@@ -340,7 +340,7 @@ def test_tiers_on_some_ranks_only() -> None:
         trial.close()
 
 
-def test_why_other_layouts_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reason_why_other_layouts_share_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reason that binds chunks to one layout is reported once. The gauge is 1 while the reason applies."""
     noted = list[dict[str, Any]]()
     monkeypatch.setattr(scheduler_role, "info", lambda name, **fields: noted.append({"name": name, **fields}))

@@ -45,7 +45,7 @@ def test_hits_are_reported_by_source(
         assert sources == {CacheHitSource.HOST: hits["memory"], source: hits[tier]}
 
 
-def test_part_of_a_hit_is_reported_as_what_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_part_of_a_hit_has_the_source_of_its_first_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler may load fewer tokens than were found.
 
     An error in kvpipe loses only the attribution to a source.

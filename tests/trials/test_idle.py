@@ -15,7 +15,7 @@ from tests.trials.test_announced import PAUSE_S, STEPS, announcing, over, steps
 
 
 @pytest.mark.parametrize("begun", [True, False], ids=["begun", "due"])
-def test_an_engine_that_has_nothing_else_to_do_is_not_kept_from_stopping_for_long(*, begun: bool) -> None:
+def test_idle_engine_may_stop_soon(*, begun: bool) -> None:
     """The engine may be about to end, or to pause for new weights.
 
     It stops although announcements wait or tiers are slow.
@@ -36,7 +36,7 @@ def test_an_engine_that_has_nothing_else_to_do_is_not_kept_from_stopping_for_lon
         assert side.counters["chunks_prefetched"] > 0, "there are steps again"
 
 
-def test_fetched_chunks_do_not_count_as_used_before_their_request_comes() -> None:
+def test_fetched_chunks_do_not_count_as_used_before_their_request_arrives() -> None:
     """In a later turn of the prompt, the fetched chunks are found in memory.
 
     This does not make them used or recently used.

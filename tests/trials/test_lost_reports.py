@@ -10,9 +10,9 @@ import pytest
 from kvpipe.connectors.vllm.connector import KVPipeConnector
 from kvpipe.connectors.vllm.metadata import ReportMetadata
 from kvpipe.connectors.vllm.scheduler_role import SchedulerRole
-from kvpipe.connectors.vllm.trial.scheduler_world import SAVE, SYNC, SchedulerWorld
 from kvpipe.protocol.messages import Report, Tally
 from kvpipe.trace.log import Counters
+from tests.rigs.scheduler_world import SAVE, SYNC, SchedulerWorld
 
 
 def _boom(*_: object, **__: object) -> None:
@@ -29,7 +29,7 @@ def _connector(world: SchedulerWorld) -> Any:
     return made
 
 
-def test_reports_of_a_step_are_taken_when_a_request_with_a_failed_load_is_over(
+def test_reports_of_a_step_are_processed_when_a_request_with_a_failed_load_has_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With the policy `fail`, vLLM ends the request before it passes the invalid blocks to the connector."""
@@ -51,7 +51,7 @@ def test_reports_of_a_step_are_taken_when_a_request_with_a_failed_load_is_over(
     assert world.side.counters["load_failed"] == 1
 
 
-def test_reports_are_taken_when_invalid_blocks_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_are_processed_when_invalid_blocks_cannot_be_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank reports a job once. If this call lost the report, the job would count as running for ever."""
     world = SchedulerWorld()
     request = world.request("one", 2)
@@ -80,7 +80,7 @@ def test_each_failed_load_is_failed_when_another_raises(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("part", ["weighed", "ranks_read", "slots_ready", "adapters"])
-def test_a_report_is_taken_when_one_part_raises(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_is_processed_when_one_part_raises(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All other parts of the report are processed: tallies, rates, slots, adapters. Ranks do not report them again."""
     world = SchedulerWorld()
     request, side, taken = world.request("one", 2), world.side, list[str]()

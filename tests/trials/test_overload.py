@@ -35,7 +35,7 @@ def _brought(played: Played) -> int:
     return int(played.trial.side.tracer.hit_tokens["dict-0"])
 
 
-def test_tiers_answer_in_time_though_the_engine_asks_late() -> None:
+def test_chunks_that_arrived_in_time_are_used_by_a_late_lookup() -> None:
     """A busy engine repeats the lookup only after `lookup_ms_max`. Meanwhile the tier's chunks have arrived."""
     with in_play() as played:
         played.do(ADD, *STEP)
@@ -148,7 +148,7 @@ class _Searched(set[Stage]):
         return super().__iter__()
 
 
-def test_thousands_that_wait_are_not_searched_for_each_of_them() -> None:
+def test_work_of_a_lookup_does_not_grow_with_waiting_requests() -> None:
     """When waiting requests use all room, a new request does not search them for room. It is not looked up again."""
     with in_play(SHAPE._replace(pool_slots=4)) as played:
         for i in range(2):

@@ -26,7 +26,7 @@ def _paced(steps: Sequence[int], *, ahead: bool = False) -> float:
 
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("prompt", [1, 2, 5, 3 * BURST_STEPS_MAX])
-def test_a_burst_is_measured_to_the_step_behind_it(prompt: int, *, ahead: bool) -> None:
+def test_burst_is_measured_until_the_next_step(prompt: int, *, ahead: bool) -> None:
     """A *burst* is consecutive steps with prompts.
 
     Whenever the next step is planned, the measured pace is the same. Decoding does not count.
@@ -37,7 +37,7 @@ def test_a_burst_is_measured_to_the_step_behind_it(prompt: int, *, ahead: bool) 
     )
 
 
-def test_without_a_prompt_it_is_not_known() -> None:
+def test_pace_is_unknown_until_a_prompt_was_computed() -> None:
     """The pace is unknown until a prompt's first step has ended.
 
     A batch that decodes, with drafts, does not count as a prompt.
@@ -60,7 +60,7 @@ def test_idle_times_and_hiccups_do_not_count() -> None:
     assert pace.s_per_token == pytest.approx((PREFILL_S + DECODE_S) / PREFILL)
 
 
-def test_it_follows_the_engine() -> None:
+def test_pace_follows_a_faster_device() -> None:
     """If a device becomes faster, the pace becomes that of the new speed after a few bursts."""
     pace, now_s = Pace(), 0.0
     for takes_s in [0.6] * 20 + [0.2] * BURSTS:
@@ -93,7 +93,7 @@ def test_an_engine_is_busy_until_a_burst_is_over() -> None:
     assert seen == [False, True, True, True, False]
 
 
-def test_request_waits_for_more_as_long_as_computing_what_has_arrived_takes() -> None:
+def test_request_waits_for_more_chunks_as_long_as_computing_the_arrived_chunks_takes() -> None:
     """A token takes ten seconds to compute, and 128 tokens have arrived.
 
     Computing these tokens would take 21 minutes. So the request waits 21 minutes for more, and not half an hour.

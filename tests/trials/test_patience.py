@@ -34,7 +34,7 @@ def _patience(bytes_per_s: float = 900.0, s_per_token: float = 0.01, slow_ms_max
     ("bytes_per_s", "s_per_token", "slow"),
     [(900, 0.01, True), (1100, 0.01, False), (900, 0.0, False), (0, 0.01, False)],
 )
-def test_a_tier_is_slow_if_both_paces_are_known_and_its_own_is_less(
+def test_tier_is_slow_if_its_known_rate_is_below_the_rate_of_computing(
     bytes_per_s: float, s_per_token: float, *, slow: bool
 ) -> None:
     """A token has 10 bytes and takes `s_per_token` to compute. A tier that was never read has no known rate."""
@@ -69,7 +69,7 @@ def test_some_requests_still_use_a_slow_tier() -> None:
     assert [patience.passes(asked=True) for _ in range(3 * TRIED_EVERY)].count(False) == 3
 
 
-def test_how_long_it_is_waited_for() -> None:
+def test_wait_is_at_least_the_time_to_compute_the_fetched_tokens() -> None:
     """The wait is at least the time to compute the tokens that were fetched so far.
 
     The wait for a slow tier is never longer than `lookup_ms_max`.
@@ -100,7 +100,7 @@ def _slow(shape: Shape = SHAPE) -> Iterator[Played]:
         yield played
 
 
-def test_a_request_does_without_a_slow_tier() -> None:
+def test_request_does_not_wait_for_a_slow_tier() -> None:
     """A request that skips a slow tier is computed at once. The reason is reported, and nothing is fetched."""
     with _slow() as played:
         side, before = played.trial.side, _brought(played)
@@ -126,7 +126,7 @@ def test_request_that_tries_a_slow_tier_waits_for_one_step() -> None:
         played.do(("hold", False), ("drain",))
 
 
-def test_a_request_that_the_engine_has_no_room_for_gets_what_a_slow_tier_has() -> None:
+def test_request_that_waits_for_blocks_gets_chunks_of_a_slow_tier() -> None:
     """The chunks are fetched while the request waits for blocks. When there are blocks, the chunks are loaded."""
     with _slow() as played:
         before = _brought(played)
@@ -138,7 +138,7 @@ def test_a_request_that_the_engine_has_no_room_for_gets_what_a_slow_tier_has() -
         assert _brought(played) >= before + 128
 
 
-def test_a_slow_tier_is_waited_for_while_others_are_computed() -> None:
+def test_requests_wait_for_a_slow_tier_during_a_burst_of_prompts() -> None:
     """During a burst of prompts, requests wait for a slow tier. After the burst, no request waits for it any more."""
     with _slow() as played:
         with pytest.MonkeyPatch.context() as patch:
@@ -150,7 +150,7 @@ def test_a_slow_tier_is_waited_for_while_others_are_computed() -> None:
         played.do(("hold", False), ("drain",))
 
 
-def test_what_a_quick_tier_has_is_fetched() -> None:
+def test_only_chunks_of_the_fast_tier_are_fetched() -> None:
     """Only the chunks of the fast tier are fetched. The rest of the prompt is in the slow tier, and is computed."""
     with in_play(SHAPE._replace(tiers=2, pool_slots=24)) as played:
         values = played.trial.tiers[0].values

@@ -44,7 +44,7 @@ def finish(played: Played, order: Order) -> WarmedPrompt:
 
 
 @pytest.mark.parametrize("name", ["tier", "two-tiers", "async-scheduler-tier", "tier-hybrid"])
-def test_what_was_warmed_is_a_hit_in_memory(name: str) -> None:
+def test_warmed_prompt_is_a_hit_in_memory(name: str) -> None:
     """A request for a warmed prompt waits for no tier, and the prefetched chunks count as used."""
     with in_play(SHAPES[name]._replace(pool_slots=32)) as played:
         done = finish(played, warm(played))
@@ -65,7 +65,7 @@ def test_what_was_warmed_is_a_hit_in_memory(name: str) -> None:
         assert 0 < counters["prefetch_used"] <= counters["chunks_prefetched"]
 
 
-def test_what_could_not_be_pinned_is_not_fetched() -> None:
+def test_prefetch_with_an_impossible_pin_is_refused() -> None:
     """An order is refused at once if the pin would last longer than `manage_pin_s_max`."""
     with in_play(ROOMY) as played:
         order = warm(played, seconds=1e6)
@@ -86,7 +86,7 @@ def test_prefetched_chunk_counts_as_wasted_when_it_is_evicted_unused() -> None:
         assert played.trial.side.counters["prefetch_used"] == 0
 
 
-def test_what_is_pinned_then() -> None:
+def test_warmed_prompt_stays_in_memory_until_its_pin_ends() -> None:
     """A warmed prompt that is pinned stays in memory until the pin ends."""
     with in_play(ROOMY) as played:
         played.trial.side.pins.clock = lambda: 0.0
@@ -99,7 +99,7 @@ def test_what_is_pinned_then() -> None:
         played.do(("drain",))
 
 
-def test_nobody_waits_for_it() -> None:
+def test_request_does_not_wait_for_a_prefetch() -> None:
     """A request that comes during the prefetch is scheduled in the same pass, even if the tier does not answer."""
     with in_play(ROOMY) as played:
         played.do(("hold", True))
@@ -112,7 +112,7 @@ def test_nobody_waits_for_it() -> None:
         assert warmed(order).fetched_tokens >= 128
 
 
-def test_a_request_takes_over_what_is_on_its_way() -> None:
+def test_fetch_in_flight_serves_prefetch_and_request() -> None:
     """One fetch of a chunk serves both the prefetch and the request, and counts for the request."""
     with in_play(ROOMY) as played:
         counters = played.trial.side.counters
@@ -123,7 +123,7 @@ def test_a_request_takes_over_what_is_on_its_way() -> None:
 
 
 @pytest.mark.parametrize("steps", range(7))
-def test_a_reset_ends_it(steps: int) -> None:
+def test_reset_ends_a_prefetch_in_any_state(steps: int) -> None:
     """After a reset in any state of the prefetch, nothing is held, and no chunk from before the reset is found."""
     with in_play(ROOMY) as played:
         order = warm(played)
@@ -162,7 +162,7 @@ def test_an_engine_that_has_nothing_to_do_begins_with_its_next_step() -> None:
         assert finish(played, order).fetched_tokens >= 128
 
 
-def test_bypass_ends_it() -> None:
+def test_bypass_ends_prefetches() -> None:
     """After bypass is switched on, no more chunks are requested from tiers, and nothing is held."""
     with in_play(ROOMY) as played:
         played.do(("hold", True))
@@ -176,7 +176,7 @@ def test_bypass_ends_it() -> None:
 
 
 @pytest.mark.parametrize("kind", ["forgets", "damages", "cuts", "down"])
-def test_what_cannot_be_brought_is_not_there(kind: str) -> None:
+def test_prefetch_ends_with_the_chunks_before_a_failed_fetch(kind: str) -> None:
     """If some chunks cannot be fetched, the order ends with the chunks before them."""
     with in_play(ROOMY) as played:
         played.trial.excused |= {"tier_failed", "chunk_damaged"}
@@ -187,7 +187,7 @@ def test_what_cannot_be_brought_is_not_there(kind: str) -> None:
         assert warmed(order).fetched_tokens < 192
 
 
-def test_it_takes_its_share_of_the_pool_and_no_more() -> None:
+def test_prefetch_keeps_to_its_share_of_the_pool() -> None:
     """The prefetch begins with the prompt's first chunk. It uses no more lanes than there are."""
     for slots, tokens in ((4, 128), (24, 192)):
         with in_play(SHAPE._replace(pool_slots=slots)) as played:
@@ -219,7 +219,7 @@ def test_prefetch_ends_when_a_waiting_request_needs_its_room() -> None:
         assert warmed(order).fetched_tokens == 0
 
 
-def test_one_prompt_after_the_other() -> None:
+def test_prompts_are_prefetched_one_after_the_other() -> None:
     """A limited number of prefetches wait, and any further prefetch is refused.
 
     Other orders are carried out meanwhile.
@@ -238,7 +238,7 @@ def test_one_prompt_after_the_other() -> None:
         assert all(warmed(order).tokens >= 128 for order in orders[:-1])
 
 
-def test_what_waits_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_prefetch_ends_after_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefetches that wait also end after a time limit, because vLLM's pause and sleep wait for all prefetches."""
     with in_play(ROOMY) as played:
         played.do(("hold", True))
@@ -265,7 +265,7 @@ def test_what_waits_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
         ("tiers", "no tiers"),
     ],
 )
-def test_what_is_refused(switched: str, why: str) -> None:
+def test_prefetch_is_refused_if_no_request_is_served_from_tiers(switched: str, why: str) -> None:
     """A prefetch is refused if no request would be served from tiers."""
     with in_play(ROOMY) as played:
         side = played.trial.side

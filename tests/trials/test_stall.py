@@ -10,7 +10,6 @@ import pytest
 
 from kvpipe.config.settings import load_settings
 from kvpipe.connectors.vllm.metadata import PlanMetadata
-from kvpipe.connectors.vllm.trial.scheduler_world import ASYNC, SYNC, UNIT, SchedulerWorld
 from kvpipe.protocol.geometry import Geometry, Group, Layer
 from kvpipe.protocol.messages import Kind, Outcome, Report, StepPlan, Tally
 from kvpipe.scheduler.hooks import EngineFacts
@@ -20,6 +19,7 @@ from kvpipe.testing.waiting import WAIT_S
 from kvpipe.transfer.base import Direction
 from kvpipe.worker.batch import Batch
 from tests.rigs.pipeline_rig import Rig, SideRig, job, plan
+from tests.rigs.scheduler_world import ASYNC, SYNC, UNIT, SchedulerWorld
 
 GEOMETRY = Geometry((Group((Layer("a", 100), Layer("b", 100)), block_tokens=4),), 16, 1 << 20)
 
@@ -96,7 +96,7 @@ def _kinds(world: SchedulerWorld, *requests: Any) -> list[Kind]:
     return [jobs[request.request_id] for request in requests]
 
 
-def test_hits_of_one_step_share_what_others_may_wait() -> None:
+def test_loads_of_one_step_share_the_longest_allowed_wait() -> None:
     """A single hit is loaded within its step. If other requests run, all such loads together must be fast enough."""
     world = SchedulerWorld(load="auto")
     page_bytes = 64
@@ -225,7 +225,7 @@ def test_a_wait_for_a_load_is_bounded() -> None:
     rig.pipeline.shutdown()
 
 
-def test_one_limit_for_all_that_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_waits_of_a_step_have_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The waits for the loop, for the copy and for the loop again share one time limit."""
     rig, now_s, limits = Rig(), [100.0], list[float]()
     _loading(rig, 1)

@@ -105,7 +105,7 @@ def routed(shape: Shape = SHAPE, only: str = "") -> Iterator[Routed]:
         trial.close()
 
 
-def test_a_router_knows_what_a_tier_has() -> None:
+def test_router_learns_each_chunk_of_a_tier_once() -> None:
     """A chunk is announced once, even if it is stored again or fetched."""
     with routed() as played:
         played.run(FIRST, SECOND)

@@ -40,7 +40,7 @@ def test_any_engine_has_a_bar() -> None:
     assert page.index("<td>4</td>") < page.index("<td>8</td>") < page.index("<td>16</td>")
 
 
-def test_the_title_is_what_kvpipe_gains() -> None:
+def test_title_compares_the_best_engines_with_and_without_kvpipe() -> None:
     """The title compares the best engine with kvpipe and the best engine without kvpipe.
 
     The engine whose cache holds everything is left out.

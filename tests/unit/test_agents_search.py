@@ -26,13 +26,13 @@ def test_the_most_users_in_time_are_found(most: int, first: int) -> None:
     assert len(set(tried)) == len(tried)
 
 
-def test_it_ends_where_nobody_is_late_or_everybody_is() -> None:
+def test_search_ends_when_all_users_or_none_are_in_time() -> None:
     """The search ends with the largest number of users, or with one user."""
     assert _search(USERS_MAX, 4)[-1] == USERS_MAX
     assert _search(0, 4) == [4, 2, 1]
 
 
-def test_given_numbers_are_tried_as_they_come() -> None:
+def test_given_numbers_are_tried_in_their_order() -> None:
     """Given numbers of users are tried in their order, whether or not the users are served in time."""
     assert _search(10, 4, [12, 8, 40]) == [12, 8, 40]
 

@@ -55,7 +55,7 @@ def sources(module: str) -> list[str]:
 
 
 @each
-def test_a_public_name_is_there(module: str, name: str) -> None:
+def test_public_name_can_be_imported(module: str, name: str) -> None:
     """A public name can be imported. Classes, functions and methods have docstrings and annotations."""
     one = getattr(import_module(module), name)
     if inspect.isfunction(one):
@@ -82,14 +82,14 @@ def test_a_public_value_is_documented(module: str, name: str) -> None:
     assert "  # " in (ast.get_source_segment(source, written) or "") or behind[0].startswith('"""')
 
 
-def test_the_suites_show_what_they_export() -> None:
+def test_all_of_a_suite_has_exactly_the_listed_names() -> None:
     """A module's `__all__` has exactly the names that the page lists for this module."""
     for module, names in ROWS.items():
         listed = getattr(import_module(module), "__all__", names)
         assert sorted(names) == sorted(listed), module
 
 
-def test_nobody_needs_more() -> None:
+def test_examples_import_public_names_only() -> None:
     """The tier package, the page on extending and the second engine import only public names of kvpipe.
 
     Each protocol that the page names is public, too.

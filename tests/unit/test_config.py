@@ -32,7 +32,7 @@ def _refusal(extra: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_extra_config_wins_over_environment_file_and_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The extra config wins over the environment, the environment over the file, the file over the defaults."""
     path = _yaml(tmp_path, "chunk_tokens: 1\nwait_ms_max: 1\npolicy: s3fifo\n")
     monkeypatch.setenv("KVPIPE_CHUNK_TOKENS", "2")
@@ -84,7 +84,7 @@ def test_an_unknown_key_names_the_nearest(wrong: str, meant: str) -> None:
     )
 
 
-def test_retired_key_is_refused_with_what_replaces_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retired_key_is_refused_with_its_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the remedy, for a key and for a variable."""
     assert _refusal({"log_format": "json"}).endswith("use vLLM's --logging-config.formatter json")
     monkeypatch.setenv("KVPIPE_LOG_FORMAT", "json")
@@ -195,7 +195,7 @@ def test_a_contradiction_is_refused() -> None:
     assert load_settings({"freeze": True}).freeze
 
 
-def test_producer_is_refused_when_a_tier_stores_only_what_is_used_again() -> None:
+def test_producer_is_refused_when_a_tier_stores_at_the_second_use_only() -> None:
     """A producer loads nothing, so it would store nothing. The message names tier, field, value, role and remedy."""
     settings = load_settings({"tiers": ["/mnt/kv", "redis://h?store=second_use"]})
     with pytest.raises(ConfigError) as caught:

@@ -37,7 +37,7 @@ def test_every_bit_counts(digest_of: Digest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @DIGESTS
-def test_places_count(digest_of: Digest) -> None:
+def test_positions_of_values_count(digest_of: Digest) -> None:
     """The digest changes if rows, columns or words are exchanged, or if words change without changing their sum."""
     data = _random(16, 16, dtype=torch.int64)
     added = data.clone()
@@ -53,7 +53,9 @@ def test_places_count(digest_of: Digest) -> None:
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.bool, torch.complex64]
 )
-def test_types_and_gaps(digest_of: Digest, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_of_every_type_is_digested_without_gaps(
+    digest_of: Digest, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A tensor of every type can be digested. In a tensor with gaps, the bytes in the gaps do not count."""
     monkeypatch.setattr(digest, "PIECE_BYTES", 100)
     data = _random(13, 9, dtype=torch.uint8) % 2
@@ -68,7 +70,7 @@ def test_types_and_gaps(digest_of: Digest, dtype: torch.dtype, monkeypatch: pyte
 
 
 @DIGESTS
-def test_scalars_and_nothing(digest_of: Digest) -> None:
+def test_tensor_without_dimensions_has_bytes(digest_of: Digest) -> None:
     """A tensor without dimensions has bytes. An empty tensor and a meta tensor have no bytes."""
     assert digest_of(torch.tensor(1.0)) != digest_of(torch.tensor(2.0))
     assert tensor_digest(torch.empty(0)) == ""

@@ -40,7 +40,7 @@ def test_the_readme_has_keys_that_there_are() -> None:
     assert dict(named) == {name: whole[name] or "none" for name, _ in named}
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_and_named_files_exist() -> None:
     """Every relative link, and every file that a page names, exists. Pages at the top and in `docs/` are checked."""
     for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
         text = page.read_text(encoding="utf-8")
@@ -50,7 +50,7 @@ def test_links_lead_somewhere() -> None:
             assert (ROOT / named).exists(), f"{page}: {named}"
 
 
-def test_reading_the_code_names_what_the_files_have() -> None:
+def test_names_in_reading_are_in_the_named_file() -> None:
     """Each numbered part of the page has a file. Every name in code font is in that file, or names another file."""
     text = (ROOT / "docs" / "reading.md").read_text(encoding="utf-8").split("\n## After")[0]
     parts = re.findall(r"^## \d+\. `([\w/.]+)`(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
@@ -80,7 +80,7 @@ def test_the_fuzzing_page_is_fresh() -> None:
     assert all(one["by"] for one in verdicts)
 
 
-def test_the_threat_model_names_what_there_is() -> None:
+def test_threat_model_names_tests_that_exist() -> None:
     """Every row names a test, an invariant or a mutant that exists, or it states the remaining risk."""
     text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
     files = [file for folder in ("tests", "property_tests") for file in (ROOT / folder).rglob("test_*.py")]
@@ -115,13 +115,13 @@ def test_the_page_is_fresh(page: str) -> None:
         ("tracing.md", (*EVENTS, *REASONS)),
     ],
 )
-def test_the_tables_name_all_there_is(page: str, names: Iterable[str]) -> None:
+def test_tables_have_a_row_for_every_name(page: str, names: Iterable[str]) -> None:
     """Every name has a row in the tables."""
     text = (pages.DOCS / page).read_text(encoding="utf-8")
     assert [name for name in names if f"`{name}`" not in text] == []
 
 
-def test_the_map_has_every_room() -> None:
+def test_the_map_has_every_folder() -> None:
     """Every folder of code is in the tree of `docs/architecture.md`, and every line of the tree is a folder."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     tree = text[text.index("<!-- rooms:begin -->") : text.index("<!-- rooms:end -->")]

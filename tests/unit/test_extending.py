@@ -50,7 +50,7 @@ def test_every_limit_and_method_of_a_tier_has_a_row(name: str) -> None:
     assert re.search(rf"^\| .*`{name}(\(\w*\))?`.* \|", PAGE, flags=re.MULTILINE)
 
 
-def test_what_the_page_shows_keeps_the_protocols(tmp_path: Path) -> None:
+def test_examples_of_the_page_pass_the_suites(tmp_path: Path) -> None:
     """The page's policy and transfer engine pass the suites in a module with the page's own tests."""
     code = "\n".join(text for name, text in BLOCKS if "." not in name)
     (tmp_path / "test_page.py").write_text(f"{IMPORTS}\n{code}", encoding="utf-8")

@@ -38,7 +38,7 @@ def found(mode: int, uid: int) -> Any:
         (stat.S_IFIFO | 0o666, ME, ""),
     ],
 )
-def test_what_others_have_a_hand_in_is_noticed(
+def test_files_that_others_can_write_are_doubted(
     mode: int, uid: int, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The doubts name files of other users except root, and files and folders that others may read or write to."""
@@ -46,12 +46,12 @@ def test_what_others_have_a_hand_in_is_noticed(
     assert files.doubts(found(mode, uid)) == wanted
 
 
-def test_what_is_not_there_raises_no_doubts(tmp_path: Path) -> None:
+def test_missing_file_is_not_doubted(tmp_path: Path) -> None:
     """A file that does not exist raises no doubt, because it will be created."""
     assert files.doubts(tmp_path / "none") == files.doubts(Path("a\0b")) == ""
 
 
-def test_a_tier_in_everybodys_folder_is_logged(tmp_path: Path) -> None:
+def test_tier_in_a_folder_that_everybody_may_write_is_logged(tmp_path: Path) -> None:
     """A folder that everybody may write to is used. The log names the folder and the remedy.
 
     A private folder is not logged.
@@ -77,7 +77,7 @@ def test_a_file_is_read_up_to_its_bound(size: int, tmp_path: Path) -> None:
             files.read_small(tmp_path / "file", size - 1)
 
 
-def test_what_cannot_be_replaced_is_left_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_keeps_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If writing fails in the middle, the file keeps its old content, and no draft is left."""
     path = tmp_path / "file"
     files.replace_text(path, "old")

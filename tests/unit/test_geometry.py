@@ -41,7 +41,7 @@ def test_a_slot_is_the_largest_chunk_aligned() -> None:
     assert g.slots == (1 << 20) // 12288
 
 
-def test_one_group() -> None:
+def test_unit_is_a_block_with_one_group() -> None:
     """With one group a unit is a block."""
     g = Geometry((Group((Layer("a", 64),), block_tokens=32),), 256, 4096)
     assert (g.unit_tokens, g.units_per_chunk, g.pages_per_unit, g.slots) == (32, 8, (1,), 1)
@@ -76,7 +76,7 @@ def test_the_pool_has_the_geometrys_slots() -> None:
     assert pool.slot(2).data_ptr() == pool.base + 2 * 12288
 
 
-def test_of_a_window_within_a_unit_the_end_is_stored() -> None:
+def test_end_of_a_window_within_a_unit_is_stored() -> None:
     """A window shorter than a unit needs only the unit's last blocks, so only these are stored.
 
     With a long window, all blocks are stored.
@@ -96,7 +96,7 @@ def test_of_a_window_within_a_unit_the_end_is_stored() -> None:
     assert list(g.paging[1].stored(table[:190], 1, 3)) == [126, 127]
 
 
-def test_of_a_long_prompt_windows_are_read_to_a_small_part() -> None:
+def test_small_part_of_a_long_prompt_is_read_for_windows() -> None:
     """All KV of a window is stored. Per token, only the KV of full attention is read."""
     layers = (Layer("x", 64),)
     groups = Group(layers, 16), Group(layers, 16, window_tokens=128), Group(layers, 64, state=True)

@@ -140,7 +140,7 @@ FILES: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("text", FILES.values(), ids=FILES)
-def test_files_hold_anything(text: bytes, tmp_path: Path) -> None:
+def test_broken_yaml_file_is_refused_without_its_content(text: bytes, tmp_path: Path) -> None:
     """A YAML file that is broken, huge, a bomb, or of odd types is refused with its path, but without its content."""
     path = tmp_path / "kvpipe.yaml"
     path.write_bytes(text)
@@ -150,7 +150,7 @@ def test_files_hold_anything(text: bytes, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "device", "absent", "locked"])
-def test_what_is_no_file_is_not_read(kind: str, tmp_path: Path) -> None:
+def test_folder_pipe_and_device_are_not_read(kind: str, tmp_path: Path) -> None:
     """A folder, a pipe that nobody writes to, and an endless device are refused at once."""
     path = tmp_path / "kvpipe.yaml"
     if kind == "folder":

@@ -76,7 +76,7 @@ def _at_import(node: ast.AST) -> Iterator[ast.AST]:
         yield from _at_import(child)
 
 
-def test_the_house_knows_no_engine() -> None:
+def test_the_core_imports_no_engine() -> None:
     """No module but the connector's imports vLLM or its connector, not even for types or when called."""
     known = [
         name
@@ -116,7 +116,7 @@ def _room(module: str) -> int:
     return ROOMS.index(max(rooms, key=len)) if rooms else -1
 
 
-def test_imports_go_upwards_in_the_map() -> None:
+def test_modules_import_only_earlier_rows_of_the_map() -> None:
     """No module imports a module of a later row of the map, not even for types or inside functions."""
     assert [name for name in _modules() if _room(name) < 0] == ["kvpipe", "kvpipe.__main__"]
     downwards = [
@@ -129,7 +129,7 @@ def test_imports_go_upwards_in_the_map() -> None:
     assert downwards == []
 
 
-def test_few_files_know_each_other() -> None:
+def test_few_files_import_each_other() -> None:
     """Imports for types and inside functions form no cycle, except one per tier: its settings make its client."""
     graph = {
         name: {one for one in _imports(ast.walk(tree)) if one in _modules() and one != name}
@@ -174,7 +174,7 @@ def test_functions_fit_on_a_screen() -> None:
     assert long == []
 
 
-def test_files_are_about_one_thing() -> None:
+def test_files_have_a_limited_length() -> None:
     """No file is too long. Long files are listed with a reason."""
     lines = {name: text.count("\n") for name, text in FILES.items()}
     assert [name for name, count in lines.items() if count > LONG_FILE_LINES_MAX] == []

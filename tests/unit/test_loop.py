@@ -31,7 +31,7 @@ def test_items_are_handled_in_order_on_one_thread() -> None:
     assert loop.stop(WAIT_S)
 
 
-def test_settle_waits_for_what_was_put_before() -> None:
+def test_settle_waits_for_earlier_items() -> None:
     """`settle` returns only when all items that were put before are handled, even if the loop was asleep."""
     seen: list[int] = []
     loop = LoopThread("t", seen.append)
@@ -77,7 +77,7 @@ def test_stop_handles_the_inbox_first() -> None:
     assert seen == list(range(100))
 
 
-def test_a_failing_handler_is_counted_and_survived() -> None:
+def test_exception_of_a_handler_is_counted() -> None:
     """An exception of a handler or callable is counted; the next item is handled."""
     seen: list[int] = []
 
@@ -186,7 +186,7 @@ def test_many_threads_putting_lose_nothing() -> None:
     loop.stop(WAIT_S)
 
 
-def test_stop_from_the_loop_itself() -> None:
+def test_loop_can_stop_itself() -> None:
     """A handler may stop its own loop. `stop` then does not wait for the loop."""
     loop = LoopThread("t")
     answers: list[bool] = []

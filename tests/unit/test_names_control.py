@@ -116,7 +116,7 @@ time.sleep(60)
 """
 
 
-def test_a_lock_of_somebody_elses_is_not_waited_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_of_another_process_delays_an_engine_only_briefly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that keeps a record locked does not make an engine hang. The engine's error names that process."""
     monkeypatch.setattr("kvpipe.inputs.cache_names.LOCK_S_MAX", 0.3)
     NameClaim("docs", FACTS, tmp_path).release()
@@ -136,7 +136,7 @@ def test_a_lock_of_somebody_elses_is_not_waited_for_long(tmp_path: Path, monkeyp
     NameClaim("docs", FACTS, tmp_path).release()
 
 
-def test_a_lock_that_is_given_back_in_time_is_waited_for(tmp_path: Path) -> None:
+def test_engine_waits_for_a_lock_that_is_released_soon(tmp_path: Path) -> None:
     """An engine that is just writing its record delays another engine only for a moment."""
     NameClaim("docs", FACTS, tmp_path).release()
     with (tmp_path / "docs.json").open("rb") as file:
@@ -203,7 +203,7 @@ def test_a_record_is_its_owners_alone(tmp_path: Path) -> None:
     assert S_IMODE((tmp_path / "state" / "docs.json").stat().st_mode) == 0o600
 
 
-def test_without_a_home_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_home_folder_is_reported_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     """If the system does not know the user's home folder, the message names `state_dir` as the remedy."""
 
     def nowhere() -> Path:
@@ -232,7 +232,7 @@ def test_the_state_folder_follows_xdg(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_freeze_roundtrip(tmp_path: Path, *, on: bool) -> None:
+def test_written_freeze_is_read_back(tmp_path: Path, *, on: bool) -> None:
     """A written state is read back from a folder that did not exist, and no partial file is left."""
     path = tmp_path / "new" / "control"
     write_freeze(path, on=on)
@@ -241,7 +241,7 @@ def test_freeze_roundtrip(tmp_path: Path, *, on: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "link", "below a file", "zero byte", "read only"])
-def test_what_cannot_be_written_is_one_sentence(
+def test_file_that_cannot_be_written_is_one_sentence(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`kvpipe freeze` reports a file that it cannot write in one line, with status 2."""
@@ -305,7 +305,7 @@ def test_an_engine_does_not_start_with_an_odd_control_file(kind: str, tmp_path: 
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "long"])
-def test_the_watcher_is_not_held_up(kind: str, tmp_path: Path) -> None:
+def test_pipe_does_not_block_the_watcher(kind: str, tmp_path: Path) -> None:
     """The watcher skips a pipe, an endless device or a long file; then it obeys a valid file again."""
     path = tmp_path / "control"
     if kind == "pipe":
@@ -333,13 +333,13 @@ def test_the_watcher_is_not_held_up(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "freeze", "freeze:", "freeze: maybe", "thaw: on", "on", "freeze: on off", "\0"])
-def test_garbage_shows_nothing(text: str) -> None:
+def test_unreadable_control_file_changes_nothing(text: str) -> None:
     """A file that is not understood changes nothing."""
     assert read_freeze(text) is None
 
 
 @pytest.mark.parametrize(("text", "on"), [("freeze: on", True), (" freeze :OFF \n\n", False)])
-def test_spelling_is_forgiving(text: str, *, on: bool) -> None:
+def test_case_and_blanks_do_not_matter(text: str, *, on: bool) -> None:
     """Case and blanks in the control file do not matter."""
     assert read_freeze(text) is on
 

@@ -76,7 +76,7 @@ def refusal(given: dict[str, object]) -> str:
     return str(caught.value)
 
 
-def test_a_tier_is_used_like_one_of_ours(add: Add) -> None:
+def test_installed_tier_is_used_like_a_built_in_tier(add: Add) -> None:
     """A tier of a package is given as a table or as a URL. Its keys are checked, and misspellings get a suggestion."""
     add("sheds", TIER, tiers="shed = sheds:ShedSpec", tier_urls="shed = sheds:ShedSpec")
     spec = parse_tier("shed://green?lanes=2")
@@ -90,7 +90,7 @@ def test_a_tier_is_used_like_one_of_ours(add: Add) -> None:
     assert "tier 2 (shed) is the same store as tier 1" in refusal({"tiers": "shed://x shed://x"})
 
 
-def test_only_what_is_asked_for_is_imported(add: Add) -> None:
+def test_only_requested_plug_ins_are_imported(add: Add) -> None:
     """A package that ends the process on import does no harm to engines that do not use it."""
     line = "{0} = bombs:anything".format
     add("bombs", "raise SystemExit('boom')", tiers=line("bomb"), policies=line("bomb"), transfer_engines=line("bomb"))
@@ -196,7 +196,7 @@ class Item:
     place = 0
 
 
-def test_a_policy_is_used_like_one_of_ours(add: Add) -> None:
+def test_installed_policy_is_used_like_a_built_in_policy(add: Add) -> None:
     """A package's policy chooses the chunks that are evicted; a misspelt name is refused with all known names."""
     add("policies", POLICY, policies="newest = policies:Newest")
     assert load_settings({"policy": "newest"}).policy == "newest"
@@ -245,7 +245,7 @@ LYING = """
         ("remove", "self.held = chunk[0]\n\n        def victim(self):\n            return self.held"),
     ],
 )
-def test_a_policy_that_lies_is_left_alone(add: Add, method: str, body: str) -> None:
+def test_policy_that_names_wrong_victims_is_replaced_by_lru(add: Add, method: str, body: str) -> None:
     """Only evictable chunks are evicted, each once, whatever the policy names. From then on the oldest use decides."""
     add("policies", LYING.format(method=method, body=body), policies="lying = policies:Lying")
     faults: list[str] = []
@@ -260,7 +260,7 @@ def test_a_policy_that_lies_is_left_alone(add: Add, method: str, body: str) -> N
     assert faults == ["policy_failed"]
 
 
-def test_a_policy_that_remembers_is_notified_of_what_is_gone(add: Add) -> None:
+def test_policy_is_notified_of_dropped_chunks(add: Add) -> None:
     """The policy's `dropped` is called, as with a built-in policy. An exception from `dropped` is a `policy_failed`."""
     body = "super().remove(chunk[0])\n\n        def dropped(self, chunk):\n            raise KeyError(chunk)"
     add("policies", LYING.format(method="remove", body=body), policies="lying = policies:Lying")
@@ -298,7 +298,7 @@ def test_a_transfer_engine_is_found_by_its_device(add: Add) -> None:
         make_engine("tpu", options)
 
 
-def test_a_package_without_a_name_stops_nobody(add: Add, tmp_path: Path) -> None:
+def test_package_without_a_name_fails_only_its_users(add: Add, tmp_path: Path) -> None:
     """Entry points of an interrupted installation have no package name. Only engines that use them fail."""
     add("rests", "", policies="rest = rests:anything")
     (tmp_path / "rests" / "rests-1.2.dist-info" / "METADATA").unlink()
@@ -306,7 +306,7 @@ def test_a_package_without_a_name_stops_nobody(add: Add, tmp_path: Path) -> None
     assert "the eviction policy 'rest' of package without a name cannot be imported" in refusal({"policy": "rest"})
 
 
-def test_ours_are_found_without_being_installed() -> None:
+def test_built_in_plug_ins_are_found_without_installation() -> None:
     """Entry points of kvpipe are found in a source tree that is not installed.
 
     Its metadata may be old or missing.
@@ -324,7 +324,7 @@ def test_ours_are_found_without_being_installed() -> None:
     assert done.stdout == "['disk', 'redis', 's3', 'mooncake'] ['lru', 's3fifo', 'sessions']\n"
 
 
-def test_all_of_ours_can_be_loaded() -> None:
+def test_every_built_in_plug_in_can_be_loaded() -> None:
     """Every entry point of kvpipe names an object that exists."""
     for group in (plugins.TIERS, plugins.TIER_URLS, plugins.POLICIES, plugins.TRANSFER_ENGINES):
         assert plugins.own(group)

@@ -55,7 +55,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("suite", SUITES)
-def test_what_was_not_overridden_is_named(suite: str, printed: str) -> None:
+def test_suite_without_a_required_name_fails_and_names_it(suite: str, printed: str) -> None:
     """A subclass of a suite that does not define a required name fails, and names it.
 
     Pytest does not collect the suite itself.

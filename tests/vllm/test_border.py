@@ -110,7 +110,7 @@ def test_caches_that_are_registered_again(connector: Any) -> None:
 
 @pytest.mark.parametrize("bad", ["first", "later", "last", "all"])
 @pytest.mark.parametrize("taken", ["connector", "scheduler_connector"])
-def test_all_ends_though_one_raises(request: pytest.FixtureRequest, taken: str, bad: str) -> None:
+def test_shutdown_continues_when_one_part_raises(request: pytest.FixtureRequest, taken: str, bad: str) -> None:
     """A shutdown ends every part of a side, even if one part or all parts raise."""
     connector, ended = request.getfixturevalue(taken), []
 

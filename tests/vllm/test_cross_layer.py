@@ -105,7 +105,7 @@ def test_staged_copies_are_left_to_vllm() -> None:
     assert asks(engine(EXTRA | {"mover": "staged"})) is None
 
 
-def test_a_connector_of_connectors_gets_no_wish() -> None:
+def test_multi_connector_asks_for_no_layout() -> None:
     """Under MultiConnector kvpipe requests no layout.
 
     VLLM refuses connectors with different layouts, and NIXL requests LBHNC.

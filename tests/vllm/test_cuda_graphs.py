@@ -22,13 +22,13 @@ ASKS = KVPipeConnector.requires_piecewise_for_cudagraph
     ("extra", "piecewise"),
     [({}, False), ({"mode": "auto"}, False), ({"mode": "layerwise"}, True), ({"mode": "step"}, False)],
 )
-def test_the_flag_is_enough(extra: dict[str, Any], piecewise: bool) -> None:
+def test_flag_of_the_graphs_is_read(extra: dict[str, Any], piecewise: bool) -> None:
     """The mode in vLLM's flag decides, or the default mode if the flag has none."""
     assert ASKS(extra) is piecewise
 
 
 @pytest.mark.parametrize(("mode", "piecewise"), [("layerwise", True), ("step", False)])
-def test_the_environment_is_enough(mode: str, piecewise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mode_from_the_environment_is_read(mode: str, piecewise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mode in an environment variable decides. The flag takes precedence."""
     monkeypatch.setenv("KVPIPE_MODE", mode)
     assert ASKS({}) is piecewise
@@ -38,7 +38,9 @@ def test_the_environment_is_enough(mode: str, piecewise: bool, monkeypatch: pyte
 
 @pytest.mark.parametrize("by", ["flag", "environment"])
 @pytest.mark.parametrize(("mode", "piecewise"), [("layerwise", True), ("step", False)])
-def test_a_file_is_enough(by: str, mode: str, piecewise: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mode_from_a_file_is_read(
+    by: str, mode: str, piecewise: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The mode in a YAML file that the flag or the environment names decides."""
     path = tmp_path / "kvpipe.yaml"
     path.write_text(f"mode: {mode}\n")
@@ -79,7 +81,7 @@ ATTENTION = ["vllm::unified_attention_with_output", "vllm::unified_mla_attention
         (CUDAGraphMode.PIECEWISE, [], "1"),
     ],
 )
-def test_hooks_that_are_called_are_heeded(
+def test_layerwise_is_accepted_when_hooks_are_called(
     mode: str,
     graphs: CUDAGraphMode | None,
     splitting: list[str] | None,
@@ -107,7 +109,7 @@ def test_hooks_that_are_called_are_heeded(
         (CUDAGraphMode.PIECEWISE, None, r"inside CUDA graphs \(splitting_ops=None\)"),
     ],
 )
-def test_where_no_hook_will_be_called(
+def test_layerwise_is_refused_when_no_hook_is_called(
     graphs: CUDAGraphMode, splitting: list[str] | None, stated: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With `auto`, steps in which no hook is called are copied after the forward.
@@ -138,7 +140,7 @@ def test_which_steps_are_replayed() -> None:
         assert is_replayed(context) is replayed
 
 
-def test_vllm_chooses_whole_graphs_after_it_has_asked() -> None:
+def test_layerwise_is_refused_with_fused_attention() -> None:
     """`layerwise` is refused with attention fused with quantisation, because vLLM then chooses whole graphs."""
     config = CompilationConfig(
         mode=CompilationMode.VLLM_COMPILE,

@@ -49,7 +49,7 @@ def config(method: str | None, *, modules: int = 1, drafts: int = 3, dynamic: bo
         ("dspark", 1, 3, 0),
     ],
 )  # fmt: skip
-def test_tokens_ahead(method: str | None, modules: int, drafts: int, ahead: int) -> None:
+def test_tokens_ahead_are_one_per_module_or_none(method: str | None, modules: int, drafts: int, ahead: int) -> None:
     """The number is None for drafters without hidden states, or with hidden states of the position itself.
 
     Otherwise the number is one per module.
@@ -61,7 +61,7 @@ def test_tokens_ahead(method: str | None, modules: int, drafts: int, ahead: int)
 
 
 @pytest.mark.parametrize("method", ["medusa", "mlp_speculator", "extract_hidden_states", "custom_class"])
-def test_what_no_engine_has_shown_is_refused(method: str) -> None:
+def test_untested_drafting_method_is_refused(method: str) -> None:
     """A drafting method that no engine test covers is refused. The message names the methods that are served."""
     served = "eagle, eagle3, mtp, dflash, dspark, draft_model"
     with pytest.raises(UnsupportedError, match=f"'{method}' is not supported; use one of {served}"):
@@ -105,7 +105,7 @@ def test_a_key_covers_the_tokens_ahead(ahead: int, hash_tokens: int) -> None:
     assert prefixes.state_units(request, 160) == 10
 
 
-def test_drafters_that_leave_their_kv_as_it_was_are_refused() -> None:
+def test_drafters_with_missing_kv_are_refused() -> None:
     """Runner V1 runs only the first of several modules, so the KV of the others is missing.
 
     A drafter with another vocabulary changes the tokens of a prefix.
@@ -169,7 +169,7 @@ def test_states_of_answers_beside_drafts_in_stages_are_refused() -> None:
         ("dspark", True, "dspark"),
     ],
 )
-def test_what_was_shown_on_no_engine_is_reported(method: str | None, stated: str, *, v2: bool) -> None:
+def test_method_tested_on_schedulers_only_is_reported(method: str | None, stated: str, *, v2: bool) -> None:
     """The result names the method if it was tested only on vLLM's schedulers.
 
     DFlash with runner V1 was tested on an engine.

@@ -24,7 +24,7 @@ def _config() -> Any:
     return copy.deepcopy(make_configs(SHAPES["sync"])[0])
 
 
-def test_it_is_refused() -> None:
+def test_fault_tolerance_is_refused() -> None:
     """The refusal names the option, the option's value and the remedy."""
     config = _config()
     check_engine(config)
@@ -33,7 +33,7 @@ def test_it_is_refused() -> None:
         check_engine(config)
 
 
-def test_vllm_itself_keeps_what_a_failed_step_has_not_computed() -> None:
+def test_vllm_keeps_uncomputed_blocks_of_a_failed_step() -> None:
     """All requests are aborted, but their uncomputed blocks stay in vLLM's prefix cache.
 
     See `EngineCoreSentinel.on_fault`. The next request with the same prompt reads these blocks. When this test fails,

@@ -14,13 +14,13 @@ import pytest
 
 from kvpipe.connectors.vllm.hints import is_prefilled_elsewhere
 from kvpipe.connectors.vllm.metadata import Introduction, ReportMetadata
-from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
 from kvpipe.connectors.vllm.trial.shapes import SHAPES, Shape
 from kvpipe.connectors.vllm.trial.trial import Trial
 from kvpipe.protocol.engine import LATER, MISS, Hit
 from kvpipe.protocol.messages import Report
 from kvpipe.scheduler.lookups import FIRST_STEPS_MAX
 from kvpipe.trace import miss_reasons
+from tests.rigs.scheduler_world import UNIT, SchedulerWorld
 
 
 @contextmanager

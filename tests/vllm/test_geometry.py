@@ -80,7 +80,7 @@ def test_states_need_the_attention_up_to_them() -> None:
         make_geometry(cache, load_settings({"chunk_tokens": 128, "save_partial": False}))
 
 
-def test_a_state_that_is_behind_is_refused() -> None:
+def test_state_behind_its_boundary_is_refused() -> None:
     """With ReplaySSM a block holds an older state and the later inputs."""
     shapes, dtypes = ((32,),) * 5, (torch.float32,) * 5
     state = MambaSpec(block_size=32, shapes=shapes, dtypes=dtypes, mamba_cache_mode="align")
@@ -184,7 +184,7 @@ def test_states_within_blocks_at_which_no_hit_ends_are_refused(
 @pytest.mark.parametrize(
     ("states_back", "remedy"), [(1, "unset speculative_config"), (0, "serve the model without kvpipe")]
 )
-def test_what_does_not_help_is_not_recommended(states_back: int, remedy: str) -> None:
+def test_useless_remedy_is_not_recommended(states_back: int, remedy: str) -> None:
     """Short blocks of a window also make hashes short.
 
     Then the remedy does not name `prefix_match_unit`, which is not set.
@@ -274,7 +274,7 @@ def test_a_repeated_prompt_is_found_as_far_as_its_last_state_where_none_is_dropp
 
 
 @pytest.mark.parametrize(("branches", "found"), [(True, 56), (False, 32)])
-def test_where_prompts_branch_a_state_is_found(branches: bool, found: int) -> None:
+def test_state_is_found_where_prompts_branch(branches: bool, found: int) -> None:
     """The second prompt makes vLLM notice the branch, and the third hits there.
 
     The state is within a block, or at the end of the block before if vLLM keeps none within.
@@ -332,13 +332,13 @@ def _facts(**changed: object) -> dict[str, object]:
         {"enable_moe_shared_loras": True},
     ],
 )  # fmt: skip
-def test_what_is_made_of_adapters_counts(changed: dict[str, object]) -> None:
+def test_use_of_adapters_is_part_of_the_identity(changed: dict[str, object]) -> None:
     """An adapter's files make another model if the engine leaves out some of its modules or reads them differently."""
     assert _facts(**changed) != _facts()
     assert _facts(max_loras=4) == _facts() == _facts(lora_dtype="auto")
 
 
-def test_what_is_asked_of_quantization_counts() -> None:
+def test_requested_quantization_is_part_of_the_identity() -> None:
     """A change to the quantization of activations changes the identity. The weights do not show this change."""
     config, cache = copy.deepcopy(make_configs(SHAPES["context-parallel"]))
     geometry, noted = make_geometry(cache, load_settings()), list[dict[str, object]]()
@@ -362,7 +362,7 @@ def test_what_is_asked_of_quantization_counts() -> None:
         ("VLLM_HUMMING_USE_F16_ACCUM", "1", None), ("VLLM_ROCM_QUICK_REDUCE_CAST_BF16_TO_FP16", "0", "1"),
     ],
 )  # fmt: skip
-def test_variables_that_change_what_weights_compute_count(
+def test_variables_that_change_results_are_part_of_the_identity(
     monkeypatch: pytest.MonkeyPatch, name: str, value: str, usual: str | None
 ) -> None:
     """Such variables draw experts at random, or change the precision of activations or the order in a block.
@@ -378,7 +378,7 @@ def test_variables_that_change_what_weights_compute_count(
         assert _facts() == plain
 
 
-def test_how_queries_are_quantized_counts() -> None:
+def test_quantization_of_queries_is_part_of_the_identity() -> None:
     """The weights do not show how queries and other activations are quantized."""
     config, cache = copy.deepcopy(make_configs(SHAPES["context-parallel"]))
     geometry, noted = make_geometry(cache, load_settings()), list[dict[str, object]]()
@@ -389,7 +389,7 @@ def test_how_queries_are_quantized_counts() -> None:
     assert all(one not in noted[:i] for i, one in enumerate(noted))
 
 
-def test_the_release_that_computes_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_release_of_vllm_is_part_of_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
     """VLLM's release counts, but not its build."""
     plain = _facts()
     for found, same in (("0.99.1", False), (f"{vllm.__version__}+cpu", True)):

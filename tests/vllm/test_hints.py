@@ -26,14 +26,14 @@ def _envelope(count: int = 1) -> KvHintsEnvelope:
     return KvHintsEnvelope("0.1", "m", [KvHintAction(f"a{i}", "kv.demote", "1.0", {}) for i in range(count)])
 
 
-def test_without_hints_there_are_none() -> None:
+def test_request_without_hints_has_none() -> None:
     """There are also no hints if other connectors' parameters come with the request, or if the request is pooled."""
     pooled = Request("r", [1, 2, 3], None, PoolingParams())
     others = {"kv_transfer_params": {"do_remote_prefill": False}}
     assert [hints_of(one) for one in (_request(), _request({"other": 1}), _request(others), pooled)] == [None] * 4
 
 
-def test_the_envelope_and_the_parameter() -> None:
+def test_envelope_and_parameter_give_the_same_hints() -> None:
     """A request may have an envelope, a parameter, or both."""
     own = {"retain": {"ttl_seconds": 5}}
     extra = {"kv_transfer_params": {"kvpipe": own}}
@@ -44,7 +44,7 @@ def test_the_envelope_and_the_parameter() -> None:
 
 
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
-def test_the_servers_requests(kind: Any) -> None:
+def test_parameters_of_an_http_request_arrive_unchanged(kind: Any) -> None:
     """Parameters in the body of an HTTP request arrive unchanged with the request."""
     own = {"retain": {"ttl_seconds": 5}, "resume": {"after_seconds": 20.5}}
     body = {"model": "m", "max_tokens": 4, "kv_transfer_params": {"kvpipe": own}}
@@ -66,7 +66,9 @@ def test_the_servers_requests(kind: Any) -> None:
     ],
     ids=repr,
 )
-def test_what_is_no_envelope(extra: dict[str, Any] | None, envelope: Any, raw: RawHints | None) -> None:
+def test_value_that_is_no_envelope_is_passed_on(
+    extra: dict[str, Any] | None, envelope: Any, raw: RawHints | None
+) -> None:
     """In vLLM's own process nothing checks the value, so it is passed on unchanged."""
     assert hints_of(_request(extra, envelope)) == raw
 

@@ -139,7 +139,7 @@ def test_a_tokenizer_does_not_count(tmp_path: Path, processor: SimpleNamespace) 
     assert len(message) == 1
 
 
-def test_deep_and_broken_parts_are_survived(tmp_path: Path, processor: SimpleNamespace) -> None:
+def test_engine_starts_with_deep_and_broken_processors(tmp_path: Path, processor: SimpleNamespace) -> None:
     """The engine starts, whatever a processor consists of."""
 
     class Broken:
@@ -218,7 +218,7 @@ def test_the_commit_of_a_hub_counts(processor: SimpleNamespace) -> None:
     assert len(set(message)) == len(message)
 
 
-def test_settings_count(tmp_path: Path) -> None:
+def test_settings_that_change_inputs_count(tmp_path: Path) -> None:
     """Settings that only limit the accepted inputs do not count."""
     plain = media_facts(engine(tmp_path / "org" / "model"))
     assert media_facts(engine(tmp_path / "org" / "model", limit_per_prompt={"image": 2})) == plain

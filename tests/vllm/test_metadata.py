@@ -23,6 +23,6 @@ _JOB = Job(1, 0, "r", 1, b"\0" * 16)
     ],
     ids=lambda plan: str(plan.step),
 )
-def test_a_plan_arrives(plan: StepPlan) -> None:
+def test_plan_arrives_complete_in_few_bytes(plan: StepPlan) -> None:
     """The plan arrives complete, in few bytes, and with only one class of kvpipe."""
     assert pickle.loads(pickle.dumps(PlanMetadata(plan))).plan == plan  # noqa: S301

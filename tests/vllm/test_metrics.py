@@ -94,7 +94,7 @@ def test_a_meter_takes_the_durations_since_the_last_call() -> None:
     assert meter.take() is None
 
 
-def test_durations_that_nobody_takes_are_bounded() -> None:
+def test_unread_durations_are_bounded() -> None:
     """An engine without statistics never takes the durations."""
     durations = Durations()
     for at in range(KEPT_MAX + 3):
@@ -162,7 +162,7 @@ def prom() -> tuple[KVPipeProm, CollectorRegistry]:
     ), registry
 
 
-def test_what_was_reported_is_served(prom: tuple[KVPipeProm, CollectorRegistry]) -> None:
+def test_reported_metrics_are_served(prom: tuple[KVPipeProm, CollectorRegistry]) -> None:
     """Metrics are served by engine and label. Metrics of another version are left out."""
     reported, registry = prom
     reported.observe({"hit_tokens": {"memory": 64}, "leases": {"": 2}, "from_tomorrow": {"": 1}}, 1)

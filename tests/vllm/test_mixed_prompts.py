@@ -38,7 +38,7 @@ def _hashes(
     return list(request.block_hashes)
 
 
-def test_what_counts_in_each_place_is_in_the_hash() -> None:
+def test_hashes_cover_tokens_and_used_embeddings() -> None:
     """Hashes differ from the first block in which tokens differ, or embeddings that are used.
 
     Unused embeddings do not count.
@@ -51,7 +51,7 @@ def test_what_counts_in_each_place_is_in_the_hash() -> None:
     assert _hashes(ROWS, tokens, some) == other
 
 
-def test_of_which_type_embeddings_are_is_in_the_hash() -> None:
+def test_hashes_cover_the_type_of_embeddings() -> None:
     """Equal bytes of another type are different numbers."""
     assert set(_hashes(ROWS)).isdisjoint(_hashes(ROWS.view(torch.float16)))
     assert _hashes(ROWS) == _hashes(ROWS.clone())

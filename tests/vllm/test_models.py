@@ -61,7 +61,7 @@ def test_a_plain_model_is_served() -> None:
         (_config(mm_encoder_only=True), "only the encoder"),
     ],
 )
-def test_each_statement_refuses(config: Any, named: str) -> None:
+def test_each_unsupported_feature_is_refused(config: Any, named: str) -> None:
     """The message names the feature of vLLM and the remedy, whether the prefix cache is on or off."""
     with pytest.raises(UnsupportedError, match=named) as caught:
         models.check_model(config)
@@ -98,7 +98,7 @@ def test_one_layer_that_looks_ahead_is_enough(tags: tuple[bool, ...]) -> None:
         models.check_specs(_cache(*tags))
 
 
-def test_batch_invariance_without_hits_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_invariance_is_refused_with_hits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Backends that are batch invariant only without hits are refused if batch invariance is switched on."""
     models.check_backends(["FLASHINFER", "TRITON_MLA"])
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")

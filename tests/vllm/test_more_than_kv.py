@@ -44,7 +44,7 @@ def test_experts_that_are_returned_are_refused() -> None:
         check_engine(config)
 
 
-def test_a_connector_that_makes_kv_up_is_refused() -> None:
+def test_connector_that_invents_kv_is_refused() -> None:
     """Kvpipe would store invented KV under ordinary keys, also in tiers that other engines use."""
     config = _config()
     config.kv_transfer_config = KVTransferConfig(
@@ -85,7 +85,7 @@ def _step(rank: AuxOutputWorkerConnector, request: str, computed: int, scheduled
     )  # type: ignore[arg-type]
 
 
-def test_vllm_itself_ends_where_it_has_no_experts_of_a_hit() -> None:
+def test_vllm_fails_when_it_lacks_the_experts_of_a_hit() -> None:
     """The connector of vLLM has experts only of tokens that this engine has computed.
 
     When this test fails, hits can be served in such engines.

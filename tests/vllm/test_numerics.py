@@ -73,7 +73,7 @@ def test_a_field_does_not_count_when_it_is_irrelevant(change: Callable[[Any], ob
     assert _of(change) == settings(_config())
 
 
-def test_how_ranks_add_up_counts_for_one_layout_only() -> None:
+def test_sums_over_ranks_are_part_of_the_namespace_of_one_layout() -> None:
     """Settings of the sums over ranks are left out of the common namespace.
 
     Engines with other numbers of ranks add up in another order anyway.
@@ -189,7 +189,7 @@ def _spaces(*how: str, memory: str = "m") -> str:
     return spaces.space(":".join(f"{memory}{i}=s" for i in range(len(how))))
 
 
-def test_a_namespace_is_of_one_way_to_compute() -> None:
+def test_ranks_with_equal_results_share_a_namespace() -> None:
     """Ranks with equal results share chunks with engines of any number of ranks."""
     assert _spaces("a") == _spaces("a") == _spaces("a", "a")
     assert _spaces("a") != _spaces("b")

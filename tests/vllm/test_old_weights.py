@@ -13,11 +13,11 @@ from kvpipe.connectors.vllm.identity import engine_facts
 from kvpipe.connectors.vllm.remedies.admission import LoadAdmission
 from kvpipe.connectors.vllm.remedies.encoded import Encoded
 from kvpipe.connectors.vllm.remedies.stale import Stale
-from kvpipe.connectors.vllm.trial.scheduler_world import geometry_of_windows
 from kvpipe.connectors.vllm.trial.shapes import SHAPES
 from kvpipe.connectors.vllm.trial.trial import Trial
 from kvpipe.errors import UnsupportedError
 from kvpipe.trace.log import Counters
+from tests.rigs.scheduler_world import geometry_of_windows
 
 
 class _Manager:
@@ -45,7 +45,7 @@ def _living(*names: str, prompt: int = 40) -> list[Any]:
     return [SimpleNamespace(request_id=name, num_prompt_tokens=prompt) for name in names]
 
 
-def test_requests_that_go_on_with_old_kv() -> None:
+def test_requests_with_old_kv_are_stale_until_their_kv_is_computed_again() -> None:
     """A *stale* request has KV of old weights.
 
     A request that reuses its blocks is stale, too. A preempted request is not, because its KV is computed again.
@@ -79,7 +79,7 @@ def test_requests_that_go_on_with_old_kv() -> None:
     assert manager.evicted == []
 
 
-def test_the_block_that_an_old_prompt_ends_in() -> None:
+def test_last_block_of_a_stale_prompt_is_evicted() -> None:
     """With hashes shorter than blocks, vLLM offers this block in every step.
 
     A request that reuses the block gets a copy of the block.
@@ -101,7 +101,7 @@ def _copy(source: int, copy: int) -> tuple[Any, Any]:
     return SimpleNamespace(block_id=source), SimpleNamespace(block_id=copy)
 
 
-def test_stale_kv_that_cannot_be_forgotten_keeps_no_load_from_failing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_load_is_reported_when_stale_blocks_cannot_be_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step's early reads are reported although stale blocks are not evicted; the next step evicts the blocks."""
     geometry, manager, counters = geometry_of_windows((None,), 16, 8), _Manager(), Counters()
     remedies = Remedies(geometry, LoadAdmission(geometry, 64, 64))
@@ -122,7 +122,7 @@ def test_stale_kv_that_cannot_be_forgotten_keeps_no_load_from_failing(monkeypatc
     assert counters.faults == {"stale_blocks_not_forgotten": 1}
 
 
-def test_embeddings_of_weights_that_are_gone() -> None:
+def test_nothing_is_kept_of_requests_with_embeddings_of_old_weights() -> None:
     """Until vLLM drops them, nothing is kept of requests with images, or of requests that reuse their blocks.
 
     Requests with text only are kept.
@@ -249,7 +249,7 @@ def test_embeddings_that_another_engine_makes(*, consumes: bool) -> None:
 
 @pytest.mark.parametrize("steps", [1, 3, 6])
 @pytest.mark.parametrize("shape", ["sync", "states-hash-blocks", "states-exported", "async-scheduler-states-exported"])
-def test_vllm_keeps_nothing_of_requests_that_go_on_with_old_kv(shape: str, steps: int) -> None:
+def test_vllm_keeps_no_block_of_stale_requests(shape: str, steps: int) -> None:
     """While such requests run, and after their end, vLLM keeps neither their full blocks nor their last block."""
     trial = Trial(SHAPES[shape])
     pool = trial.scheduler.kv_cache_manager.block_pool

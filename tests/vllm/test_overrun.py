@@ -27,7 +27,7 @@ GEOMETRY = Geometry(
         (40, 60, 64, 50, True),  # the answer of a preempted request
     ],
 )
-def test_a_step_that_went_on_behind_its_block(
+def test_step_beyond_a_boundary_leaves_no_state(
     start: int, scheduled: int, tokens: int, prompt: int, *, wrong: bool
 ) -> None:
     """The step left no state at the boundary."""

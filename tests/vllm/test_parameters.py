@@ -17,7 +17,7 @@ from kvpipe.connectors.vllm.trial.shapes import BLOCK, SHAPES, make_configs
 
 
 @pytest.mark.parametrize("parameters", ["x", ["x"], 3, 0.5], ids=repr)
-def test_what_are_no_parameters_ends_no_engine(parameters: object) -> None:
+def test_invalid_parameters_do_not_end_the_engine(parameters: object) -> None:
     """After the connector, vLLM's scheduler reads a key from the parameters.
 
     An exception there would end the engine's process.

@@ -86,12 +86,12 @@ def _raises(_: object) -> bool:
     ],
     ids=["another connector", "none", "older", "raises", "no such field"],
 )
-def test_an_engine_without_kvpipe_is_left_alone(config: Any) -> None:
+def test_engine_without_kvpipe_is_not_changed(config: Any) -> None:
     """A vLLM with another configuration, or one that raises on access, is also not changed."""
     assert Executor.get_class(config) is CHOSEN
 
 
-def test_a_check_that_fails_refuses_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_that_raises_refuses_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The connector repeats the check when it is made."""
     monkeypatch.setattr(support, "check_engine", _raises)
     config: Any = SimpleNamespace(kv_transfer_config=_transfer(plugin.NAME))
@@ -123,7 +123,7 @@ def test_a_vllm_that_lacks_a_module_starts(monkeypatch: pytest.MonkeyPatch, modu
     ],
 )
 @pytest.mark.parametrize("wanted", [False, True])
-def test_whether_clients_send_embeddings_is_left_to_the_user(
+def test_setting_of_embeddings_from_clients_is_not_changed(
     connector: str, encoder: Any, *, taken: bool, wanted: bool
 ) -> None:
     """With kvpipe as the only connector, the user decides.

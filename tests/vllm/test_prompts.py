@@ -49,7 +49,7 @@ def test_the_hashes_are_vllms(algorithm: str, tokens: int, salt: str | None, ada
     assert len(last) == tokens // 16
 
 
-def test_what_the_engine_would_not_take() -> None:
+def test_prompt_that_the_engine_would_refuse_is_refused() -> None:
     """A prompt is refused if it is too long, or if it names an adapter that is not served."""
     with pytest.raises(BadRequestError, match="5001 are more than this engine's 5000"):
         next(blocks("sha256")(Prompt(tokens=[1] * 5001)))

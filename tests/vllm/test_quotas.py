@@ -16,13 +16,13 @@ from kvpipe.cache.quotas import Accounts, SharedCatalog
 from kvpipe.cache.tenants import ANYBODY, Tenant
 from kvpipe.config.settings import load_settings
 from kvpipe.connectors.vllm.metrics import Meter
-from kvpipe.connectors.vllm.trial.scheduler_world import SchedulerWorld
 from kvpipe.errors import ConfigError
 from kvpipe.inputs.quota_spec import parse_quotas
 from kvpipe.manage import reads
 from kvpipe.scheduler.gauges import quota_totals, totals
 from kvpipe.testing.catalog_integrity import check_integrity
 from kvpipe.trace.log import Counters
+from tests.rigs.scheduler_world import SchedulerWorld
 
 SLOTS = 8
 ALICE, BOB, EVE = Tenant("a"), Tenant("b"), Tenant("e")
@@ -87,7 +87,7 @@ def test_quota_within_its_share_loses_no_slot_to_another_quota() -> None:
     assert first[0] not in pool.catalog.chunks(), "its oldest one went"
 
 
-def test_a_limit_is_not_passed() -> None:
+def test_limit_of_a_quota_is_not_exceeded() -> None:
     """At its limit a quota loses its own chunk even if slots are free.
 
     If all its chunks are held, the quota gets no slot.
@@ -132,7 +132,7 @@ def _piece(chunk: Chunk) -> Any:
     return Piece(chunk, 0, 1, chunk.tail, keep=False)
 
 
-def test_shares_are_of_the_pool_that_there_is() -> None:
+def test_shares_follow_the_size_of_the_pool() -> None:
     """If a rank's pool is smaller than expected, shares and limits are smaller, too.
 
     Slots that are not ready belong to no quota.
@@ -149,7 +149,7 @@ def test_shares_are_of_the_pool_that_there_is() -> None:
     assert late.accounts.of(ALICE).used == 2
 
 
-def test_shares_are_of_what_is_in_memory() -> None:
+def test_shares_are_of_the_ready_slots() -> None:
     """While only a part of the pool is ready, shares are of the ready slots."""
     late = SharedCatalog(SLOTS, 1, Accounts(parse_quotas(QUOTAS), SLOTS, Lru), Counters(), ready=4)
     for tenant, puts in ((ALICE, 4), (BOB, 2)):
@@ -180,7 +180,7 @@ class _Told(Lru):
         self.noted.append(hint)
 
 
-def test_each_has_a_policy_of_its_own() -> None:
+def test_each_quota_has_its_own_policy() -> None:
     """Each policy is notified of its own chunks only. Before that it gets the time and the request's end."""
     pool = _Pool(make=_Told)
     noted: dict[str, _Told] = {one.spec.name: one.policy for one in pool.accounts.all}  # type: ignore[misc]
@@ -211,7 +211,7 @@ def test_a_policy_that_wants_no_hints_gets_none() -> None:
 
 
 @pytest.mark.parametrize("states", [(), (1,)])
-def test_a_scheduler_with_quotas(states: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scheduler_keeps_quotas(states: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Many requests of one salt do not take the other salt's share."""
     monkeypatch.setenv("KVPIPE_QUOTAS", '[{"name": "alice", "salt": "a", "share": 0.5}]')
     world = SchedulerWorld(windows=(None, None) if states else (None,), states=states, chunk_units=4, slots=16)
@@ -293,7 +293,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_bad_quotas(name: str) -> None:
+def test_bad_quota_is_refused_without_its_salt(name: str) -> None:
     """Each error is refused in one sentence with the remedy. The sentence shows no salt."""
     given, sentence = REFUSED[name]
     with pytest.raises(ConfigError) as refused:
@@ -322,7 +322,7 @@ def test_salts_are_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("others", ["refused", "live"])
-def test_what_a_reset_has_forgotten_goes_before_anything_else(others: str) -> None:
+def test_chunks_dropped_by_a_reset_are_evicted_first(others: str) -> None:
     """A chunk that a reset has dropped may still occupy its slot.
 
     This slot is used first, so no chunk that can be found is evicted.

@@ -36,7 +36,7 @@ def _load(cache: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("order", ["HND", "NHD"])
-def test_what_is_loaded_before_the_first_step_keeps_its_scales(order: str) -> None:
+def test_kv_loaded_before_the_first_step_keeps_its_scales(order: str) -> None:
     """The layer attends later and finds the loaded scales."""
     impl, cache = _impl(scaled=True), _cache(order)
     set_scales({"layer": SimpleNamespace(impl=impl)}, {"layer": cache})
@@ -46,7 +46,7 @@ def test_what_is_loaded_before_the_first_step_keeps_its_scales(order: str) -> No
     assert torch.equal(cache[LOADED], loaded)
 
 
-def test_vllm_itself_sets_them_in_the_first_step() -> None:
+def test_vllm_sets_scales_in_the_first_step() -> None:
     """Without the remedy, vLLM's first step overwrites loaded scales.
 
     When this test fails, the remedy is not needed any more.
@@ -57,7 +57,7 @@ def test_vllm_itself_sets_them_in_the_first_step() -> None:
     assert not torch.equal(cache[LOADED], loaded)
 
 
-def test_other_layers_are_left_alone() -> None:
+def test_layers_without_scales_are_not_changed() -> None:
     """Layers without scales, or without attention, are not changed.
 
     Layers of other backends, and layers with names that vLLM does not know, are not changed either.

@@ -75,7 +75,7 @@ class World:
         return common_facts(self.found(), self.geometry, self.caches, ["x86", ["a", "CPU", 1, [], []]], self.ranks)
 
 
-def test_heads_and_rows() -> None:
+def test_heads_of_all_ranks_are_counted() -> None:
     """Heads of all ranks are counted. The bytes of a head are one run in a page, or one run per token."""
     assert World().found() == (Share(4, (1,)),)
     assert World(order="LBNHC").found() == (Share(4, (TOKENS,)),)
@@ -171,7 +171,7 @@ def _of_no_model(world: World) -> None:
         _tokens_spread, _prefills_spread, _latents_of_some_tokens, _another_order, _gaps, _of_no_model,
     ],
 )  # fmt: skip
-def test_what_is_not_recognised_is_bound(spoil: Any) -> None:
+def test_group_with_an_unknown_layout_is_shared_with_one_layout_only(spoil: Any) -> None:
     """If kvpipe does not recognise how a layer divides its heads, only engines of one layout share the group's chunks.
 
     Then the layer has no facts for the common namespace.
@@ -205,7 +205,7 @@ def _config(*, ranks: int = 2, world: int = 2, lora: object = None, quantization
     )
 
 
-def test_why_an_engine_shares_with_its_own_layout_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reason_for_sharing_with_one_layout_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each reason has a name and a sentence. The first reason in the list that applies is reported."""
     noted = {
         bound_by(_config(world=4), "", "s"),

@@ -91,7 +91,7 @@ BEFORE = ["synchronize_device"]
 
 
 @pytest.mark.parametrize(("level", "more"), [(1, []), (2, ["lose"])])
-def test_ranks_release_before_memory_goes_and_return_when_it_is_back(
+def test_ranks_release_before_memory_is_freed_and_return_when_it_is_restored(
     core: _Core, worker: _Worker, level: int, more: list[str]
 ) -> None:
     """At level 2 adapters are lost with the weights. The weights are read only after all memory is restored."""
@@ -111,7 +111,7 @@ def test_ranks_release_before_memory_goes_and_return_when_it_is_back(
     assert core.kept == [True, True]
 
 
-def test_ranks_release_when_only_their_kv_caches_go(core: _Core, worker: _Worker) -> None:
+def test_ranks_release_when_only_their_kv_caches_are_freed(core: _Core, worker: _Worker) -> None:
     """The weights and adapters stay in memory."""
     core.sleep(0)
     core.release_kv_cache_memory()
@@ -203,7 +203,7 @@ def test_a_sleep_that_fails_wakes_kvpipe(core: _Core, worker: _Worker, monkeypat
     assert core.weights.next_question()
 
 
-def test_engines_beside_are_left_alone(core: _Core) -> None:
+def test_rank_follows_calls_of_its_own_engine_only(core: _Core) -> None:
     """Two engines are in one process. A rank follows the calls of its own engine only."""
     other = _Worker(SimpleNamespace(cache_config=SimpleNamespace()))
     sleep.join(other.vllm_config, other, other)  # type: ignore[arg-type]

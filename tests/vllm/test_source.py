@@ -87,7 +87,7 @@ def _loaded(
     return received
 
 
-def test_whole_tensors_decide() -> None:
+def test_equal_tensors_give_an_equal_source() -> None:
     """Equal tensors give an equal source, in any order and number of calls. Another byte, name or type does not."""
     whole = _loaded()
     assert whole
@@ -123,12 +123,12 @@ def test_whole_tensors_decide() -> None:
     ],
     ids=str,
 )
-def test_what_is_in_doubt_is_unknown(how: dict[str, Any]) -> None:
+def test_doubtful_source_is_unknown(how: dict[str, Any]) -> None:
     """A missing parameter, an unused tensor, or scales that a rank computes make the source unknown."""
     assert _loaded(**how) == ""
 
 
-def test_a_model_that_nobody_knows() -> None:
+def test_source_of_a_model_of_another_loader_is_unknown() -> None:
     """The source of a model that another loader has made is unknown."""
     assert end_observing(_Model()) == ""
 
@@ -145,7 +145,7 @@ def test_weights_that_change_in_memory() -> None:
     assert Source([]).digests("memory") == "memory"
 
 
-def test_a_reading_that_fails_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_reading_makes_later_content_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a failed reading, the content of memory after the load is unknown, so later content has no source."""
     layer = torch.nn.Linear(2, 2)
     engine = torch.nn.Sequential(layer)
@@ -159,7 +159,7 @@ def test_a_reading_that_fails_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not loaded_from(model.digest()).source
 
 
-def test_ranks_must_agree() -> None:
+def test_ranks_with_different_tensors_have_no_source() -> None:
     """Ranks have no common source if they were loaded from different tensors, or if the source of one is unknown."""
     assert loaded_from("m0=s:m1=s") == LoadedFrom("m0:m1", "s")
     for noted in ("m0=s:m1=t", "m0=s:m1", "m0:m1"):

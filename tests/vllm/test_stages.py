@@ -35,7 +35,7 @@ def test_the_catalog_is_as_large_as_the_smallest_pool(prefault: str) -> None:
     assert catalog.ready == last.slots or prefault == "ahead"
 
 
-def test_found_when_the_last_stage_has_it() -> None:
+def test_chunk_is_found_when_the_last_stage_has_saved_it() -> None:
     """The first stage has landed and reported its save, but the second stage has not. So the chunk is not found."""
     trial = Trial(SHAPE._replace(device=True), 1)
     try:

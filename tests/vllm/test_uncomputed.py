@@ -53,7 +53,7 @@ def test_prefix_cache_keeps_no_block_that_no_step_has_computed() -> None:
         trial.close()
 
 
-def test_vllm_itself_keeps_blocks_that_no_step_has_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vllm_keeps_blocks_that_no_step_has_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the remedy, vLLM keeps uncomputed blocks.
 
     When this test fails, vLLM does not need the remedy any more.
@@ -69,7 +69,7 @@ def test_vllm_itself_keeps_blocks_that_no_step_has_computed(monkeypatch: pytest.
         trial.close()
 
 
-def test_blocks_that_cannot_be_forgotten() -> None:
+def test_exception_while_uncomputed_blocks_are_evicted_is_contained() -> None:
     """The failure is counted as a fault, and the blocks are freed. Blocks of finished requests are left alone."""
     from vllm.v1.request import RequestStatus
 

@@ -64,7 +64,7 @@ def test_the_model_is_found() -> None:
     assert len(reported) == 2
 
 
-def test_code_of_others_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_plugins_and_transformers_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`code` covers a plugin, Transformers and the model's own folder. vLLM's models have no other code."""
 
     def code(folder: str, text: str, module: str = "folder.modeling", release: str = "1") -> str:
@@ -188,7 +188,7 @@ def _asked(weights: Weights) -> int:
     return question
 
 
-def test_doubt_and_answers() -> None:
+def test_weights_are_in_doubt_until_every_rank_has_answered() -> None:
     """Weights stay in doubt until every rank has answered the last question. Each answer shows whether they changed."""
     weights = Weights(2, Counters())
     assert not weights.know(["b", "a"])
@@ -262,7 +262,7 @@ def test_calls_of_the_executor() -> None:
     assert counted == {"update": 1, "callable": 1, "loaded": 1}
 
 
-def test_what_is_harmless_exists() -> None:
+def test_every_harmless_call_is_a_method_of_vllm() -> None:
     """Each name in the list of harmless calls is a method of vLLM's workers that does not change weights."""
     from vllm.v1.worker import worker_base
     from vllm.v1.worker.gpu_worker import Worker

@@ -168,7 +168,7 @@ def test_readers_call_for_layers_however_fast_copies_are(kind: str) -> None:
 
 
 @on_devices
-def test_async_loads_leave_the_way_to_sync_ones(kind: str) -> None:
+def test_sync_loads_are_queued_before_async_loads(kind: str) -> None:
     """In a step with both kinds of loads, only two waves of the sync load are queued before the step's forward."""
     with world(kind) as w, pipeline_over(w) as p:
         both = (

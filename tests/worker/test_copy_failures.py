@@ -222,7 +222,7 @@ def test_a_poisoned_sync_load_fails_the_steps_saves(rig: Rig) -> None:
     assert rig.news() == {1: False, 2: False}
 
 
-def test_any_block_is_fine_before_the_caches_are_known() -> None:
+def test_only_negative_blocks_are_refused_before_the_caches_are_known() -> None:
     """If the number of blocks is not known, only negative block numbers are refused."""
     rig = Rig(blocks=BLOCKS_MAX)
     rig.pipeline.begin(plan(job(1, SAVE, [(0, 0, 0, (1 << 31) - 1)])))
@@ -273,7 +273,7 @@ def test_an_engine_of_another_package_that_raises(call: str) -> None:
     pipeline.shutdown()
 
 
-def test_an_engine_that_raises_where_it_must_not(rig: Rig) -> None:
+def test_transfer_engine_that_raises_loses_no_report(rig: Rig) -> None:
     """Blocks that were read without waiting are reported although the engine raises. The step's saves are withdrawn."""
     guard_read = rig.engine.guard_read
     _raising(rig.engine, "guard_read")

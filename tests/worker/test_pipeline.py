@@ -11,7 +11,7 @@ from tests.rigs.pipeline_rig import Rig, SideRig, ThreadedEngine, Waiting, job, 
 SAVE, SYNC, ASYNC = Kind.SAVE, Kind.LOAD_SYNC, Kind.LOAD_ASYNC
 
 
-def test_a_plain_step(rig: Rig) -> None:
+def test_jobs_of_a_step_are_copied_by_layer_and_reported_once(rig: Rig) -> None:
     """Saves and loads of one step are copied layer by layer and reported once, when the step has ended."""
     p = rig.pipeline
     assert rig.busy() is False
@@ -68,7 +68,7 @@ def test_rank_whose_bytes_another_rank_saves_copies_loads_only() -> None:
     p.shutdown()
 
 
-def test_layers_may_come_in_any_order(rig: Rig) -> None:
+def test_layers_may_be_submitted_in_any_order(rig: Rig) -> None:
     """The machine counts layers in the order of their submission, not by their number."""
     rig.pipeline.begin(plan(job(1)))
     for layer in (2, 0, 1):
@@ -142,7 +142,7 @@ def test_hooks_without_a_plan(rig: Rig) -> None:
     assert rig.counters["step_end_empty"] == 2
 
 
-def test_end_step_twice(rig: Rig) -> None:
+def test_second_end_step_does_nothing(rig: Rig) -> None:
     """The second end of a step does nothing."""
     rig.pipeline.begin(plan(job(1), job(2, SYNC)))
     rig.pipeline.start_loads()
@@ -257,7 +257,7 @@ def test_a_wait_starts_the_loads(rig: Rig) -> None:
     assert rig.counters["loads_started_by_hook"] == 1
 
 
-def test_end_loads_twice(rig: Rig) -> None:
+def test_second_end_loads_does_nothing(rig: Rig) -> None:
     """A second call of `end_loads` changes nothing."""
     rig.pipeline.begin(plan(job(1, SYNC)))
     rig.wait_all()
@@ -332,7 +332,7 @@ def test_a_shutdown_that_raises_ends_the_thread(rig: Rig, where: str) -> None:
     p.shutdown()
 
 
-def test_what_was_reported_is_not_expected_again(rig: Rig) -> None:
+def test_reported_load_is_not_reported_at_the_end_of_its_step(rig: Rig) -> None:
     """A failed load is reported before its step ends. The end of the step does not report it again."""
     p = rig.pipeline
     rig.engine.failing = lambda copied, _ticket: frozenset(one.id for one in copied.jobs)

@@ -42,7 +42,7 @@ def test_shutdown_with_an_engine_that_never_finishes(rig: Rig) -> None:
     assert rig.pipeline.in_flight == 0
 
 
-def test_calls_after_shutdown(rig: Rig) -> None:
+def test_calls_after_shutdown_are_harmless(rig: Rig) -> None:
     """After shutdown every call is harmless and a plan's jobs are reported as failed at once."""
     p = rig.pipeline
     p.shutdown()
@@ -80,7 +80,7 @@ def test_a_lost_loop_fails_the_open_jobs(rig: Rig) -> None:
 
 
 @killed_loop
-def test_a_lost_loop_does_not_take_back_what_it_reported(rig: Rig) -> None:
+def test_lost_loop_does_not_change_reported_outcomes(rig: Rig) -> None:
     """A job that ended before the loop thread died is reported once, with its own outcome."""
     rig.pipeline.begin(plan(job(1, ASYNC), job(2)))
     rig.pipeline.start_loads()

@@ -157,7 +157,7 @@ def test_side_counts_in_the_counters_that_it_was_given(whole: SideRig) -> None:
     assert whole.side.counters is whole.counters
 
 
-def test_a_side_that_gives_up_ends_what_is_open(whole: SideRig) -> None:
+def test_side_that_gives_up_reports_open_jobs(whole: SideRig) -> None:
     """Open jobs are reported, jobs of later steps fail, and the pool is reported as lost."""
     side = whole.side
     side.bind(plan(job(1), job(2, Kind.LOAD_ASYNC, [(0, 0, 0, 7)])))
@@ -290,7 +290,7 @@ def test_blocks_of_a_load_are_reported_once_when_it_was_given_up_in_its_step(who
     assert not side.take_bad_blocks()
 
 
-def test_a_shutdown_goes_on_though_a_part_raises(whole: SideRig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shutdown_continues_when_a_part_raises(whole: SideRig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The carrier's thread ends although the pipeline's shutdown raises."""
     side, ended = whole.side, list[str]()
 

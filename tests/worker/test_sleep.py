@@ -78,7 +78,7 @@ def test_release_waits_for_copies_that_are_under_way(rig: SideRig, monkeypatch: 
     assert not rig.side.lost
 
 
-def test_nothing_is_copied_while_the_memory_is_gone(rig: SideRig) -> None:
+def test_nothing_is_copied_during_a_sleep(rig: SideRig) -> None:
     """Jobs that arrive during the sleep fail. After the wake-up copies work again. Repeated calls do nothing."""
     rig.side.restore(_caches(rig))
     for _ in range(2):

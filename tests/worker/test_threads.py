@@ -54,7 +54,7 @@ def _fields() -> set[str]:
     return made | set(Batch.__slots__) | set(Ticket.__slots__)
 
 
-def test_what_two_threads_share_is_named() -> None:
+def test_every_attribute_that_two_threads_share_is_listed() -> None:
     """If one thread writes an attribute and the other thread uses it, `SHARED` has the reason why this is safe."""
     steps, loop = _touched(STEP_THREAD), _touched(LOOP_THREAD)
     shared = ((steps[0] & loop[1]) | (loop[0] & steps[1])) & _fields()
@@ -62,7 +62,7 @@ def test_what_two_threads_share_is_named() -> None:
     assert all(len(why) > 20 for why in SHARED.values())
 
 
-def test_no_engine_is_known_here() -> None:
+def test_worker_imports_no_engine() -> None:
     """The package imports neither vLLM nor its connector, not even in a function."""
     for file in ROOM.glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):

@@ -87,7 +87,7 @@ def test_a_save_that_times_out_is_waited_for_once(layerwise: bool) -> None:
     assert rig.counters["illegal_transition"] == 0
 
 
-def test_what_is_computed_on_a_load_that_timed_out_is_not_saved() -> None:
+def test_saves_of_a_step_fail_when_its_load_times_out() -> None:
     """The saves of the step fail with the step's load, although their own copies succeed."""
     engine = StuckEngine()
     rig = Rig(engine)
@@ -156,7 +156,7 @@ class SilentDevice(FakeEngine):
     fence = guard_read
 
 
-def test_a_failed_load_whose_end_never_comes_is_reported_in_its_step() -> None:
+def test_failed_load_without_a_last_completion_is_reported_in_its_step() -> None:
     """A load has failed, but its last completion never arrives. Its blocks are reported in its own step."""
     engine = SilentDevice()
     engine.failing = lambda copies, ticket: frozenset(j.id for j in copies.jobs if ticket.layer == 0)

@@ -128,7 +128,7 @@ def test_a_replayed_step_is_copied_around(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("rig", [{"replayed": bool}], indirect=True)
-def test_a_step_with_some_of_its_hooks_was_not_replayed(rig: Rig) -> None:
+def test_save_fails_when_a_step_calls_only_some_of_its_hooks(rig: Rig) -> None:
     """A step with only some of its hooks was not replayed. The save fails, because a layer was perhaps not computed."""
     p = rig.pipeline
     p.begin(plan(job(1)))
@@ -138,7 +138,7 @@ def test_a_step_with_some_of_its_hooks_was_not_replayed(rig: Rig) -> None:
     assert rig.counters.faults["layers_never_submitted"] == 1
 
 
-def test_what_is_saved_in_a_step_that_computes_nothing(rig: Rig) -> None:
+def test_step_without_a_forward_saves_kv_of_earlier_steps(rig: Rig) -> None:
     """No hook is called, so KV of earlier steps is copied at the step's end. In the next step the hooks save again."""
     p = rig.pipeline
     p.begin(plan(job(1))._replace(computes=False))

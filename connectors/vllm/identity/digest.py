@@ -60,7 +60,7 @@ def tensor_facts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, ...]]:
 def tensor_digest(tensor: torch.Tensor) -> str:
     """Return the digest of a tensor's bytes in memory order.
 
-    It is "meta" for a meta tensor, and "" for an empty tensor.
+    The digest is "meta" for a meta tensor, and "" for an empty tensor.
     """
     if tensor.is_meta or not tensor.numel():
         return "meta" if tensor.is_meta else ""

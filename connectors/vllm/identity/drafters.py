@@ -6,9 +6,9 @@ therefore has to cover the token at i + 1. If there are several MTP modules, mod
 computes its KV like any other model.
 
 A drafter that drafts a whole block at once (DFlash, DSpark) computes the KV of position i from the hidden states of
-position i alone. It does so after the accepted tokens are known (`DFlashSpeculator.propose`). After the accepted
-tokens, the drafter writes KV of the sampled token and of mask tokens. No step reads this additional KV, and the next
-step overwrites it.
+position i alone. Such a drafter computes after the accepted tokens are known (`DFlashSpeculator.propose`). After the
+accepted tokens, the drafter writes KV of the sampled token and of mask tokens. No step reads this additional KV, and
+the next step overwrites it.
 
 A drafter runs after the model in the same step, over the same positions. vLLM ends the step for connectors after the
 drafter's first pass (`finalize_kv_connector` of runner V1, `post_forward` of V2). Later passes of a drafter write only

@@ -1,1 +1,1 @@
-"""Remedies for faults of vLLM. They are kept out of kvpipe's core, which is independent of the engine."""
+"""Remedies for faults of vLLM. The remedies are kept out of kvpipe's core, which is independent of the engine."""

@@ -33,7 +33,7 @@ class ScheduledRange(NamedTuple):
 class Spoiled:
     """Spoiled blocks by id, with the number of each block's first tokens that are recomputed.
 
-    It is nearly always empty.
+    The dictionary is nearly always empty.
     """
 
     def __init__(self, block_tokens: int) -> None:

@@ -53,7 +53,7 @@ class Case(NamedTuple):
     """Everything on which a trial's result depends.
 
     `changes` is JSON text with the fields of the shape that are replaced. `invariant` names the only invariant that is
-    checked. If it is empty, all invariants are checked.
+    checked. If `invariant` is empty, all invariants are checked.
     """
 
     connector: Connector

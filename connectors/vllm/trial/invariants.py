@@ -252,9 +252,9 @@ def work_is_bounded_by_what_is_new(watched: Watched) -> Iterator[str]:
 def _newly_final(watched: Watched, *, waiting: bool = False) -> Iterator[tuple[Request, int, int]]:
     """Yield (request, units final before, units final now) for the requests that this step computes.
 
-    In a step that saves no answers, requests that only generate are left out, except with `waiting`. Their units count
-    in the next step that saves answers. Some of these units may be saved earlier, for example before they leave a
-    window. So a bound that uses these numbers is loose.
+    In a step that saves no answers, requests that only generate are left out, except with `waiting`. The units of these
+    requests count in the next step that saves answers. Some of these units may be saved earlier, for example before
+    they leave a window. So a bound that uses these numbers is loose.
     """
     assert watched.output is not None  # noqa: S101
     unit, prefixes = watched.trial.side.geometry.unit_tokens, watched.trial.side.prefixes

@@ -1,4 +1,7 @@
-"""The memory of a node in a trial. Its engines are trials in one process, and its holder is called directly."""
+"""The memory of a node in a trial.
+
+The memory's engines are trials in one process, and the holder is called directly.
+"""
 
 from __future__ import annotations
 

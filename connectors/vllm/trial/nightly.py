@@ -101,7 +101,7 @@ def sequences(folder: Path) -> list[TrialSeed]:
 
 
 class Night:
-    """A run over seeds. It records its progress, and writes the record to a file if a file is given."""
+    """A run over seeds. The run records its progress, and writes the record to a file if a file is given."""
 
     def __init__(self, state: Path | None, jobs: int = 1) -> None:
         """Continue from the file `state` if it exists. `jobs` is the number of processes."""

@@ -37,7 +37,7 @@ class PagedLayer(NamedTuple):
         return sequence.upto(stop + self.ahead)[start + self.ahead :] ^ self.key
 
     def held(self, start: int, stop: int) -> Positions:
-        """Return those of the positions [start, stop) that this rank holds."""
+        """Return the positions within [start, stop) that this rank holds."""
         positions = np.arange(start, stop)
         return positions[positions // INTERLEAVE % self.shards == self.shard]
 

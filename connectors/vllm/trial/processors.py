@@ -2,7 +2,7 @@
 
 `processor(kind)` is the context in which torch reports the features of this processor. `plan` runs an engine's start
 without kernels: configuration, backends, block sizes and kvpipe's geometry. `complete(kind)` is for engines that
-compute. It replaces the kernels that this machine lacks by kernels that run on every processor.
+compute. `complete` replaces the kernels that this machine lacks by kernels that run on every processor.
 """
 
 from __future__ import annotations
@@ -120,7 +120,9 @@ def lent(kind: Processor) -> Iterator[None]:
 
 @contextmanager
 def complete(kind: Processor | None) -> Iterator[None]:
-    """Make engines run as on `kind`. They use that kind's kernels if this machine can run them, otherwise lent kernels.
+    """Make engines run as on `kind`.
+
+    Engines use that kind's kernels if this machine can run them, otherwise lent kernels.
 
     An engine with lent kernels still makes the platform's decisions: block size, prefix caching, types of states. If
     `kind` is None, engines run as on this machine's own processor.

@@ -160,7 +160,10 @@ class Runner(ABC):
 
 
 class Reporter(Runner):
-    """A runner without caches, for trials of kvpipe's scheduler side alone. It reports that every job has succeeded."""
+    """A runner without caches, for trials of kvpipe's scheduler side alone.
+
+    Such a runner reports that every job has succeeded.
+    """
 
     def execute(self, step: TrialStep, drafts: dict[str, list[int]]) -> RankOutput:
         """Compute nothing, and report what kvpipe's workers would report."""

@@ -1,4 +1,4 @@
-"""A connector with a fault, for tests only. It retries a failed load, and then vLLM's scheduler hangs."""
+"""A connector with a fault, for tests only. The connector retries a failed load, and then vLLM's scheduler hangs."""
 
 from __future__ import annotations
 

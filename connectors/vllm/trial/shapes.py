@@ -48,54 +48,40 @@ class Shape(NamedTuple):
     """One engine. `windows` has the sliding window of each cache group in tokens; None is full attention.
 
     `locals`: groups with local attention. For such a group `windows` has the size of a chunk of local attention.
-    `sizes`: tokens per block of each group, if they are not all `BLOCK`.
-    `hashes`: tokens per block hash, if it is less than the blocks of all groups allow.
-    `ranks`: 0 for an engine whose ranks have no connector and no caches, so that only the scheduler side is on trial.
-    `asynchronous`: vLLM's AsyncScheduler, with two steps in flight.
-    `drafts`: draft tokens per step.
-    `v2`: hooks are called in the order of vLLM's second model runner.
-    `deferred`: a step is finalized after its reports, as with a draft model.
-    `drafter`: a drafter has its own KV, in the last layer of the first group. That KV depends on the next token.
-    vLLM's own prefix cache is off, because there it would give a request KV that depends on another next token. With
-    `states` or `masks` it is on, but finds nothing with `states` alone.
-    `masks`: the drafter is fed context (DSpark, DFlash) and has the last layer of the last group. vLLM knows the
-    group as the drafter's, unless it is the first. The drafter's KV depends on no later token. It is written after
-    the forward, up to the last accepted draft. After that position the drafter writes garbage for `masks` tokens.
-    `device`: a device orders copies, which complete later. With runner V1 the next step sets a step's fence.
-    `graphs`: every second step is replayed from a CUDA graph, without hooks.
-    `unhooked`: the first `unhooked` layers of each group call no hook.
-    `tiers`: number of dictionaries that the ranks share as tiers.
-    `fresh`: the slots of the ranks' pools become ready one by one while steps run.
-    `sibling`: kvpipe is in vLLM's MultiConnector, after a connector whose asynchronous loads fail.
-    `events`: vLLM publishes KV cache events, and a router receives them. Not with `states`: vLLM's events of states
-    leave out the blocks that it does not keep, but not their tokens (`BlockPool.cache_full_blocks`). These events
-    also name parents that no event has announced.
-    `answers`: generated tokens are saved, too, not only prompts.
-    `save_steps`: generated tokens are saved in every `save_steps`-th step of a request only; None: kvpipe's default,
-    which depends on the number of requests in a step.
-    `priorities`: vLLM's priority policy. A request has one of three priorities, by the length of its answer.
-    `states`: the cache groups that hold a recurrent state instead of tokens' KV.
-    `dcp`: decode context parallelism over `dcp` ranks. A rank holds every `dcp`-th stretch of `INTERLEAVE` tokens
-    of full attention.
-    `whole`: groups of full attention that every rank holds completely in spite of `dcp`, as for a drafter that is not
-    MLA.
-    `dense`: vLLM keeps the state of every boundary at which a step ends, not only where prompts end or branch.
-    `stages`: number of pipeline stages. Ranks and layers are divided among them, the layers unevenly. An earlier
-    stage runs ahead of later stages.
-    `hints`: requests come with hints for the eviction policy, whose time is counted in steps.
-    `resumes`: most requests announce when they will be resumed.
-    `operators`: operators pin and evict prompts.
-    `warms`: a pin first fetches the prompt's chunks from tiers.
-    `quotas`: two salts have a quota each, and the other requests share a third.
-    `exports`: layers write the state at the end of a prompt's last hash during a step, if that end is a multiple of
-    `exports` tokens from the step's start.
+    `sizes`: tokens per block of each group, if they are not all `BLOCK`. `hashes`: tokens per block hash, if it is less
+    than the blocks of all groups allow. `ranks`: 0 for an engine whose ranks have no connector and no caches, so that
+    only the scheduler side is on trial. `asynchronous`: vLLM's AsyncScheduler, with two steps in flight. `drafts`:
+    draft tokens per step. `v2`: hooks are called in the order of vLLM's second model runner. `deferred`: a step is
+    finalized after its reports, as with a draft model. `drafter`: a drafter has its own KV, in the last layer of the
+    first group. That KV depends on the next token. vLLM's own prefix cache is off, because there it would give a
+    request KV that depends on another next token. With `states` or `masks` it is on, but finds nothing with `states`
+    alone. `masks`: the drafter is fed context (DSpark, DFlash) and has the last layer of the last group. vLLM knows the
+    group as the drafter's, unless it is the first. The drafter's KV depends on no later token. The drafter's KV is
+    written after the forward, up to the last accepted draft. After that position the drafter writes garbage for `masks`
+    tokens. `device`: a device orders copies, which complete later. With runner V1 the next step sets a step's fence.
+    `graphs`: every second step is replayed from a CUDA graph, without hooks. `unhooked`: the first `unhooked` layers of
+    each group call no hook. `tiers`: number of dictionaries that the ranks share as tiers. `fresh`: the slots of the
+    ranks' pools become ready one by one while steps run. `sibling`: kvpipe is in vLLM's MultiConnector, after a
+    connector whose asynchronous loads fail. `events`: vLLM publishes KV cache events, and a router receives them. Not
+    with `states`: vLLM's events of states leave out the blocks that it does not keep, but not their tokens
+    (`BlockPool.cache_full_blocks`). These events also name parents that no event has announced. `answers`: generated
+    tokens are saved, too, not only prompts. `save_steps`: generated tokens are saved in every `save_steps`-th step of a
+    request only; None: kvpipe's default, which depends on the number of requests in a step. `priorities`: vLLM's
+    priority policy. A request has one of three priorities, by the length of its answer. `states`: the cache groups that
+    hold a recurrent state instead of tokens' KV. `dcp`: decode context parallelism over `dcp` ranks. A rank holds every
+    `dcp`-th stretch of `INTERLEAVE` tokens of full attention. `whole`: groups of full attention that every rank holds
+    completely in spite of `dcp`, as for a drafter that is not MLA. `dense`: vLLM keeps the state of every boundary at
+    which a step ends, not only where prompts end or branch. `stages`: number of pipeline stages. Ranks and layers are
+    divided among them, the layers unevenly. An earlier stage runs ahead of later stages. `hints`: requests come with
+    hints for the eviction policy, whose time is counted in steps. `resumes`: most requests announce when they will be
+    resumed. `operators`: operators pin and evict prompts. `warms`: a pin first fetches the prompt's chunks from tiers.
+    `quotas`: two salts have a quota each, and the other requests share a third. `exports`: layers write the state at
+    the end of a prompt's last hash during a step, if that end is a multiple of `exports` tokens from the step's start.
     `undropped`: vLLM drops no last block of a hit for a drafter that is fed context: always in 0.33, by configuration
-    in 0.32.
-    `long_prefills`: the most tokens of a prefill that a step computes if there are other requests; 0: no limit.
-    `branches`: vLLM also keeps the state at which prompts branch within a block.
-    `failing`: loads may fail. It is off where vLLM's own recovery is known to answer wrongly.
-    `role`: vLLM's `kv_role`. A consumer has a producer, to which every move of the consumer also happens. They share
-    the tiers.
+    in 0.32. `long_prefills`: the most tokens of a prefill that a step computes if there are other requests; 0: no
+    limit. `branches`: vLLM also keeps the state at which prompts branch within a block. `failing`: loads may fail.
+    `failing` is off where vLLM's own recovery is known to answer wrongly. `role`: vLLM's `kv_role`. A consumer has a
+    producer, to which every move of the consumer also happens. Producer and consumer share the tiers.
     `slow`: reading the tiers is slower than computing.
     `fails`: vLLM's `kv_load_failure_policy` is `fail`, so vLLM ends a request whose load has failed.
     `unmet`: the ranks' first reports come with the first step, as in an engine.
@@ -461,7 +447,7 @@ for _name in (
 def _beside(shape: Shape, connector: Connector, extra: dict[str, Any]) -> tuple[Connector, dict[str, Any]]:
     """Return a MultiConnector and its configuration.
 
-    It contains `connector`, and the siblings that vLLM asks before and after `connector`.
+    The MultiConnector contains `connector`, and the siblings that vLLM asks before and after `connector`.
     """
     before = "fails" if "shakes" in shape.behind else "fails shakes"
     does = [before] * shape.sibling, [shape.behind] * bool(shape.behind)

@@ -1,7 +1,7 @@
 """A connector that imitates other connectors. Trials place it beside kvpipe in vLLM's MultiConnector. For tests only.
 
-The key `does` of its configuration names what it does (`DEEDS`). It never loads anything, because each of its loads
-fails a few steps later.
+The key `does` of its configuration names what it does (`DEEDS`). The sibling never loads anything, because each of its
+loads fails a few steps later.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ block of its own, after the request's running block. Once tokens are accepted, t
 copied to the block that ends there (`preprocess_mamba` and `postprocess_mamba_fused_kernel` in
 `v1/worker/mamba_utils.py`).
 
-If a pipeline has n stages, every stage except the last gets the accepted tokens n steps later. It gets these tokens
-before a step (`update_pp_decode_requests`), except for requests that have ended by then.
+If a pipeline has n stages, every stage except the last gets the accepted tokens n steps later. A stage gets these
+tokens before a step (`update_pp_decode_requests`), except for requests that have ended by then.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class Trial(Disturbances):
         connector: Connector = KVPIPE,
         memory: TrialMemory | None = None,
     ) -> None:
-        """`seed` determines the documents. `memory` is that of an engine beside this one.
+        """`seed` determines the documents. `memory` is the memory of an engine beside this trial's engine.
 
         If `seed` is even, messages between the sides are pickled, as between processes.
         """

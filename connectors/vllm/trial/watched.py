@@ -36,7 +36,7 @@ class Final(NamedTuple):
 class Watched:
     """Checks a trial from step to step.
 
-    It remembers the results of earlier checks, and the invariants that were broken.
+    The object remembers the results of earlier checks, and the invariants that were broken.
     """
 
     def __init__(self, trial: Trial, only: str = "") -> None:

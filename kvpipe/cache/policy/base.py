@@ -26,7 +26,7 @@ class Evictable(Protocol):
     def before(self) -> Hashable:
         """The `identity` of the chunk before this one in the prefix.
 
-        It is falsy for the first chunk, or if the chunk before is unknown.
+        The value is falsy for the first chunk, or if the chunk before is unknown.
         """
 
 
@@ -51,7 +51,10 @@ class Policy(Protocol):
 
 @runtime_checkable
 class SessionPolicy(Policy, Protocol):
-    """A policy that needs to know when chunks are used, and when a request is over. It has no clock of its own."""
+    """A policy that needs to know when chunks are used, and when a request is over.
+
+    Such a policy has no clock of its own.
+    """
 
     def request(self, now_s: float, *, over: bool) -> None:
         """The following calls belong to one request, at the time `now_s`, in seconds of a clock that never decreases.

@@ -26,7 +26,7 @@ DEPTH_MAX: Final = 64  # the most chains that an eviction follows to the end of 
 
 
 class _LruShadow:
-    """A simulated pool in which LRU has always evicted. It holds `lru_kept` chunks of each chain."""
+    """A simulated pool in which LRU has always evicted. The pool holds `lru_kept` chunks of each chain."""
 
     def __init__(self, slots: int) -> None:
         self.slots, self.used = slots, 0
@@ -62,7 +62,10 @@ class _LruShadow:
 
 
 class _LearntShadow:
-    """A simulated pool in which the learnt order has always evicted. It holds `learnt_kept` chunks of each chain."""
+    """A simulated pool in which the learnt order has always evicted.
+
+    The pool holds `learnt_kept` chunks of each chain.
+    """
 
     def __init__(self, slots: int, returns: Returns) -> None:
         self.slots, self.used = slots, 0

@@ -42,7 +42,10 @@ class Shard(dict[K, V]):
 
 
 class Shards(MutableMapping[bytes, V]):
-    """A dict that is divided into 256 pieces by the first byte of the key, which must be a hash. It has no order."""
+    """A dict that is divided into 256 pieces by the first byte of the key, which must be a hash.
+
+    The dict has no order.
+    """
 
     __slots__ = ("_shards",)
 

@@ -236,7 +236,7 @@ class _Everybody:
 
 
 class WorthTable:
-    """The worth of chains of one kind, from the counts at one time. It is computed when it is first needed."""
+    """The worth of chains of one kind, from the counts at one time. The worth is computed when it is first needed."""
 
     __slots__ = ("_chances", "_ended", "_everybody", "_prior", "_returned", "computed")
 

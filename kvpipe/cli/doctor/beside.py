@@ -1,4 +1,7 @@
-"""Checks of the connectors that run beside kvpipe. They need vLLM's whole `--kv-transfer-config` as doctor's input."""
+"""Checks of the connectors that run beside kvpipe.
+
+These checks need vLLM's whole `--kv-transfer-config` as doctor's input.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A tier for kvpipe in a SQLite database that the engines of a host share. It evicts the least recently used values."""
+"""A tier for kvpipe in a SQLite database that the engines of a host share.
+
+The tier evicts the least recently used values.
+"""
 
 from __future__ import annotations
 

@@ -249,7 +249,8 @@ class Index:
     def _key(self, name: str) -> Key | None:
         """Return the key whose file is named `name`, or None if `name` is not the name of a key's file.
 
-        This is three times as fast as `Key.parse`, because it reuses the parsed rest of names that differ in the chunk.
+        The method is three times as fast as `Key.parse`: for names that differ only in the chunk, it reuses the parsed
+        rest.
         """
         space = name[:_SPACE_CHARS]
         chunk, _, tail = name[_SPACE_CHARS + 1 :].partition("-")

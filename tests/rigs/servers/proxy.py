@@ -1,4 +1,7 @@
-"""A TCP proxy on loopback for tests of remote tiers. It can delay, stall, cut or refuse connections at any time."""
+"""A TCP proxy on loopback for tests of remote tiers.
+
+The proxy can delay, stall, cut or refuse connections at any time.
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _numbers = itertools.count(1)
 
 
 class S3Server:
-    """A server with an empty bucket. Its objects are lost when it ends."""
+    """A server with an empty bucket. The objects are lost when the server ends."""
 
     def __init__(self, **environment: str) -> None:
         """Make a server that is not started yet. `environment`: additional variables for the server."""

@@ -52,7 +52,7 @@ class Patch(NamedTuple):
 class Mutant(NamedTuple):
     """One bug: its effect and its patches.
 
-    `shape` is the shape that is tried first. `by` is the only invariant that is checked. It is set if a weaker
+    `shape` is the shape that is tried first. `by` is the only invariant that is checked. `by` is set if a weaker
     invariant would always find the bug first, so that the bug's main effect would go untested. `test` is the pytest
     node that must fail, for a bug that no trial can find. No trial runs for such a bug.
     """

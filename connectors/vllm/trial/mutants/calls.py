@@ -154,7 +154,7 @@ MUTANTS: dict[str, Mutant] = {
             ),
         ),
         test="tests/trials/test_lost_reports.py"
-        "::test_reports_of_a_step_are_taken_when_a_request_with_a_failed_load_is_over",
+        "::test_reports_of_a_step_are_processed_when_a_request_with_a_failed_load_has_ended",
     ),
     "aborted_request_forgets_its_load": Mutant(
         "An aborted request's load is forgotten while its copies run.",

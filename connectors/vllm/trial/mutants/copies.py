@@ -11,7 +11,7 @@ MUTANTS: dict[str, Mutant] = {
     "every_async_load_is_under_way": Mutant(
         "Loads that no forward waits for fill the bus, so a load that a forward waits for is late.",
         one(_ENGINE, "_go_on", "if ahead >= WAVES_AHEAD:", "if ahead >= len(self._layout.views) * WAVES_AHEAD:"),
-        test=f"{_WAVES}::test_loads_without_readers_let_those_with_readers_pass",
+        test=f"{_WAVES}::test_loads_with_readers_are_queued_before_loads_without",
     ),
     "async_loads_are_forgotten": Mutant(
         "A load that no forward waits for stops after its first waves have landed.",
@@ -31,7 +31,7 @@ MUTANTS: dict[str, Mutant] = {
     "a_fence_before_its_save": Mutant(
         "The fence does not wait for a save that the completion thread has not queued yet.",
         one(_ENGINE, "fence", "self._reach(ticket)", "ticket.mark if isinstance(ticket.mark, OrderingPoint) else None"),
-        test=f"{_WAVES}::test_the_fence_queues_a_save_that_the_completion_thread_has_not",
+        test=f"{_WAVES}::test_fence_queues_a_save_before_the_completion_thread_does",
     ),
     "landings_at_once_may_have_a_gap": Mutant(
         "A cursor that takes several landings at once ignores a gap among them.",
@@ -46,7 +46,7 @@ MUTANTS: dict[str, Mutant] = {
     "a_table_in_use_is_overwritten": Mutant(
         "A later plan overwrites the table of rows that a kernel still reads, so the kernel copies wrong pages.",
         one(_TABLES, "upload", "self._lent[0].table() is None", "len(self._lent) > 1"),
-        test="tests/transfer/test_tables.py::test_table_of_rows_keeps_its_bytes_while_it_is_used",
+        test="tests/transfer/test_tables.py::test_table_in_use_keeps_its_bytes",
     ),
     "slots_that_are_not_pinned": Mutant(
         "Slots that could not be pinned are used, and every copy with such a slot blocks the forward.",
@@ -73,6 +73,6 @@ MUTANTS: dict[str, Mutant] = {
     "saves_by_when_they_land": Mutant(
         "A save uses the mover that lands first, though compute waits only until the save's blocks are read.",
         one("kvpipe.transfer.calibrate", "choose", "ways[mover].read.of(*counts[mover])", "landed[mover]"),
-        test="tests/transfer/test_calibrate.py::test_a_save_goes_the_way_that_frees_its_blocks",
+        test="tests/transfer/test_calibrate.py::test_save_uses_the_mover_that_first_reads_its_blocks",
     ),
 }  # fmt: skip

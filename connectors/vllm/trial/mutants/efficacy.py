@@ -88,7 +88,7 @@ MUTANTS: dict[str, Mutant] = {
     "later_input_not_saved": Mutant(
         "If answers are not saved, later inputs of a session are not saved either.",
         one(SAVING, "plan", " and not request.resumable", ""),
-        test="tests/contract/test_scheduler_versions.py::test_what_a_session_gets_later_is_saved_where_answers_are_not",
+        test="tests/contract/test_scheduler_versions.py::test_later_input_of_a_session_is_saved_when_save_decode_is_off",
     ),
     "a_block_has_one_hash": Mutant(
         "A unit is looked up as if it had one hash, though vLLM computes several hashes per unit.",

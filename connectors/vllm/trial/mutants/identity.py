@@ -24,7 +24,7 @@ MUTANTS: dict[str, Mutant] = {
     "places_do_not_count": Mutant(
         "A device's digest does not change when two rows of a weight are exchanged.",
         one(_DIGEST, "add_words", "_mixed(words ^ (places * _signed(seed)))", "_mixed(words)"),
-        test="tests/unit/test_digest.py::test_places_count[device_digest]",
+        test="tests/unit/test_digest.py::test_positions_of_values_count[device_digest]",
     ),
     "packed_weights_do_not_count": Mutant(
         "Weights are not digested before vLLM repacks them.",
@@ -54,22 +54,22 @@ MUTANTS: dict[str, Mutant] = {
             "changed = not digest or digest != before",
             "changed = not digest",
         ),
-        test=f"{_UNIT}::test_doubt_and_answers",
+        test=f"{_UNIT}::test_weights_are_in_doubt_until_every_rank_has_answered",
     ),
     "doubt_is_served": Mutant(
         "Hits are served while it is unknown whether the weights have changed.",
         one(LOOKUPS, "_unknown", "self._weights.doubtful and", "False and"),
-        test=f"{_TRIAL}::test_weights_change",
+        test=f"{_TRIAL}::test_invariants_hold_when_weights_change",
     ),
     "a_change_is_not_forgotten": Mutant(
         "Chunks in memory are still found after the weights have changed.",
         one(RESETS, "weights_changed", "self._forget()", "pass"),
-        test=f"{_TRIAL}::test_weights_change[two-ranks]",
+        test=f"{_TRIAL}::test_invariants_hold_when_weights_change[two-ranks]",
     ),
     "old_kv_is_handed_on": Mutant(
         "A request that shares blocks with a request of the old weights saves them under the name of the new weights.",
         one(_STALE, "rests_on", "self.requests[request] = {}\n    return True", "return False"),
-        test=f"{_OLD}::test_requests_that_go_on_with_old_kv",
+        test=f"{_OLD}::test_requests_with_old_kv_are_stale_until_their_kv_is_computed_again",
     ),
     "a_later_input_is_believed": Mutant(
         "An image in a later input of a session is treated as encoded with the present weights.",
@@ -84,7 +84,7 @@ MUTANTS: dict[str, Mutant] = {
     "what_an_old_prompt_ends_in_is_offered": Mutant(
         "vLLM's cache keeps the block in which a prompt ends, although its KV was computed with old weights.",
         one(_STALE, "plan_step", "done[group]), done[group], ends_in}", "done[group])}"),
-        test=f"{_OLD}::test_vllm_keeps_nothing_of_requests_that_go_on_with_old_kv[states-exported-3]",
+        test=f"{_OLD}::test_vllm_keeps_no_block_of_stale_requests[states-exported-3]",
     ),
     "the_end_of_an_old_answer_is_offered": Mutant(
         "When a request with KV of old weights ends, vLLM's cache keeps the blocks that it caches at that time.",
@@ -94,12 +94,12 @@ MUTANTS: dict[str, Mutant] = {
             "if self.requests.pop(request, None) is not None and",
             "self.requests.pop(request, None)\n    if False and",
         ),
-        test=f"{_OLD}::test_vllm_keeps_nothing_of_requests_that_go_on_with_old_kv[async-scheduler-states-exported-3]",
+        test=f"{_OLD}::test_vllm_keeps_no_block_of_stale_requests[async-scheduler-states-exported-3]",
     ),
     "a_copy_of_old_kv_is_handed_on": Mutant(
         "A request with a copy of a block of the old weights saves the KV that it computes from that copy.",
         one(_STALE, "rests_on", "if copy in mine}", "if False}"),
-        test=f"{_OLD}::test_the_block_that_an_old_prompt_ends_in",
+        test=f"{_OLD}::test_last_block_of_a_stale_prompt_is_evicted",
     ),
     "libraries_do_not_count": Mutant(
         "Variables that set the precision of libraries are not part of the key.",
@@ -114,7 +114,7 @@ MUTANTS: dict[str, Mutant] = {
             "how[0] if len({*how}) == 1 else how",
             '""',
         ),
-        test=f"{_NUMERICS}::test_a_namespace_is_of_one_way_to_compute",
+        test=f"{_NUMERICS}::test_ranks_with_equal_results_share_a_namespace",
     ),
     "ranks_that_differ_share_with_all": Mutant(
         "Ranks of one engine that compute differently share chunks with engines of any number of ranks.",
@@ -149,7 +149,7 @@ MUTANTS: dict[str, Mutant] = {
     "an_old_first_hash_stays": Mutant(
         "The first hash of an engine that is gone stays in the tier for ever.",
         one("kvpipe.tiers.first_hash", "leave_first_hash", "await tier.delete(list(names))", "pass"),
-        test="tests/tiers/test_first_hash.py::test_the_first_hash_is_left_before_the_first_store",
+        test="tests/tiers/test_first_hash.py::test_first_hash_is_stored_before_the_first_chunk",
     ),
     "a_first_hash_without_seed": Mutant(
         "A first hash that PYTHONHASHSEED seeds is treated as if PYTHONHASHSEED did not seed it.",

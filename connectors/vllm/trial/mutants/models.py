@@ -16,7 +16,7 @@ MUTANTS: dict[str, Mutant] = {
             "if model.is_prefix_caching_supported:",
             "if model.is_prefix_caching_supported or model.pooler_config is not None:",
         ),
-        test=f"{_UNIT}::test_each_statement_refuses",
+        test=f"{_UNIT}::test_each_unsupported_feature_is_refused",
     ),
     "only_the_first_layer_is_asked": Mutant(
         "A cache group is served if its first layer attends to no later token, whatever its other layers do.",
@@ -27,7 +27,7 @@ MUTANTS: dict[str, Mutant] = {
         "kvpipe serves attention backends with which hits break vLLM's batch invariance, although batch "
         "invariance is on.",
         one(_MODELS, "check_backends", "if envs.VLLM_BATCH_INVARIANT else ()", "if False else ()"),
-        test=f"{_UNIT}::test_batch_invariance_without_hits_only",
+        test=f"{_UNIT}::test_batch_invariance_is_refused_with_hits",
     ),
     "the_longest_prompt_is_not_in_the_name": Mutant(
         "Engines share a namespace though their max_model_len differs, which may change their rotary factors.",
@@ -37,7 +37,7 @@ MUTANTS: dict[str, Mutant] = {
     "how_images_are_prepared_is_not_in_the_name": Mutant(
         "Engines of one model share a namespace though they prepare images in different ways.",
         one("kvpipe.connectors.vllm.identity.engine_facts", "identity", "media_facts(config)", '""'),
-        test="tests/engine/test_images.py::test_another_processor",
+        test="tests/engine/test_images.py::test_changed_image_processor_finds_nothing",
     ),
     "requests_that_read_nothing_are_looked_up": Mutant(
         "A request whose prompt vLLM computes in full is still looked up, and its chunks are fetched from tiers.",

@@ -6,7 +6,7 @@ from kvpipe.connectors.vllm.trial.mutants.base import STAGING, STORING, Mutant, 
 
 _KEEPER = "kvpipe.node.keeper:Keeper"
 _LEDGER = "kvpipe.node.ledger:Ledger"
-_WORLD = "tests/node/test_world.py::test_long_lives_tear_and_lose_nothing"
+_WORLD = "tests/node/test_world.py::test_random_engines_and_holders_lose_and_damage_no_chunk"
 _TIERS = "tests/node/test_tiers.py"
 _FENCE = "tests/node/test_fence.py::test_leased_slot_is_not_reused_in_any_order_of_stores_and_loads"
 _END_LEASES = '    leases[:] = memoryview(bytes(leases.nbytes)).cast("I")'
@@ -71,7 +71,7 @@ MUTANTS: dict[str, Mutant] = {
     "slot_of_a_store_not_pinned": Mutant(
         "The holder may reuse the slot of a chunk while a tier still stores the chunk.",
         one(STORING, "_store", "self._catalog.lease(owner, [chunk])", "pass"),
-        test=f"{_TIERS}::test_slot_of_a_store_is_not_reused_before_it_has_landed",
+        test=f"{_TIERS}::test_slot_of_a_store_is_not_reused_before_the_store_has_landed",
     ),
     "unpublished_fetch_is_lost": Mutant(
         "A request does not wait until the holder has published its fetched chunks, and computes them.",

@@ -24,7 +24,7 @@ MUTANTS: dict[str, Mutant] = {
     "demoted_for_one": Mutant(
         "A prefix that several sessions use is evicted early when one of these sessions has ended.",
         one(_SESSIONS, "hint", "own or not (demotes", "True or not (demotes"),
-        test=f"{_TESTS}::test_a_prefix_that_others_use_is_not_demoted_for_one",
+        test=f"{_TESTS}::test_shared_prefix_is_not_demoted_when_one_session_ends",
     ),
     "shares_are_not_looked_at": Mutant(
         "The tenant with the most slots loses slots even while it is within its quota's share.",
@@ -46,12 +46,12 @@ MUTANTS: dict[str, Mutant] = {
     "shares_are_those_of_the_start": Mutant(
         "Shares do not grow with the number of ready slots, so a quota loses slots within its share.",
         one("kvpipe.cache.quotas:SharedCatalog", "use_more", "self.accounts.secure(self.ready)", "pass"),
-        test="tests/vllm/test_quotas.py::test_shares_are_of_what_is_in_memory",
+        test="tests/vllm/test_quotas.py::test_shares_are_of_the_ready_slots",
     ),
     "announced_and_always_believed": Mutant(
         "A client whose announced requests never come gets as much of the pool as a client whose requests come.",
         one("kvpipe.cache.ahead:AccountAhead", "over", "self._wasted += 1", "pass"),
-        test="tests/cache/test_ahead.py::test_room_shrinks_when_announced_requests_never_come",
+        test="tests/cache/test_ahead.py::test_room_shrinks_when_announced_requests_never_arrive",
     ),
     "announced_by_one_and_believed_of_all": Mutant(
         "A client whose announced requests never come reduces the room for announcements of other quotas.",
@@ -61,7 +61,7 @@ MUTANTS: dict[str, Mutant] = {
     "announced_and_brought_though_it_came": Mutant(
         "A session that resumes early is fetched again at the time for which it was announced.",
         one("kvpipe.features.announced:Announcements", "came", "for one in found:", "for one in ():"),
-        test="tests/trials/test_announced.py::test_nothing_is_fetched_at_the_announced_time_when_the_request_has_come",
+        test="tests/trials/test_announced.py::test_nothing_is_fetched_at_the_announced_time_after_the_request_has_arrived",
     ),
     "announcements_of_all_are_one_heap": Mutant(
         "All tenants share one limit on announcements, so one tenant pushes out the announcements of others.",
@@ -124,7 +124,7 @@ MUTANTS: dict[str, Mutant] = {
     "half_open_connections_have_fewer_places_than_are_accepted_at_once": Mutant(
         "A request with the token is not read, because its connection was closed to make room for later connections.",
         one("kvpipe.manage.connections:Places", "enter", ">= UNKNOWN_MAX", ">= ACCEPTED_MAX - 1"),
-        test=f"{_CONNECTIONS}::test_a_request_with_the_token_is_read_when_half_open_connections_come_right_behind_it",
+        test=f"{_CONNECTIONS}::test_request_with_the_token_is_read_when_half_open_connections_follow",
     ),
     "announced_for_nobody": Mutant(
         "Chunks that were fetched for an announced request are recorded without salt and adapter.",

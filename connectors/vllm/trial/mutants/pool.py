@@ -15,7 +15,7 @@ MUTANTS: dict[str, Mutant] = {
     "ready_but_not_in_memory": Mutant(
         "Slots count as ready before their pages are touched.",
         one(_READIER, "_make_ready", "all(self._touch(at, at + size) for at, size in parts)", "True"),
-        test=f"{_READY}::test_all_of_the_pool_comes_into_memory",
+        test=f"{_READY}::test_slots_become_ready_in_order",
     ),
     "a_pool_larger_than_memory": Mutant(
         "The pool is brought into memory although there is not enough memory for it.",
@@ -41,7 +41,7 @@ MUTANTS: dict[str, Mutant] = {
     "handed_out_without_memory": Mutant(
         "Slots are used on demand, however little memory is left.",
         one(_READIER, "_offer", "min(max(0, room.spare), demand)", "demand"),
-        test=f"{_READY}::test_no_more_slots_are_used_on_demand_than_there_is_memory_for",
+        test=f"{_READY}::test_slots_used_on_demand_are_bounded_by_the_free_memory",
     ),
     "registers_slots_without_memory": Mutant(
         "A rank registers slots of a node's memory that have no memory yet, so the memory is taken as the rank's.",
@@ -52,6 +52,6 @@ MUTANTS: dict[str, Mutant] = {
         "A pool that has free slots evicts chunks while its memory is still being prepared.",
         one("kvpipe.worker.side:WorkerSide", "_make_readier", 'if device == "cpu" else 0', 'if device == "no" else 0'),
         test="tests/engine/test_pool.py::"
-        "test_nothing_is_evicted_from_a_pool_with_room_when_saves_are_faster_than_it_becomes_ready",
+        "test_no_chunk_is_evicted_while_the_pool_becomes_ready",
     ),
 }  # fmt: skip

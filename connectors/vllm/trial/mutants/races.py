@@ -20,7 +20,7 @@ from kvpipe.connectors.vllm.trial.mutants.base import (
 
 _LATE = "world: scheduler=async failure=fail load=sync hooks=device saved=every-step"
 _SPOILED = (
-    "tests/cache/test_held_blocks.py::test_a_block_is_not_spoiled_when_another_request_has_got_it_before_the_load_fails"
+    "tests/cache/test_held_blocks.py::test_block_is_not_reported_when_another_request_has_it_before_the_load_fails"
 )
 
 MUTANTS: dict[str, Mutant] = {

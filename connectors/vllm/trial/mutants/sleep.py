@@ -6,7 +6,7 @@ from kvpipe.connectors.vllm.trial.mutants.base import COPIES, Mutant, one
 
 _SLEEP, _ENGINE = "kvpipe.connectors.vllm.identity.sleep", "tests/vllm/test_sleep.py"
 _RANK = "tests/worker/test_sleep.py"
-_ORDER = f"{_ENGINE}::test_ranks_release_before_memory_goes_and_return_when_it_is_back"
+_ORDER = f"{_ENGINE}::test_ranks_release_before_memory_is_freed_and_return_when_it_is_restored"
 
 MUTANTS: dict[str, Mutant] = {
     "weights_are_read_asleep": Mutant(

@@ -55,7 +55,7 @@ MUTANTS: dict[str, Mutant] = {
     "states_of_who_sits_out_are_lost": Mutant(
         "A state is not saved if its request is not scheduled in the step in which vLLM offers the state.",
         one(SAVING, "plan_step", "if request_id in tracked_of:", "if request_id in step.num_scheduled_tokens:"),
-        test="tests/scheduler/test_states.py::test_a_state_is_saved_though_its_request_sits_the_step_out",
+        test="tests/scheduler/test_states.py::test_state_is_saved_when_its_request_is_not_in_the_step",
     ),
     "state_saved_before_its_step": Mutant(
         "States are saved before the forward that computes them, when layers without hooks are loaded.",

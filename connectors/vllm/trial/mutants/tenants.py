@@ -29,7 +29,7 @@ MUTANTS: dict[str, Mutant] = {
                 "    return miss_reasons.BELOW_MINIMUM if self._cuts",
             ),
         ),
-        test=f"{_TENANTS}::test_a_first_block_that_another_tenant_has_asked",
+        test=f"{_TENANTS}::test_first_block_of_another_tenant_is_a_miss",
     ),
     "encrypted_values_have_plain_names": Mutant(
         "The names of values in an encrypted tier contain vLLM's own hashes.",
@@ -79,7 +79,7 @@ MUTANTS: dict[str, Mutant] = {
             "if chunks > 1 and self._events.append(BlockRemoved("
             "block_hashes=[maybe_convert_block_hash(block.hash)], medium=place.medium, group_idx=group)) is None:",
         ),
-        test="tests/contract/test_kv_events.py::test_a_block_stays_until_both_contents_of_an_adapter_are_gone",
+        test="tests/contract/test_kv_events.py::test_block_is_withdrawn_when_both_contents_of_an_adapter_are_evicted",
     ),
     "blocks_within_chunks_are_announced": Mutant(
         "Each unit of a chunk is announced, though a prompt that shares only half of the chunk finds nothing.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvpipe.connectors.vllm.trial.mutants.base import STAGING, STORING, Mutant, Patch, one
 
-OTHER_LAYOUT = "property_tests/test_layouts.py::test_what_one_layout_has_stored_another_finds"
+OTHER_LAYOUT = "property_tests/test_layouts.py::test_engine_of_any_layout_finds_stored_chunks_whole_or_not_at_all"
 _PREFETCHING = "kvpipe.features.prefetch:Prefetching"
 _TIER_BLOCKS = "kvpipe.scheduler.tier_blocks:TierBlocks"
 
