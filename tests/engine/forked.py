@@ -22,8 +22,10 @@ from unittest.mock import patch
 
 PRELOADED = (
     "vllm.v1.worker.cpu_worker", "vllm.v1.executor.multiproc_executor", "kvpipe.connectors.vllm.connector",
-    "vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.llm", "tests.engine.frozen",
+    "vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.llm", "vllm.v1.core.sched.async_scheduler",
+    "vllm.model_executor.layers.quantization.online.base", "tests.engine.frozen",
 )  # fmt: skip
+"""Modules that every engine imports, some of them when it starts. The last one prepares the process for its forks."""
 
 
 class _Process(ForkServerProcess):
@@ -45,10 +47,17 @@ class _Context(ForkServerContext):
 
 @contextmanager
 def _context(made: BaseContext) -> Iterator[None]:
-    """Make vLLM start its processes with the context `made`, even if vLLM asks for another method."""
+    """Make vLLM start its processes with the context `made`, even if vLLM asks for another method.
+
+    This process waits for their messages without spinning, like the forks.
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
     from vllm.utils import system_utils
 
-    with patch.object(system_utils, "multiprocessing", SimpleNamespace(get_context=lambda _method: made)):
+    with (
+        patch.object(system_utils, "multiprocessing", SimpleNamespace(get_context=lambda _method: made)),
+        patch.object(SpinCondition.__init__, "__defaults__", (0.0,)),
+    ):
         yield
 
 
@@ -62,6 +71,13 @@ def _forks() -> _Context:
 def forked_ranks() -> Iterator[None]:
     """Make engines in this process fork their ranks from a process that has imported vLLM and nothing else."""
     with _context(_forks()):
+        yield
+
+
+@contextmanager
+def forks_of_this_process() -> Iterator[None]:
+    """Make vLLM fork its engines and ranks from this process, which has imported vLLM."""
+    with _context(multiprocessing.get_context("fork")):
         yield
 
 
@@ -122,5 +138,5 @@ def serve(log: str, environment: dict[str, str], arguments: list[str]) -> None:
     from vllm.entrypoints.launchers.api_server.entry import main
 
     sys.argv = ["api_server", *arguments]
-    with _context(multiprocessing.get_context("fork")):
+    with forks_of_this_process():
         main()

@@ -1,13 +1,24 @@
-"""The last import of the process that tests fork, so that no fork searches imported modules for garbage.
+"""The last import of the process that tests fork. It does once what each of its forks would do.
 
 VLLM searches all objects several times when a process starts and ends. Most of these objects are modules, which never
 become garbage. After a fork each search also copies their memory. A forked process ends soon, so it needs no search but
 Python's own.
+
+A rank searches all modules for Triton's kernels, and spins for a second after each message, beside ranks that compute.
 """
 
 from __future__ import annotations
 
 import gc
+
+from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+from vllm.platforms import current_platform
+
+from kvpipe.connectors.vllm.tiny.engine import register_kernels_once
+
+current_platform.register_triton_kernel_overrides()
+register_kernels_once()
+SpinCondition.__init__.__defaults__ = (0.0,)
 
 gc.collect()
 gc.freeze()

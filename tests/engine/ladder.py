@@ -21,8 +21,8 @@ from kvpipe.connectors.vllm.tiny.models import make_drafter
 from kvpipe.worker.side import WorkerSide
 from tests.engine.common import assert_clean, engine, preempted, prompt, waiting
 
-ANSWER: Final = 16
-AFTER: Final = 4
+ANSWER: Final = 8
+AFTER: Final = 2
 """The number of answer tokens at which the request is preempted."""
 RUNNER_V1: Final = "vllm.v1.worker.cpu_model_runner.CPUModelRunner"
 RUNNER_V2: Final = "vllm.v1.worker.cpu.model_runner.CPUModelRunner"

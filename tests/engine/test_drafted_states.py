@@ -123,14 +123,14 @@ def test_hits_within_a_block() -> None:
         block = block_tokens(any_engine.live)
     hashes: dict[str, Any] = {"prefix_match_unit": block // 2}
     with drafting(None, **hashes) as plain:
-        first, counts = plain.one_by_one(PROMPTS, 60), plain.take()
+        first, counts = plain.one_by_one(PROMPTS, 24), plain.take()
     with drafting({"chunk_tokens": 2 * block}, **hashes) as made:
         unit = _unit(made.live)
         held = [len(p) // unit * unit - unit for p in PROMPTS]
         assert unit == block // 2
         assert any(tokens % block for tokens in held)
         for loaded in (0, sum(held)):
-            assert made.one_by_one(PROMPTS, 60) == first
+            assert made.one_by_one(PROMPTS, 24) == first
             assert made.take() == counts
             assert assert_clean(made.live).get("tokens_loaded", 0) == loaded
         made.live.generate([PROMPTS[1][: 2 * block + 10]], 1)  # these tokens are computed, and vLLM holds them

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,10 +13,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from kvpipe.connectors.vllm.tiny.engine import Engine
+from kvpipe.connectors.vllm.tiny.engine import DEFAULTS, Engine
 from kvpipe.connectors.vllm.tiny.models import make_model
 from kvpipe.testing.waiting import WAIT_S
-from tests.engine.common import BLOCK, assert_clean, patient, prompt, whole_blocks
+from tests.engine.common import BLOCK, assert_clean, patient, prompt, waiting, whole_blocks
+from tests.engine.forked import forks_of_this_process, run_forked
 
 pytestmark = pytest.mark.engine
 
@@ -260,35 +259,34 @@ def test_two_ranks(tmp_path: Path, right: Right, monkeypatch: pytest.MonkeyPatch
         assert _ask(fresh) == (new, FOUND)
 
 
+def _answers_around_a_reload(model: str, other: str, folder: str, out: str) -> None:
+    """Write the answers before and after a reload of the weights of an engine that runs in a fork of this process."""
+    from vllm import LLM, SamplingParams
+
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+    config = {"chunk_tokens": 64, "pool_bytes_max": "64MiB", "tiers": [{"kind": "disk", "path": folder}]}
+    transfer: Any = {
+        "kv_connector": "KVPipeConnector", "kv_role": "kv_both", "kv_connector_extra_config": patient(config),
+        "kv_connector_module_path": "kvpipe.connectors.vllm.connector",
+    }  # fmt: skip
+    with waiting(), forks_of_this_process():
+        llm = LLM(model, kv_transfer_config=transfer, **DEFAULTS)
+        assert not hasattr(llm.llm_engine.engine_core, "engine_core"), "the engine runs in this process"
+
+        def answer() -> list[int]:
+            params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True, detokenize=False)
+            return list(llm.generate({"prompt_token_ids": PROMPT[0]}, params)[0].outputs[0].token_ids)
+
+        answers = [answer()]
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": other})
+        answers += [answer(), answer()]
+        Path(out).write_text(json.dumps(answers), encoding="utf-8")
+        llm.llm_engine.engine_core.shutdown()
+
+
 def test_an_engine_process_of_its_own(tmp_path: Path, right: Right) -> None:
     """If vLLM's engine runs in its own process, calls of the client that change weights are noticed in that process."""
-    code = (
-        "import json, sys\n"
-        "from vllm import LLM, SamplingParams\n"
-        "model, other, folder, tokens = json.loads(sys.argv[1])\n"
-        "disk = {'kind': 'disk', 'path': folder, 'timeout_ms_max': 120_000}\n"
-        "waits = dict.fromkeys(('lookup_ms_max', 'lookup_slow_ms_max'), 120_000)\n"
-        "extra = {'chunk_tokens': 64, 'pool_bytes_max': '64MiB', 'tiers': [disk]} | waits\n"
-        "transfer = {'kv_connector': 'KVPipeConnector', 'kv_role': 'kv_both', 'kv_connector_extra_config': extra,\n"
-        "            'kv_connector_module_path': 'kvpipe.connectors.vllm.connector'}\n"
-        "def answer():\n"
-        "    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, detokenize=False)\n"
-        "    return list(llm.generate({'prompt_token_ids': tokens}, params)[0].outputs[0].token_ids)\n"
-        "if __name__ == '__main__':\n"
-        "    llm = LLM(model=model, kv_transfer_config=transfer, skip_tokenizer_init=True, dtype='float32', seed=0,\n"
-        f"              enforce_eager=True, block_size={BLOCK}, max_model_len=1024, num_gpu_blocks_override=200)\n"
-        "    answers = [answer()]\n"
-        "    llm.collective_rpc('reload_weights', kwargs={'weights_path': other})\n"
-        "    answers += [answer(), answer()]\n"
-        "    print('answers:', json.dumps(answers), flush=True)\n"
-    )
-    script = tmp_path / "served.py"
-    script.write_text(code, encoding="utf-8")
-    arguments = json.dumps([str(right[0]), str(right[1]), str(tmp_path / "kv"), PROMPT[0]])
-    environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    command = [sys.executable, str(script), arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=5 * WAIT_S)
-    line = next((one for one in done.stdout.splitlines() if one.startswith("answers:")), "")
-    assert line, done.stderr[-3000:]
-    answers = json.loads(line.removeprefix("answers:"))
-    assert answers == [right[2][0], right[3][0], right[3][0]]
+    log, out = tmp_path / "log", tmp_path / "answers.json"
+    asked = (str(right[0]), str(right[1]), str(tmp_path / "kv"), str(out))
+    assert run_forked(log, 5 * WAIT_S, _answers_around_a_reload, *asked) == 0, log.read_text("utf-8", "replace")[-3000:]
+    assert json.loads(out.read_text(encoding="utf-8")) == [right[2][0], right[3][0], right[3][0]]

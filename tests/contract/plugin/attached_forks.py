@@ -16,6 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from kvpipe.connectors.vllm.tiny.engine import models_inspected_here
+
+GARBAGE_OBJECTS_MIN = 100_000
+"""New objects between two searches for garbage. Python's own limit is 700, and a scheduler has 10,000 blocks."""
 IMPORTED = (
     "attached", "vllm.multimodal.inputs", "vllm.sampling_params", "vllm.v1.core.sched.async_scheduler",
     "vllm.v1.core.sched.scheduler", "vllm.v1.structured_output", "kvpipe.connectors.vllm.connector",
@@ -43,11 +47,14 @@ def main() -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # so that no fork searches, and thereby copies, the imported modules
-    for line in sys.stdin:
-        log, folder, arguments = json.loads(line)
-        if not (child := os.fork()):
-            _run(log, folder, arguments)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    gc.set_threshold(GARBAGE_OBJECTS_MIN)
+    # otherwise a process imports vLLM for each class of models that vLLM has not yet seen on this machine
+    with models_inspected_here():
+        for line in sys.stdin:
+            log, folder, arguments = json.loads(line)
+            if not (child := os.fork()):
+                _run(log, folder, arguments)
+            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 
 
 if __name__ == "__main__":
