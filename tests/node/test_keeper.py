@@ -271,15 +271,15 @@ def test_need_for_memory_follows_from_the_chunks_that_were_looked_at(
     leases = node.segment.leases_of(first.row)
     for slot in slots[:2]:
         leases[slot] = 1
-    oldest = node.keeper._used[slots[0]]
+    oldest = node.keeper.used[slots[0]]
     assert node.grant(first, 1) == []
     assert node.keeper.short == oldest
-    third = node.keeper._used[slots[2]]
+    third = node.keeper.used[slots[2]]
     assert [slot for slot, _ in node.grant(first, 1)] == slots[2:3], "the leased chunks count as used"
     assert node.keeper.short == third
     for slot in slots[4:]:
         leases[slot] = 1
-    fourth = node.keeper._used[slots[3]]
+    fourth = node.keeper.used[slots[3]]
     assert [slot for slot, _ in node.grant(first, 3)] == slots[3:4]
     assert node.keeper.short == fourth
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from kvpipe.node.layout import READY, VERSION
@@ -104,13 +105,7 @@ def test_single_region_that_once_had_no_slot_takes_none_of_a_new_engine(world: R
 def test_search_for_small_slots_looks_at_each_piece_once(world: RegionsWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """A piece may have thousands of small slots, and engines kill a holder whose clock stands still."""
     _busy(world)
-    owners, (segment, _), looks = world.memory._owners, world.memory.regions[1], list[int]()
-
-    def pieces(_layout: object, first: int, _stop: int) -> range:
-        looks.append(first)
-        return range(1)
-
-    monkeypatch.setattr(owners, "piece_bytes", 8 * SIZES[1])
-    monkeypatch.setattr(owners, "pieces", pieces)
-    world.memory._windows(segment, [0.0], 1, math.inf)
-    assert looks == [*range(0, int(segment.words[READY]), 8)]
+    segment, _ = world.memory.regions[1]
+    monkeypatch.setattr(world.memory._owners, "piece_bytes", 8 * SIZES[1])
+    found = world.memory._windows(segment, np.zeros(100), 1, math.inf, 100)
+    assert [window.start for window in found] == [*range(0, int(segment.words[READY]), 8)]
