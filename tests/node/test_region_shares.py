@@ -49,6 +49,17 @@ def test_region_whose_victims_were_used_later_is_first(world: RegionsWorld) -> N
         ]
 
 
+def test_region_gets_no_memory_that_was_used_later(world: RegionsWorld) -> None:
+    """A region evicts its own chunks as long as they are older than all memory of the other region."""
+    _busy(world)
+    (_, loser), (_, keeper) = world.memory.regions.values()
+    for short, may_grow in ((loser.used.min(), False), (loser.used[loser.used < math.inf].max() + 1, True)):
+        before = world.usable
+        keeper.short = float(short)
+        assert world.memory.share() == may_grow
+        assert (world.usable != before) == may_grow
+
+
 def test_regions_that_need_memory_alike_get_it_in_turn(world: RegionsWorld) -> None:
     """Regions that have no chunk to evict would otherwise get memory in the order of their numbers."""
     _busy(world)
