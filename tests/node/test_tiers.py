@@ -125,6 +125,7 @@ def test_chunk_that_was_evicted_before_its_turn_is_not_stored(worlds: TieredWorl
 def test_fetched_chunks_are_found_by_other_engines(worlds: TieredWorlds) -> None:
     """They are published when all ranks have them. Only then the request goes on, with all of its hit."""
     second, request, stage = _fetching(worlds)
+    second.pool.slow = True
     third = worlds.start()
     assert [order.stores for order in second.begun] == [False, False]
     assert stage.state.row == stage_m.FETCHING
@@ -172,9 +173,11 @@ def test_failed_fetch_costs_no_slot(worlds: TieredWorlds) -> None:
     """The request goes on with the chunks before the failed chunk."""
     second, request, _ = _fetching(worlds)
     free = second.pool.stock.free
+    second.pool.mute = True
     second.carry()
     second.carry(ok=False)
     assert second.pool.stock.free == free + 1
+    second.pool.mute = False
     for _ in range(3):
         second.step()
     assert second.admit(request) == 4 * UNIT_TOKENS
@@ -322,6 +325,7 @@ def test_fetch_goes_on_under_another_holder(worlds: TieredWorlds, *, landed: boo
 def test_engine_that_ends_during_a_fetch_leaves_no_slot_behind(worlds: TieredWorlds) -> None:
     """Other engines find nothing of the fetch, and get its slots."""
     second, _, _ = _fetching(worlds)
+    second.pool.mute = True
     second.carry()
     second.pool.die()
     usage = worlds.node.keeper.usage()
