@@ -197,15 +197,10 @@ class Keeper(RegionSlots):
         """Whether an evicted slot still has a lease."""
         return bool(self._draining)
 
-    def evict_all(self) -> int:
-        """Evict every chunk, for an operator. Returns the number of evicted chunks."""
-        return self._evict_chunks(list(self._chunks.values()))
-
-    def _evict_chunks(self, chunks: list[NodeChunk]) -> int:
+    def _evict_chunks(self, chunks: list[NodeChunk]) -> None:
         for chunk in chunks:
             self._policy.remove(chunk)
         self._drop(chunks)
-        return len(chunks)
 
     # ---- clients -------------------------------------------------------------------------------------------------
 

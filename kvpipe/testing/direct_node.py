@@ -53,7 +53,7 @@ class DirectPool(NodePool):
         self._node, number = node, next(node.numbers)
         self.process = Process(number, number)
         self.token = number.to_bytes(16, "big")
-        self.stock, self.segment, self.replica = Stock(stock), Segment(os.dup(node.fd)), None
+        self.stock, self.segment = Stock(stock), Segment(os.dup(node.fd))
         self.link = Cursor(m.NODE_LINK.compile(), "pool")
         self.why, self.named, self._digest, self._naming = "", -1, b"", b""
         self.mute = self.slow = False

@@ -16,6 +16,7 @@ from kvpipe.node.layout import NAMESPACES_MAX, PROCESSES_MAX, VERSION, Process
 from kvpipe.node.ledger import Ledger
 from kvpipe.node.messages import BATCH_MAX, Hello, Publish, SlotBatch
 from kvpipe.node.segment import Segment, create
+from tests.rigs.node_replica import evict_all
 
 SLOTS, ROWS = 16, 4
 
@@ -137,7 +138,7 @@ def test_chunk_that_is_leased_while_it_is_evicted_is_freed_later(node: Node) -> 
     node._fence = lambda: leases.__setitem__(slot, 1)  # type: ignore[method-assign]
     node.take_over()
     first = node.engine(1)
-    node.keeper.evict_all()
+    evict_all(node.keeper)
     assert node.keeper.usage().evicting == 1
     assert node.keeper.is_draining
     node.keeper._fence = lambda: None

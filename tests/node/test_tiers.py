@@ -16,6 +16,7 @@ from kvpipe.tiers.base import Key
 from kvpipe.tiers.prefix_keys import chunk_name
 from tests.node.test_catalog import CHUNK
 from tests.node.tiered_worlds import SPACE, UNIT_TOKENS, TieredWorld, TieredWorlds
+from tests.rigs.node_replica import evict_all
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def _fill(worlds: TieredWorlds, name: str = "one", units: int = 8) -> TieredWorl
     request = world.request(name, units, shared=units)
     world.run(request)
     assert len(world.store_all()) == -(-units // CHUNK)
-    worlds.node.keeper.evict_all()
+    evict_all(worlds.node.keeper)
     world.step()
     assert world.found(request) == 0
     return world
@@ -96,7 +97,7 @@ def test_slot_of_a_store_is_not_reused_before_it_has_landed(worlds: TieredWorlds
     first.run(one)
     first.step()
     assert len(first.begun) == 2
-    worlds.node.keeper.evict_all()
+    evict_all(worlds.node.keeper)
     for name in "abcde":
         second.run(second.request(name, 8))
     assert worlds.node.keeper.usage().evicting == 2
@@ -114,7 +115,7 @@ def test_chunk_that_was_evicted_before_its_turn_is_not_stored(worlds: TieredWorl
     first.staging.stores._in_flight_max = 1
     first.run(first.request("one", 8))
     assert len(first.begun) == 1
-    worlds.node.keeper.evict_all()
+    evict_all(worlds.node.keeper)
     first.carry()
     first.step()
     assert not first.begun
@@ -254,7 +255,7 @@ def test_chunk_in_memory_that_is_evicted_before_the_plan_is_no_fault(worlds: Tie
     worlds.evict(request.block_hashes[3])
     second.step()
     assert [*second.want(longer).lookup.found] == [(0, 4)]
-    keeper.evict_all()
+    evict_all(keeper)
     second.step()
     assert [order.units for order in second.begun] == [4]
     second.carry()
