@@ -79,7 +79,7 @@ def node_options(settings: PoolKeys, geometry: Geometry, engine: NodeEngine) -> 
     stock = max(STOCK_MIN, min(STOCK_MAX, 4 * engine.step_chunks)) if engine.step_chunks else 0
     own = engine.token[:TOKEN_BYTES]  # a placeholder: nothing is found or saved before ranks report the real namespace
     return NodePoolOptions(
-        settings.pool_dir or folder_of_user(), own.ljust(32, b"\0"), slots, slot_bytes, groups=0, stock=stock,
+        settings.pool_dir or folder_of_user(), own.ljust(32, b"\0"), slots, slot_bytes, stock=stock,
         wait_s_max=settings.pool_wait_s_max, keep_s=settings.keep_s, token=own, name=engine.name,
     )  # fmt: skip
 

@@ -24,7 +24,7 @@ from kvpipe.node.connect import KEEP_S, NoHolderError, Reached, RefusedByHolderE
 from kvpipe.node.layout import BEAT, TOKEN_BYTES, VERSION, NodeLayout
 from kvpipe.node.messages import BadMessageError, BatchAnswer, Goodbye, Hello
 from kvpipe.node.processes import mark_client
-from kvpipe.node.replica import NodeLeases, Replica
+from kvpipe.node.replica import NodeLeases
 from kvpipe.node.segment import Segment
 from kvpipe.node.stock import Stock
 from kvpipe.statemachine import node_link as m
@@ -43,7 +43,7 @@ class NodePoolOptions:
     """The options of an engine.
 
     `slots` and `slot_bytes` are the size of the memory if this engine creates it. `namespace` is a digest of 32 bytes.
-    `groups` is 0 if `NodePool` need not follow the journal. `stock` is the number of slots that are granted ahead. A
+    `stock` is the number of slots that are granted ahead. A
     holder whose clock stands still for `silent_s` seconds is killed. After `wait_s_max` seconds without a holder, the
     engine has to use a private pool. `name` is the engine's name for operators.
     """
@@ -52,7 +52,6 @@ class NodePoolOptions:
     namespace: bytes
     slots: int
     slot_bytes: int
-    groups: int = 1
     stock: int = 32
     silent_s: float = 2.0
     wait_s_max: float = 20.0
@@ -62,10 +61,7 @@ class NodePoolOptions:
 
 
 class NodePool:
-    """The memory of a node as one engine sees it.
-
-    `segment`, `replica` and `leases` are None before the engine attaches.
-    """
+    """The memory of a node as one engine sees it. `segment` and `leases` are None before the engine attaches."""
 
     def __init__(self, options: NodePoolOptions, watch: Watch | None = None) -> None:
         """Start to look for a holder in the background.
@@ -78,7 +74,6 @@ class NodePool:
         self.link = Cursor(m.NODE_LINK.compile(), "pool", watch)
         self.stock = Stock(options.stock, watch)
         self.segment: Segment | None = None
-        self.replica: Replica | None = None
         self.leases: NodeLeases | None = None
         self.named = -1
         """The number of the namespace that `rename` has requested, or -1 until the holder has answered."""
@@ -176,8 +171,6 @@ class NodePool:
             self._receive()
         if self._reached is not None:
             self._look_at_holder()
-        if self.replica is not None:
-            self.replica.poll()
         if self._reached is not None and not self._asks:
             self._send()
 
@@ -207,8 +200,6 @@ class NodePool:
                 _leave(reached)
                 return
             self._mark = mark_client(self._options.folder)
-            if self._options.groups:
-                self.replica = Replica(self.segment, reached.welcome.namespace, self._options.groups)
             self.leases = NodeLeases(self.segment, reached.welcome.row)
         elif reached.welcome.boot != self._boot:
             self.takeovers += 1

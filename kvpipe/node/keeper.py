@@ -26,7 +26,7 @@ from kvpipe.node.layout import (
 from kvpipe.node.ledger import Ledger
 from kvpipe.node.messages import BATCH_MAX, BatchAnswer, ClientStatus, Hello, Publish, SlotBatch, SlotGrant
 from kvpipe.node.namespaces import NodeNamespaces
-from kvpipe.node.slots import RegionSlots
+from kvpipe.node.slots import NEVER, RegionSlots
 from kvpipe.node.usage import NodeUsage, usage_of
 from kvpipe.statemachine import node_client as c
 from kvpipe.statemachine import node_slot as m
@@ -83,8 +83,10 @@ class Keeper(RegionSlots):
             self._slots.append(cursor)
         by_use = sorted(self._records, key=lambda record: record.seq)  # the oldest use first
         for age, record in enumerate(self._ledger.beating(by_use)):
+            self._set_unused(record.slot, record.state)
             self._adopt(record)
-            self._used[record.slot] = age / len(self._records) - 1  # before all ticks, and alike in all regions
+            if record.state == m.PUBLISHED:
+                self.used[record.slot] = age / len(self._records) - 1  # before all ticks, and alike in all regions
         for client in self.clients.values():
             if any(self._slots[slot].state.name == m.QUARANTINE for slot in client.granted):
                 client.fire(c.LEAVE)  # an earlier holder has noticed the exit of a process
@@ -104,14 +106,14 @@ class Keeper(RegionSlots):
         chunk = NodeChunk(record.slot, (record.namespace, record.group, record.key))
         self._index[chunk.identity] = self._chunks[record.slot] = chunk
         self._namespaces.use(record.namespace)
-        self._used[record.slot] = self._tick()
+        self.used[record.slot] = self._tick()
         self._policy.insert(chunk, hit=False)
 
     def _use(self, chunk: NodeChunk) -> None:
         """Record a use of a chunk."""
         self._policy.remove(chunk)
         self._policy.insert(chunk, hit=True)
-        self._used[chunk.slot] = self._tick()
+        self.used[chunk.slot] = self._tick()
 
     # ---- slots ---------------------------------------------------------------------------------------------------
 
@@ -125,7 +127,12 @@ class Keeper(RegionSlots):
             group=record.group, units=record.units, key=record.key,
         )  # fmt: skip
         self._records[slot] = made
+        self._set_unused(slot, made.state)
         return made
+
+    def _set_unused(self, slot: int, state: str) -> None:
+        """Note that a slot in `state` has no chunk that was used. `_remember` notes the use of a published chunk."""
+        self.used[slot] = NEVER if state == m.FREE else math.inf
 
     def may_give(self, slots: Collection[int]) -> bool:
         """Whether no client has a grant or a lease of one of `slots`.
@@ -159,7 +166,7 @@ class Keeper(RegionSlots):
             mine = self._chunk_of(chunk)
             (leased if self._is_leased(mine.slot) else victims).append(mine)
         looked = victims[-1:] or leased[:1]
-        self.short = self._used[looked[0].slot] if looked else math.inf
+        self.short = float(self.used[looked[0].slot]) if looked else math.inf
         for chunk in leased:
             self._use(chunk)
         self._drop(victims)
@@ -192,15 +199,10 @@ class Keeper(RegionSlots):
         """Whether an evicted slot still has a lease."""
         return bool(self._draining)
 
-    def evict_all(self) -> int:
-        """Evict every chunk, for an operator. Returns the number of evicted chunks."""
-        return self._evict_chunks(list(self._chunks.values()))
-
-    def _evict_chunks(self, chunks: list[NodeChunk]) -> int:
+    def _evict_chunks(self, chunks: list[NodeChunk]) -> None:
         for chunk in chunks:
             self._policy.remove(chunk)
         self._drop(chunks)
-        return len(chunks)
 
     # ---- clients -------------------------------------------------------------------------------------------------
 
@@ -307,7 +309,7 @@ class Keeper(RegionSlots):
         if (known := self._index.get(identity)) is not None:
             self._slots[one.slot].fire(m.LATE)
             self._policy.refresh(known)
-            self._used[known.slot] = self._tick()
+            self.used[known.slot] = self._tick()
             self.counts["late"] += 1
             return True
         del client.granted[one.slot]

@@ -17,6 +17,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from kvpipe.cache.policy.base import Policy
 from kvpipe.errors import ConfigError
 from kvpipe.machine.headroom import tightest
@@ -35,9 +37,9 @@ from kvpipe.node.layout import (
 )
 from kvpipe.node.ledger import Ledger
 from kvpipe.node.messages import Hello, MemoryStatus, NodeStatus
-from kvpipe.node.owners import NOBODY, Owners
+from kvpipe.node.owners import NOBODY, Numbers, Owners
 from kvpipe.node.segment import Segment, add_region, allocate, lock, remove_region
-from kvpipe.node.slots import NEVER
+from kvpipe.node.slots import NEVER, Ages
 from kvpipe.statemachine.core import Cursor, Edge, State
 
 PIECE_BYTES: Final = 32 << 20
@@ -312,7 +314,7 @@ class NodeMemory:
             if any(
                 self._take(number, window)
                 for count in (WINDOW_SLOTS, 1)
-                for window in self._windows(segment, ages, count, wanting[number])[:WINDOWS_MAX]
+                for window in self._windows(segment, ages, count, wanting[number], WINDOWS_MAX)
             ):
                 self._last = number
                 return True
@@ -328,38 +330,38 @@ class NodeMemory:
             missing = wanted - int(segment.words[OWNED])
             if missing > 0:
                 self._beat()
-                for window in self._windows(segment, self._ages(number), count, math.inf)[: -(-missing // count)]:
+                for window in self._windows(segment, self._ages(number), count, math.inf, -(-missing // count)):
                     if int(segment.words[OWNED]) < wanted:  # a window may bring whole pieces
                         self._take(number, window)
 
-    def _ages(self, but: int) -> list[float]:
+    def _ages(self, but: int) -> Ages:
         """Return the last use of each piece that region `but` does not own.
 
         A piece that cannot be taken has an infinite use. A piece of region `but` has NaN.
         """
-        owners, found = self._owners, [math.nan] * self._owners.count
-        uses = {number: region.keeper.uses() for number, region in self.regions.items()}
-        for piece in range(owners.count):
-            owner = owners[piece]
-            if owner == but:
-                continue
-            if owner == NOBODY:
-                found[piece] = NEVER
-                continue
-            slots = owners.slots(self.regions[owner].segment.layout, range(piece, piece + 1))
-            found[piece] = max(uses[owner][slots.start : slots.stop], default=NEVER)
-        return found
+        owner = self._owners.all()
+        ages = np.full(len(owner), math.nan)
+        ages[owner == NOBODY] = NEVER
+        for number, (segment, keeper) in self.regions.items():
+            if number != but:
+                pieces = np.flatnonzero(owner == number)
+                first, stop = self._owners.slots_of(segment.layout, pieces, pieces + 1)
+                ages[pieces] = reduced(np.maximum, keeper.used, first, stop, empty=NEVER)
+        return ages
 
-    def _windows(self, segment: Segment, ages: list[float], count: int, short: float) -> list[range]:
-        """Return windows of `count` slots that may be taken, the least recently used first."""
-        layout, found = segment.layout, []
+    def _windows(self, segment: Segment, ages: Ages, count: int, short: float, most: int) -> list[range]:
+        """Return up to `most` windows of `count` slots that may be taken, the least recently used first."""
+        layout = segment.layout
         step = max(count, self._owners.piece_bytes // layout.slot_bytes)  # smaller steps find the same pieces again
-        for first in range(0, int(segment.words[READY]) - count + 1, step):
-            window = self._owners.pieces(layout, first, first + count)
-            foreign = [age for age in ages[window.start : window.stop] if not math.isnan(age)]
-            if foreign and (age := _mean(foreign)) < short:
-                found.append((age, first))
-        return [range(first, first + count) for _, first in sorted(found)]
+        first = np.arange(0, int(segment.words[READY]) - count + 1, step)
+        bounds = self._owners.pieces_of(layout, first, first + count)
+        foreign = ~np.isnan(ages)
+        pieces = reduced(np.add, foreign.astype(float), *bounds, empty=0)
+        uses = reduced(np.add, np.where(foreign, ages, 0), *bounds, empty=0)
+        means = np.divide(uses, pieces, out=np.full(len(first), math.inf), where=pieces > 0)
+        older = np.flatnonzero(means < short)
+        oldest = older[np.argsort(means[older], kind="stable")[:most]]
+        return [range(slot, slot + count) for slot in first[oldest].tolist()]
 
     def _take(self, number: int, window: range) -> bool:
         """Give a window of slots to a region. Returns False if a lease or a grant of another region prevents it."""
@@ -383,5 +385,8 @@ class NodeMemory:
         return is_given
 
 
-def _mean(ages: list[float]) -> float:
-    return math.inf if math.inf in ages else sum(ages) / len(ages)
+def reduced(by: np.ufunc, values: Ages, first: Numbers, stop: Numbers, *, empty: float) -> Ages:
+    """Return `values[first:stop]`, reduced by `by`, for each pair of bounds. An empty range is `empty`."""
+    bounds = np.minimum(np.stack((first, stop), axis=1), len(values))
+    found = by.reduceat(np.append(values, empty), bounds.ravel())[::2]  # the other items are those between two ranges
+    return np.where(bounds[:, 0] < bounds[:, 1], found, empty)

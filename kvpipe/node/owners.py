@@ -8,10 +8,15 @@ is killed at any time leaves each piece with one owner.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvpipe.node.layout import PIECES, REGIONS_MAX, NodeLayout
 
+Numbers: TypeAlias = NDArray[np.int64]
+N = TypeVar("N", int, Numbers)
 NOBODY: Final = REGIONS_MAX
 """The owner of the pieces of a region that was removed."""
 
@@ -34,16 +39,28 @@ class Owners:
         for piece in pieces:
             self._raw[piece] = region
 
+    def all(self) -> NDArray[np.uint8]:
+        """Return the owner of every piece."""
+        return np.frombuffer(self._raw, np.uint8, self.count)
+
+    def pieces_of(self, layout: NodeLayout, first: N, stop: N) -> tuple[N, N]:
+        """Return the bounds of the pieces that slots [first, stop) of a region touch."""
+        size = layout.slot_bytes
+        return first * size // self.piece_bytes, -(-stop * size // self.piece_bytes)
+
+    def slots_of(self, layout: NodeLayout, first: N, stop: N) -> tuple[N, N]:
+        """Return the bounds of the slots of a region that touch the pieces [first, stop)."""
+        size = layout.slot_bytes
+        return first * self.piece_bytes // size, -(-stop * self.piece_bytes // size)
+
     def pieces(self, layout: NodeLayout, first: int, stop: int) -> range:
         """Return the pieces that slots [first, stop) of a region touch."""
-        size = layout.slot_bytes
-        return range(first * size // self.piece_bytes, -(-stop * size // self.piece_bytes))
+        return range(*self.pieces_of(layout, first, stop))
 
     def slots(self, layout: NodeLayout, pieces: range) -> range:
         """Return the slots of a region that touch `pieces`."""
-        size = layout.slot_bytes
-        stop = min(layout.slots, -(-pieces.stop * self.piece_bytes // size))
-        return range(pieces.start * self.piece_bytes // size, stop)
+        first, stop = self.slots_of(layout, pieces.start, pieces.stop)
+        return range(first, min(layout.slots, stop))
 
     def owns(self, layout: NodeLayout, slot: int) -> bool:
         """Whether the region of `layout` owns all of a slot."""

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping, MutableMapping
 from typing import Final, Generic, Protocol, TypeAlias, TypeVar
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -59,19 +58,6 @@ class Placed(Protocol):
         """The slot's generation."""
 
 
-class NodeChunkPlace(msgspec.Struct, frozen=True, gc=False):
-    """The place of a chunk: a slot, while the slot has this generation. The chunk has `units` units."""
-
-    slot: int
-    generation: int
-    units: int
-
-    @property
-    def stamp(self) -> bytes:
-        """See `stamp_of`."""
-        return stamp_of(self.slot, self.generation)
-
-
 P = TypeVar("P", bound=Placed)
 
 
@@ -87,7 +73,6 @@ class Follower(ABC, Generic[P]):
         self._index: tuple[MutableMapping[bytes, P], ...] = tuple(by_key(segment.layout.slots) for _ in range(groups))
         self._known: dict[int, tuple[int, bytes]] = {}  # by slot: group and key of the chunk in the dict
         self._seen = [0] * segment.layout.slots  # by slot: the journal position of the newest record
-        self._from_seq = 0
         self._unreadable = 0
         self.scans = 0
         """The number of table scans: one at the beginning, and one whenever unread records were overwritten."""
@@ -172,7 +157,7 @@ class Follower(ABC, Generic[P]):
             if place is not None and place.slot == slot:
                 del self._index[group][key]
                 self._gone(place)
-        if record.state != PUBLISHED or record.namespace != self._namespace or record.seq <= self._from_seq:
+        if record.state != PUBLISHED or record.namespace != self._namespace:
             return
         if record.group >= len(self._index):
             return
@@ -183,20 +168,6 @@ class Follower(ABC, Generic[P]):
             index[record.key] = self._made(record)
             if other is not None:
                 self._gone(other)
-
-    def forget(self) -> None:
-        """Forget every chunk that was published before now, for a reset of this engine's cache."""
-        self._from_seq = self._reader.head
-        self._known.clear()
-        for index in self._index:
-            index.clear()
-
-
-class Replica(Follower[NodeChunkPlace]):
-    """The places of the chunks of one namespace."""
-
-    def _made(self, record: SlotRecord) -> NodeChunkPlace:
-        return NodeChunkPlace(record.slot, record.generation, record.units)
 
 
 class NodeLeases:

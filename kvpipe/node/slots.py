@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvpipe.node.layout import OWNED, READY
 from kvpipe.node.ledger import Ledger
 from kvpipe.statemachine import node_slot as m
 from kvpipe.statemachine.core import Cursor
 
+Ages: TypeAlias = NDArray[np.float64]
 NEVER: Final = -2.0
 """The last use of a slot without a chunk. It is less than all uses."""
 
@@ -34,7 +37,8 @@ class RegionSlots:
                 raise ValueError(f"slot {record.slot} of the node's memory is used, but slots of another size own it")
         self._ready = int(ledger.segment.words[READY])
         self._usable = {slot for slot in ledger.beating(range(self._ready)) if owns(slot)}
-        self._used = [NEVER] * ledger.layout.slots  # by slot: the last use of the slot's chunk
+        self.used = np.full(ledger.layout.slots, NEVER)
+        """The last use of each slot's chunk. It is infinite if the region cannot give the slot away."""
         ledger.segment.words[OWNED] = len(self._usable)
 
     def use_more(self, ready: int) -> None:
@@ -55,11 +59,3 @@ class RegionSlots:
         self._usable -= slots
         self._free = [slot for slot in self._free if slot not in slots]
         self._ledger.segment.words[OWNED] = len(self._usable)
-
-    def uses(self) -> list[float]:
-        """Return the last use of each slot. The last use is infinite if the region cannot give the slot away."""
-        states = (cursor.state.name for cursor in self._slots)
-        return [
-            used if state == m.PUBLISHED else NEVER if state == m.FREE else math.inf
-            for state, used in zip(states, self._used, strict=True)
-        ]

@@ -298,14 +298,14 @@ class SchedulerSide:
         if self.orders.due or self.orders.reads:  # after this step's lookups, which rely on the chunks held now
             self._alone("carry_out_orders", self.orders.carry_out)
         if self.node is not None:
-            self._end_node_step(self.node)
+            self._poll_node(self.node.end_step)
         used, pool = self.catalog.fresh, self._pool_token
         return StepPlan(number, tuple(jobs), orders, space, question, claims, wait_ms, computes, used, pool)
 
-    def _end_node_step(self, node: NodeCatalog) -> None:
+    def _poll_node(self, poll: Callable[[], None]) -> None:
         """Poll the holder of the node's memory, and end the fetches whose chunks it has published."""
         self.trace.about("", 0)
-        self._alone("node", node.end_step)
+        self._alone("node", poll)
         if self.staging is not None:
             self._alone("settle", self.staging.settle)
 
@@ -354,6 +354,8 @@ class SchedulerSide:
             self._alone("slots_ready", self.slots_ready, report.ready)
         if report.adapters:
             self._alone("adapters", self.adapters.reported, report.adapters, report.step)
+        if self.node is not None and self.node.pending_reports:  # so that the next step's lookups find these chunks
+            self._poll_node(self.node.poll)
 
     def slots_ready(self, ready: dict[int, int]) -> None:
         """Update the number of usable slots by rank.

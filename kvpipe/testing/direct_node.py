@@ -10,7 +10,7 @@ from kvpipe.node.client import NodePool
 from kvpipe.node.keeper import Keeper
 from kvpipe.node.layout import VERSION, Process
 from kvpipe.node.ledger import Ledger
-from kvpipe.node.messages import BatchAnswer, Hello
+from kvpipe.node.messages import BatchAnswer, Hello, SlotBatch
 from kvpipe.node.replica import NodeLeases
 from kvpipe.node.segment import Segment, create
 from kvpipe.node.stock import Stock
@@ -44,7 +44,8 @@ class DirectNode:
 class DirectPool(NodePool):
     """An engine on a `DirectNode`. An answer arrives one poll after its batch.
 
-    While `mute` is True no answer arrives, as if the holder were stopped.
+    While `mute` is True no answer arrives, as if the holder were stopped. While `slow` is True the holder carries a
+    batch out when the engine polls next, as a holder in a process of its own often does.
     """
 
     def __init__(self, node: DirectNode, stock: int = 2) -> None:
@@ -52,10 +53,11 @@ class DirectPool(NodePool):
         self._node, number = node, next(node.numbers)
         self.process = Process(number, number)
         self.token = number.to_bytes(16, "big")
-        self.stock, self.segment, self.replica = Stock(stock), Segment(os.dup(node.fd)), None
+        self.stock, self.segment = Stock(stock), Segment(os.dup(node.fd))
         self.link = Cursor(m.NODE_LINK.compile(), "pool")
         self.why, self.named, self._digest, self._naming = "", -1, b"", b""
-        self.mute, self._keeper, self._answer = False, node.keeper, list[BatchAnswer]()
+        self.mute = self.slow = False
+        self._keeper, self._answer, self._sent = node.keeper, list[BatchAnswer](), list[SlotBatch]()
         self.takeovers, self._beats_missed, self._looked_s = 0, 0, 0.0
         self._greet()
         self.leases = NodeLeases(self.segment, self.client.row)
@@ -69,6 +71,7 @@ class DirectPool(NodePool):
         self.stock.resumed(tuple(self.client.granted.items()))
         self.named, self._naming = -1, b""
         self._answer.clear()
+        self._sent.clear()
 
     def poll(self) -> None:
         """Take the answer to the last batch, and send the next batch."""
@@ -78,6 +81,8 @@ class DirectPool(NodePool):
             self.link.fire(m.HOLDER_LOST)
             self._greet()
             self.takeovers += 1
+        if self._sent:
+            self._answer.append(self._node.keeper.batch(self.client, self._sent.pop()))
         if self._answer:
             self.link.fire(m.ANSWER)
             answer = self._answer.pop()
@@ -86,7 +91,9 @@ class DirectPool(NodePool):
                 self.named = answer.namespace
         self._naming = self._digest if self.named < 0 else b""
         if (batch := self.stock.batch(0, self._naming)) is not None:
-            self._answer.append(self._node.keeper.batch(self.client, batch))
+            self._sent.append(batch)
+            if not self.slow:
+                self._answer.append(self._node.keeper.batch(self.client, self._sent.pop()))
         self._node.keeper.drain()
 
     def leave(self) -> None:

@@ -14,6 +14,7 @@ from kvpipe.protocol.geometry import Geometry, Group, Layer
 from kvpipe.testing.direct_node import DirectNode, DirectPool
 from kvpipe.testing.node_integrity import check_node_integrity
 from kvpipe.trace.log import Counters
+from tests.rigs.node_replica import evict_all
 
 SLOTS, UNITS, UNIT = 64, 4, 16
 
@@ -93,7 +94,7 @@ def test_lookup_ends_if_a_chunk_of_a_slot_with_unread_history_is_evicted() -> No
         block_hashes=[*(b"%d" % n for n in range(UNITS - 1)), found.key], num_tokens=UNITS * UNIT + 1
     )
     prefixes = NodePrefixes(idle, geometry, UNIT, attrgetter("block_hashes"))
-    node.keeper.evict_all()
+    evict_all(node.keeper)
     assert prefixes.longest(request) == 0
     assert found.key not in idle.index(0)
     node.close()

@@ -19,6 +19,7 @@ from kvpipe.protocol.messages import Job
 from kvpipe.statemachine.core import IllegalTransition
 from kvpipe.testing.direct_node import DirectNode, DirectPool
 from kvpipe.testing.node_integrity import check_node_integrity
+from tests.rigs.node_replica import evict_all
 from tests.rigs.scheduler_world import SAVE, SchedulerWorld
 
 CHUNK = 4
@@ -145,7 +146,7 @@ def test_hit_that_the_holder_has_evicted_is_a_miss(worlds: Worlds) -> None:
     first.run(first.request("one", 8, shared=8))
     second.step()
     assert second.found(second.request("probe", 8, shared=8)) == 8
-    worlds.node.keeper.evict_all()
+    evict_all(worlds.node.keeper)
     assert second.ask(second.request("other", 8, shared=8, extra=1)) == 0
     second.step()
     second.check()
@@ -159,7 +160,7 @@ def test_pins_last_until_the_load_has_landed(worlds: Worlds) -> None:
     other = second.request("other", 8, shared=8, extra=1)
     second.requests = [other]
     tokens = second.ask(other)
-    worlds.node.keeper.evict_all()
+    evict_all(worlds.node.keeper)
     assert worlds.node.keeper.usage().evicting == 2
     second.side.admitted(other, second.allocate(other), tokens)
     other.num_computed_tokens = tokens

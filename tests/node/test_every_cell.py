@@ -22,6 +22,7 @@ from kvpipe.statemachine.core import Cursor, Edge, Machine, State
 from kvpipe.testing.waiting import eventually
 from tests.node.test_holder import Caller
 from tests.rigs.node_engine import NAMESPACE, SLOT_BYTES, SLOTS, options
+from tests.rigs.node_replica import evict_all
 
 SOON_S = 0.1
 
@@ -234,7 +235,7 @@ def test_every_cell_of_a_slot_and_of_a_grant_is_taken(node: OneNode, taken: Take
     assert memory is not None
     keeper = memory.regions[0].keeper
     assert (keeper.counts["published"], keeper.counts["late"]) == (1, 1)
-    assert keeper.evict_all() == 1
+    assert evict_all(keeper) == 1
     pools[0].leave()
     node.holder.step()
     engine = node.engine()

@@ -19,9 +19,10 @@ from kvpipe.node.keeper import Keeper
 from kvpipe.node.layout import VERSION, Process
 from kvpipe.node.ledger import Ledger
 from kvpipe.node.messages import Hello, Publish, SlotBatch
-from kvpipe.node.replica import NodeLeases, Replica
+from kvpipe.node.replica import NodeLeases
 from kvpipe.node.segment import Segment, create
 from kvpipe.statemachine import node_slot as m
+from tests.rigs.node_replica import Replica, evict_all
 
 SLOTS, SLOT_BYTES = 4, 64
 HELLO = Hello(VERSION, "scheduler", b"e" * 16, b"n" * 32, SLOTS, SLOT_BYTES)
@@ -134,7 +135,7 @@ class StoreBuffers:
         self._calls, self.steps = {store_at: [self._engine.store]}, 0
         self._calls.setdefault(load_at, []).append(self._engine.load)
         self._ledger.at_step, self._ledger.late = self._step, holder_late
-        self._keeper.evict_all()
+        evict_all(self._keeper)
         while self._calls:
             self._step()
         pinned, state = self._engine.has_pinned, self._keeper._slots[slot].state.name

@@ -16,6 +16,7 @@ from kvpipe.node.layout import NAMESPACES_MAX, PROCESSES_MAX, VERSION, Process
 from kvpipe.node.ledger import Ledger
 from kvpipe.node.messages import BATCH_MAX, Hello, Publish, SlotBatch
 from kvpipe.node.segment import Segment, create
+from tests.rigs.node_replica import evict_all
 
 SLOTS, ROWS = 16, 4
 
@@ -137,7 +138,7 @@ def test_chunk_that_is_leased_while_it_is_evicted_is_freed_later(node: Node) -> 
     node._fence = lambda: leases.__setitem__(slot, 1)  # type: ignore[method-assign]
     node.take_over()
     first = node.engine(1)
-    node.keeper.evict_all()
+    evict_all(node.keeper)
     assert node.keeper.usage().evicting == 1
     assert node.keeper.is_draining
     node.keeper._fence = lambda: None
@@ -269,15 +270,15 @@ def test_need_for_memory_follows_from_the_examined_chunks(node: Node, monkeypatc
     leases = node.segment.leases_of(first.row)
     for slot in slots[:2]:
         leases[slot] = 1
-    oldest = node.keeper._used[slots[0]]
+    oldest = node.keeper.used[slots[0]]
     assert node.grant(first, 1) == []
     assert node.keeper.short == oldest
-    third = node.keeper._used[slots[2]]
+    third = node.keeper.used[slots[2]]
     assert [slot for slot, _ in node.grant(first, 1)] == slots[2:3], "the leased chunks count as used"
     assert node.keeper.short == third
     for slot in slots[4:]:
         leases[slot] = 1
-    fourth = node.keeper._used[slots[3]]
+    fourth = node.keeper.used[slots[3]]
     assert [slot for slot, _ in node.grant(first, 3)] == slots[3:4]
     assert node.keeper.short == fourth
 

@@ -25,10 +25,11 @@ from kvpipe.node.layout import (
     unpack_row,
     unpack_slot,
 )
-from kvpipe.node.ledger import Ledger, LedgerReader
-from kvpipe.node.replica import NodeLeases, Replica, SlotPins
+from kvpipe.node.ledger import Ledger
+from kvpipe.node.replica import NodeLeases, SlotPins
 from kvpipe.node.segment import Segment, allocate, create, lock
 from kvpipe.statemachine.node_slot import EVICTING, FREE, GRANTED, PUBLISHED
+from tests.rigs.node_replica import Replica
 from tests.rigs.node_world import DyingLedger, Killed
 
 SLOTS = 4
@@ -259,19 +260,3 @@ def test_pin_stores_every_lease_before_it_loads_a_generation(fd: int) -> None:
     leases._generations = Watched()  # type: ignore[assignment]
     assert leases.pin(b"".join(place.stamp for place in replica.index(0).values())) is not None
     assert seen == [[1, 1]]
-
-
-def test_forgotten_chunks_are_not_found_again_by_a_scan(fd: int) -> None:
-    """A reset of one engine's cache: other engines still find the chunks."""
-    ledger, replica = _replica(fd)
-    ledger.commit(0, PUBLISHED, 1, key=b"old")
-    replica.poll()
-    replica.forget()
-    replica._scan()
-    ledger.commit(1, PUBLISHED, 1, key=b"new")
-    for _ in range(3):
-        replica.poll()
-    assert set(replica.index(0)) == {b"new"}
-    record = LedgerReader(Segment(fd)).entry(0)
-    assert record is not None
-    assert record.key == b"old"

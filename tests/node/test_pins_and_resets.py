@@ -7,6 +7,7 @@ import pytest
 from kvpipe.testing.node_integrity import check_node_integrity
 from kvpipe.trace.miss_reasons import RESET
 from tests.node.test_catalog import Worlds
+from tests.rigs.node_replica import evict_all
 from tests.rigs.scheduler_world import SAVE
 
 
@@ -18,7 +19,7 @@ def test_second_lookup_of_a_step_keeps_the_first_one_s_hit(worlds: Worlds) -> No
     asked = [second.request(name, 8, shared=8, extra=1) for name in ("other", "third")]
     second.requests = asked
     tokens = [second.ask(asked[0])]
-    worlds.node.keeper.evict_all()
+    evict_all(worlds.node.keeper)
     tokens.append(second.ask(asked[1]))
     assert tokens == [8 * 16, 8 * 16]
     for request in asked:
@@ -84,7 +85,7 @@ def test_granted_slot_forgets_its_old_chunk_when_the_journal_is_not_read(
     first = worlds.start(stock=16)
     first.run(first.request("one", 4, shared=4))
     (old,) = first.catalog.index(0).values()
-    worlds.node.keeper.evict_all()
+    evict_all(worlds.node.keeper)
     spare = first.catalog.reserve(0)
     assert spare is not None
     for _ in range(2):  # the holder grants the old chunk's slot again, but the engine has not read the journal

@@ -55,7 +55,7 @@ def test_chunks_survive_a_holder(short_path: Path, sent: signal.Signals) -> None
     with processes(short_path) as node:
         observer = node.observe()
         node.saves_on(100)
-        replica = observer.pool.replica
+        replica = observer.replica
         assert replica is not None
         old = node.holder()
         os.kill(old, sent)

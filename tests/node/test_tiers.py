@@ -16,6 +16,7 @@ from kvpipe.tiers.base import Key
 from kvpipe.tiers.prefix_keys import chunk_name
 from tests.node.test_catalog import CHUNK
 from tests.node.tiered_worlds import SPACE, UNIT_TOKENS, TieredWorld, TieredWorlds
+from tests.rigs.node_replica import evict_all
 
 
 @pytest.fixture
@@ -32,7 +33,7 @@ def _fill(worlds: TieredWorlds, name: str = "one", units: int = 8) -> TieredWorl
     request = world.request(name, units, shared=units)
     world.run(request)
     assert len(world.store_all()) == -(-units // CHUNK)
-    worlds.node.keeper.evict_all()
+    evict_all(worlds.node.keeper)
     world.step()
     assert world.found(request) == 0
     return world
@@ -96,7 +97,7 @@ def test_slot_of_a_store_is_not_reused_before_the_store_has_landed(worlds: Tiere
     first.run(one)
     first.step()
     assert len(first.begun) == 2
-    worlds.node.keeper.evict_all()
+    evict_all(worlds.node.keeper)
     for name in "abcde":
         second.run(second.request(name, 8))
     assert worlds.node.keeper.usage().evicting == 2
@@ -114,7 +115,7 @@ def test_chunk_that_was_evicted_before_its_turn_is_not_stored(worlds: TieredWorl
     first.staging.stores._in_flight_max = 1
     first.run(first.request("one", 8))
     assert len(first.begun) == 1
-    worlds.node.keeper.evict_all()
+    evict_all(worlds.node.keeper)
     first.carry()
     first.step()
     assert not first.begun
@@ -125,6 +126,7 @@ def test_chunk_that_was_evicted_before_its_turn_is_not_stored(worlds: TieredWorl
 def test_fetched_chunks_are_found_by_other_engines(worlds: TieredWorlds) -> None:
     """Fetched chunks are published when all ranks have them. Only then the request continues, with its whole hit."""
     second, request, stage = _fetching(worlds)
+    second.pool.slow = True
     third = worlds.start()
     assert [order.stores for order in second.begun] == [False, False]
     assert stage.state.row == stage_m.FETCHING
@@ -172,9 +174,11 @@ def test_failed_fetch_returns_its_slot(worlds: TieredWorlds) -> None:
     """The request continues with the chunks before the failed chunk."""
     second, request, _ = _fetching(worlds)
     free = second.pool.stock.free
+    second.pool.mute = True
     second.carry()
     second.carry(ok=False)
     assert second.pool.stock.free == free + 1
+    second.pool.mute = False
     for _ in range(3):
         second.step()
     assert second.admit(request) == 4 * UNIT_TOKENS
@@ -251,7 +255,7 @@ def test_chunk_in_memory_that_is_evicted_before_the_plan_is_no_fault(worlds: Tie
     worlds.evict(request.block_hashes[3])
     second.step()
     assert [*second.want(longer).lookup.found] == [(0, 4)]
-    keeper.evict_all()
+    evict_all(keeper)
     second.step()
     assert [order.units for order in second.begun] == [4]
     second.carry()
@@ -322,6 +326,7 @@ def test_fetch_continues_under_another_holder(worlds: TieredWorlds, *, landed: b
 def test_engine_that_ends_during_a_fetch_leaves_no_slot_behind(worlds: TieredWorlds) -> None:
     """Other engines find nothing of the fetch, and get its slots."""
     second, _, _ = _fetching(worlds)
+    second.pool.mute = True
     second.carry()
     second.pool.die()
     usage = worlds.node.keeper.usage()

@@ -8,9 +8,9 @@ import pytest
 
 from kvpipe.node.layout import RECORD_BYTES, SlotRecord
 from kvpipe.node.ledger import Ledger
-from kvpipe.node.replica import Replica
 from kvpipe.node.segment import Segment, create
 from kvpipe.statemachine.node_slot import EVICTING, PUBLISHED
+from tests.rigs.node_replica import Replica
 
 OLD, NEW = b"o" * 64, b"n" * 64
 

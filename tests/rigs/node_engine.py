@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Final
 
 from kvpipe.node.client import NodePool, NodePoolOptions
-from kvpipe.node.replica import NodeChunkPlace, SlotPins
+from kvpipe.node.ledger import Ledger
+from kvpipe.node.replica import SlotPins
 from kvpipe.statemachine.core import Cursor, Edge, State
+from tests.rigs.node_replica import NodeChunkPlace, Replica
 
 SLOTS: Final = 64
 SLOT_BYTES: Final = 8192
@@ -65,6 +67,7 @@ class BusyEngine:
         self.chance = random.Random(seed)
         self.saved = self.hits = self.wrong = self.slow = 0
         self.poll_s_max = 0.0
+        self.replica: Replica | None = None
         self._writing: dict[int, bytes] = {}
         self._pinned: list[tuple[NodeChunkPlace, bytes, SlotPins]] = []
 
@@ -72,10 +75,15 @@ class BusyEngine:
         """Do what one step of an engine does."""
         began = time.perf_counter()
         self.pool.poll()
+        if self.replica is not None:
+            self.replica.poll()
         self.poll_s_max = max(self.poll_s_max, time.perf_counter() - began)
         if self.pool.segment is None:
             time.sleep(0.005)
             return
+        if self.replica is None:
+            names = Ledger(self.pool.segment).namespaces()
+            self.replica = Replica(self.pool.segment, names[NAMESPACE], 1)
         key = b"key %d" % self.chance.randrange(KEYS)
         self._save(key)
         self._read(b"key %d" % self.chance.randrange(KEYS))
@@ -83,14 +91,14 @@ class BusyEngine:
     def _save(self, key: bytes) -> None:
         pool, chance, half = self.pool, self.chance, self._slot_bytes // 2
         assert pool.segment is not None
-        assert pool.replica is not None
+        assert self.replica is not None
         for slot, was in list(self._writing.items()):
             if chance.random() < 0.5:
                 pool.segment.slot(slot)[half:] = content(was, self._slot_bytes)[half:]
                 del self._writing[slot]
                 pool.stock.landed(slot, 0, was, 1)
                 self.saved += 1
-        free = None if key in pool.replica.index(0) else pool.stock.take()
+        free = None if key in self.replica.index(0) else pool.stock.take()
         if free is not None:
             pool.segment.slot(free)[:half] = content(key, self._slot_bytes)[:half]
             self._writing[free] = key
@@ -98,9 +106,9 @@ class BusyEngine:
     def _read(self, key: bytes) -> None:
         pool = self.pool
         assert pool.segment is not None
-        assert pool.replica is not None
+        assert self.replica is not None
         assert pool.leases is not None
-        place = pool.replica.index(0).get(key)
+        place = self.replica.index(0).get(key)
         if place is not None and (pins := pool.leases.pin(place.stamp)) is not None:
             self.hits += 1
             self._pinned.append((place, key, pins))

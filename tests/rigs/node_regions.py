@@ -18,10 +18,11 @@ from kvpipe.node.layout import VERSION, Process
 from kvpipe.node.memory import NodeMemory
 from kvpipe.node.messages import BatchAnswer, Hello
 from kvpipe.node.owners import Owners
-from kvpipe.node.replica import NodeChunkPlace, NodeLeases, Replica, SlotPins
+from kvpipe.node.replica import NodeLeases, SlotPins
 from kvpipe.node.segment import Segment, create, lock
 from kvpipe.node.stock import Stock
 from kvpipe.testing.node_integrity import check_regions
+from tests.rigs.node_replica import NodeChunkPlace, Replica
 from tests.rigs.node_world import DyingLedger, Killed
 
 SIZES = (12288, 8192, 20480)

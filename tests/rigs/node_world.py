@@ -14,10 +14,11 @@ from kvpipe.node.keeper import Keeper
 from kvpipe.node.layout import STATES, VERSION, ClientRow, Process
 from kvpipe.node.ledger import Ledger
 from kvpipe.node.messages import BatchAnswer, Hello
-from kvpipe.node.replica import NodeChunkPlace, NodeLeases, Replica, SlotPins
+from kvpipe.node.replica import NodeLeases, SlotPins
 from kvpipe.node.segment import Segment, create
 from kvpipe.node.stock import Stock
 from kvpipe.node.usage import NodeUsage, usage_of
+from tests.rigs.node_replica import NodeChunkPlace, Replica
 
 SLOTS, SLOT_BYTES, ROWS, RING = 8, 64, 3, 16
 NAMESPACES = (b"a" * 32, b"b" * 32)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from kvpipe.connectors.vllm.trial.mutants.base import STAGING, STORING, Mutant, Patch, one
 
 _KEEPER = "kvpipe.node.keeper:Keeper"
+_MEMORY = "kvpipe.node.memory:NodeMemory"
 _LEDGER = "kvpipe.node.ledger:Ledger"
 _WORLD = "tests/node/test_world.py::test_random_engines_and_holders_lose_and_damage_no_chunk"
 _TIERS = "tests/node/test_tiers.py"
+_REGIONS, _SHARES = "tests/node/test_regions.py", "tests/node/test_region_shares.py"
 _FENCE = "tests/node/test_fence.py::test_leased_slot_is_not_reused_in_any_order_of_stores_and_loads"
 _END_LEASES = '    leases[:] = memoryview(bytes(leases.nbytes)).cast("I")'
 _NOT_LAST = "    if not is_last:\n        return\n"
@@ -107,5 +109,57 @@ MUTANTS: dict[str, Mutant] = {
         "A new holder keeps the grants of an answer that no engine has received.",
         one(_KEEPER, "greet", " if one not in held]", " if False]"),
         test=_WORLD,
+    ),
+    "move_takes_a_leased_slot": Mutant(
+        "Another slot size gets the memory of chunks that engines read.",
+        (
+            Patch(_KEEPER, "may_give", "not leased and ", ""),
+            Patch(_KEEPER, "give", "if any(self._slots[slot].state.name != m.FREE for slot in slots):", "if False:"),
+        ),
+        test=f"{_REGIONS}::test_leased_chunk_and_granted_slot_are_not_taken",
+    ),
+    "move_takes_a_slot_that_was_leased_meanwhile": Mutant(
+        "A move does not look at leases again after its fence.",
+        one(_KEEPER, "give", "if any(self._slots[slot].state.name != m.FREE for slot in slots):", "if False:"),
+        test=f"{_REGIONS}::test_lease_taken_during_the_transfer_keeps_the_slot",
+    ),
+    "move_takes_a_granted_slot": Mutant(
+        "Another slot size gets the memory of slots that an engine may write.",
+        (
+            Patch(_KEEPER, "may_give", " and all(self._slots[slot].state.name in names for slot in slots)", ""),
+            Patch(_KEEPER, "give", "if any(self._slots[slot].state.name != m.FREE for slot in slots):", "if False:"),
+            Patch(_KEEPER, "_set_unused", "NEVER if state == m.FREE else math.inf", "NEVER"),
+        ),
+        test=f"{_REGIONS}::test_busy_region_grows_and_idle_region_shrinks_both_ways",
+    ),
+    "piece_has_two_owners": Mutant(
+        "A slot size still grants slots after another size got their memory.",
+        one(_KEEPER, "give", "self._use_no_more(slots)", "pass"),
+        test=f"{_REGIONS}::test_region_gets_memory_that_was_used_less_recently",
+    ),
+    "slot_of_which_another_size_owns_a_piece": Mutant(
+        "A slot size grants a slot as soon as one piece of the slot is its own.",
+        one("kvpipe.node.owners:Owners", "owns", "return all(", "return any("),
+        test=f"{_REGIONS}::test_region_gets_memory_that_was_used_less_recently",
+    ),
+    "search_takes_what_was_used_later": Mutant(
+        "A slot size gets memory whose chunks were used more recently than those that it has evicted itself.",
+        one(_MEMORY, "_windows", "means < short", "means < math.inf"),
+        test=f"{_SHARES}::test_region_gets_no_memory_that_was_used_later",
+    ),
+    "search_takes_back_what_was_given": Mutant(
+        "In one search each slot size takes memory, also the free slots that the size before it has just got.",
+        one(_MEMORY, "share", "        return True\n", "        continue\n"),
+        test=f"{_SHARES}::test_one_call_moves_no_memory_back",
+    ),
+    "new_holder_forgets_owners": Mutant(
+        "A new holder lets the first slot size own all memory.",
+        one(
+            _MEMORY,
+            "__init__",
+            "self._segments[0] = first",
+            "self._owners.give(range(self._owners.count), 0)\n        self._segments[0] = first",
+        ),
+        test=f"{_REGIONS}::test_engines_of_both_sizes_find_their_chunks_after_a_restart",
     ),
 }
