@@ -72,7 +72,7 @@ MUTANTS: dict[str, Mutant] = {
     "consumer_computes_at_once": Mutant(
         "A decode engine computes chunks that the prefill engine is still storing.",
         one(_STAGING, "_awaits", "if units >= stop or", "if True or"),
-        test=f"{_AWAITING}consumer_waits_for_what_the_producer_stores",
+        test=f"{_AWAITING}consumer_waits_for_chunks_of_the_producer",
     ),
     "consumer_waits_for_ever": Mutant(
         "A decode engine waits without a limit for chunks that no engine stores.",

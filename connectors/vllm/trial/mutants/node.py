@@ -135,12 +135,12 @@ MUTANTS: dict[str, Mutant] = {
     "piece_has_two_owners": Mutant(
         "A slot size still grants slots after another size got their memory.",
         one(_KEEPER, "give", "self._use_no_more(slots)", "pass"),
-        test=f"{_REGIONS}::test_region_gets_memory_that_was_used_less_recently",
+        test=f"{_REGIONS}::test_region_gets_the_least_recently_used_memory",
     ),
     "slot_of_which_another_size_owns_a_piece": Mutant(
         "A slot size grants a slot as soon as one piece of the slot is its own.",
         one("kvpipe.node.owners:Owners", "owns", "return all(", "return any("),
-        test=f"{_REGIONS}::test_region_gets_memory_that_was_used_less_recently",
+        test=f"{_REGIONS}::test_region_gets_the_least_recently_used_memory",
     ),
     "search_takes_what_was_used_later": Mutant(
         "A slot size gets memory whose chunks were used more recently than those that it has evicted itself.",
@@ -150,7 +150,7 @@ MUTANTS: dict[str, Mutant] = {
     "search_takes_back_what_was_given": Mutant(
         "In one search each slot size takes memory, also the free slots that the size before it has just got.",
         one(_MEMORY, "share", "        return True\n", "        continue\n"),
-        test=f"{_SHARES}::test_one_call_moves_no_memory_back",
+        test=f"{_SHARES}::test_one_call_does_not_return_memory_to_its_old_region",
     ),
     "new_holder_forgets_owners": Mutant(
         "A new holder lets the first slot size own all memory.",
