@@ -19,6 +19,7 @@ from kvpipe.cache.policy.batches import batches
 from kvpipe.cache.policy.guard import RescuedPolicy, takes_hints
 from kvpipe.cache.policy.hints import Hint
 from kvpipe.cache.policy.large import by_key, untracked
+from kvpipe.cache.sharing import SharedMemory
 from kvpipe.cache.tenants import ANYBODY, Tenant, Tenants
 from kvpipe.statemachine import chunk as m
 from kvpipe.statemachine.core import Watch
@@ -34,6 +35,8 @@ class Catalog:
     """The catalog of one engine. Only the catalog changes slots, keys and leases."""
 
     sweep_slots = SWEEP_SLOTS
+    shared: SharedMemory | None = None
+    """The memory that has the slots, or None if this engine alone uses them."""
 
     def __init__(
         self, slots: int, groups: int, policy: Policy, counters: Counters, *, ready: int | None = None,

@@ -57,7 +57,7 @@ class NodeCatalog(Catalog):
         self._landed: dict[int, SharedChunk] = {}  # by slot: reported, but the holder has not answered yet
         self._asked: list[tuple[SlotPins, bytes]] = []  # the pins and stamps of this step's lookups
         self._pinned: dict[Owner, list[SlotPins]] = {}  # the pins of leases
-        self._space, self._renewed, self._digest = "", b"", b""
+        self._space, self._renewed, self._digest, self.shared = "", b"", b"", pool
 
     @property
     def token(self) -> bytes:
@@ -128,8 +128,9 @@ class NodeCatalog(Catalog):
     def _settle(self) -> None:
         """Forget landed chunks that the holder has answered but not published.
 
-        The holder does not publish a chunk if another slot has the chunk's key already. Then the slot is in the stock
-        again. All other answered chunks have a record in the journal, which this engine may not have read yet.
+        Another slot has such a chunk's key, and the chunk's slot is in the stock again. If the engine has more than
+        `2 * RECORDS_MAX` records to read, the key is a miss until the other slot's record is read, and a request that
+        has fetched the chunk computes it. All other answered chunks are kept until their records are read.
         """
         stock, follower = self._stock, self._follower
         for slot in [slot for slot in self._landed if slot not in stock.reports]:

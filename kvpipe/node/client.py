@@ -21,12 +21,13 @@ import msgspec
 from kvpipe.errors import ConfigError
 from kvpipe.node import fence, messages
 from kvpipe.node.connect import KEEP_S, NoHolderError, Reached, RefusedByHolderError, reach
-from kvpipe.node.layout import BEAT, TOKEN_BYTES, VERSION, NodeLayout
+from kvpipe.node.layout import BEAT, OWNED, TOKEN_BYTES, VERSION, NodeLayout
 from kvpipe.node.messages import BadMessageError, BatchAnswer, Goodbye, Hello
 from kvpipe.node.processes import mark_client
 from kvpipe.node.replica import NodeLeases
 from kvpipe.node.segment import Segment
 from kvpipe.node.stock import Stock
+from kvpipe.node.usage import engines_of
 from kvpipe.statemachine import node_link as m
 from kvpipe.statemachine.core import Cursor, Watch
 
@@ -95,6 +96,26 @@ class NodePool:
         """The sizes of the memory. Only an attached engine may read this property."""
         assert self.segment is not None  # noqa: S101
         return self.segment.layout
+
+    @property
+    def answers(self) -> bool:
+        """See `SharedMemory.answers`."""
+        return self.state == m.ATTACHED
+
+    @property
+    def slots_usable(self) -> int:
+        """See `SharedMemory.slots_usable`."""
+        return 0 if self.segment is None else int(self.segment.words[OWNED])
+
+    @property
+    def slots_free(self) -> int:
+        """See `SharedMemory.slots_free`."""
+        return self.stock.free
+
+    @property
+    def engines(self) -> int:
+        """See `SharedMemory.engines`."""
+        return 0 if self.segment is None else engines_of(self.segment)
 
     @property
     def state(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from kvpipe.node.layout import COUNTS, OWNED, ROW_BYTES, STATES
+from kvpipe.node.layout import COUNTS, OWNED, READY, ROW_BYTES, STATES
 from kvpipe.node.ledger import LedgerReader
 from kvpipe.node.segment import Segment
 from kvpipe.statemachine.node_slot import FREE
@@ -16,11 +16,12 @@ _UNUSED: Final = bytes(2 * ROW_BYTES)
 class NodeUsage(NamedTuple):
     """The use of the slots of one size. `slots` is the sum of all other counts.
 
-    `unready` counts slots without memory, and slots whose memory slots of another size use.
+    `unready` counts slots without memory, and `elsewhere` slots whose memory slots of another size use.
     """
 
     slots: int
     unready: int
+    elsewhere: int
     free: int
     granted: int
     published: int
@@ -50,6 +51,6 @@ def usage_of(segment: Segment) -> NodeUsage:
     """
     slots = segment.layout.slots
     count = dict(zip(STATES, segment.words[COUNTS : COUNTS + len(STATES)], strict=True))
-    unready = slots - int(segment.words[OWNED])
-    free = max(0, count.pop(FREE) - unready)
-    return NodeUsage(slots, unready, free, *count.values())
+    ready, owned = int(segment.words[READY]), int(segment.words[OWNED])
+    free = max(0, count.pop(FREE) - (slots - owned))
+    return NodeUsage(slots, slots - ready, max(0, ready - owned), free, *count.values())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvpipe.node.catalog import NodeCatalog
 from kvpipe.protocol.engine import LATER, MISS, Hit, LookupAnswer
 from kvpipe.scheduler.records import NO_TIERS, Tracked
 from kvpipe.statemachine import lookup as lookup_m
@@ -49,7 +48,7 @@ class Lookups:
         self._unit, self._prefixes, self._counters = context.geometry.unit_tokens, context.prefixes, context.counters
         self._requests, self._loading, self._recovery = requests, loading, recovery
         self._staging, self._switches, self._weights, self._adapters = staging, switches, weights, adapters
-        self._shares = staging is not None or isinstance(context.catalog, NodeCatalog)
+        self._shares = staging is not None or context.catalog.shared is not None
 
     def answer(self, request: Request, local_tokens: int, step: int, *, elsewhere: bool = False) -> LookupAnswer:
         """Return a `Hit` with the number of tokens to load beyond the engine's own `local_tokens`, or `LATER`.

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from kvpipe.node.catalog import NodeCatalog
-from kvpipe.node.layout import OWNED
-from kvpipe.node.usage import engines_of
-from kvpipe.statemachine import node_link as m
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -23,21 +18,20 @@ class UnpublishedFetches:
     """The fetches that all ranks have landed, and that wait for the holder. With a private pool there are none."""
 
     def __init__(self, catalog: Catalog) -> None:
-        """Start without fetches. `node` is the catalog if it is that of a node's memory, otherwise None."""
-        self._catalog = catalog
-        self.node = catalog if isinstance(catalog, NodeCatalog) else None
+        """Start without fetches. `node` is the node's memory that has the catalog's slots, or None."""
+        self._catalog, self.node = catalog, catalog.shared
         self._fetches: list[TierFetch] = []
         self._engines = 1
 
     @property
     def may_end(self) -> bool:
         """Whether fetched chunks can be found soon. A node's memory without a holder publishes nothing."""
-        return self.node is None or self.node.pool.state == m.ATTACHED
+        return self.node is None or self.node.answers
 
     def count_engines(self) -> None:
         """Read how many engines share the memory."""
-        if self.node is not None and self.node.pool.segment is not None:
-            self._engines = max(1, engines_of(self.node.pool.segment))
+        if self.node is not None:
+            self._engines = max(1, self.node.engines)
 
     @property
     def held_max(self) -> int | None:
@@ -45,9 +39,7 @@ class UnpublishedFetches:
 
         Engines have equal shares of the slots that have memory and that no slots of another size use.
         """
-        if self.node is None or self.node.pool.segment is None:
-            return None
-        return int(self.node.pool.segment.words[OWNED] * NODE_SHARE) // self._engines
+        return None if self.node is None else int(self.node.slots_usable * NODE_SHARE) // self._engines
 
     @property
     def gets_slots(self) -> bool:
@@ -60,7 +52,7 @@ class UnpublishedFetches:
 
         A fetch does not try to reserve a slot of an empty stock, because the catalog counts that as a dropped save.
         """
-        return self.node is None or self.node.pool.stock.free > 0
+        return self.node is None or self.node.slots_free > 0
 
     def add(self, fetch: TierFetch) -> None:
         """Wait until the holder has published the chunk of `fetch`."""

@@ -165,13 +165,13 @@ def test_status_without_a_holder_says_so(short_path: Path, capsys: pytest.Captur
 
 
 def test_status_shows_each_slot_size() -> None:
-    """The slots of one size may be unready because slots of another size use their memory."""
-    slots = {"slots": 2, "published": 1, "granted": 0, "free": 0, "unready": 1}
+    """Slots of one size may be `elsewhere`, because slots of another size use their memory."""
+    slots = {"slots": 2, "published": 1, "granted": 0, "free": 0, "elsewhere": 1}
     memories = tuple(MemoryStatus(1 << size, slots, {}, ()) for size in (20, 21))
     health = HolderHealth(os.getpid(), NodeStatus(os.getpid(), memories))
     shown = lines(Path("/node"), health)
     assert [line for line in shown if line.startswith("memory")] == [
         "memory: 2.0 MiB, 2 slots of 1.0 MiB", "memory: 4.0 MiB, 2 slots of 2.0 MiB",
     ]  # fmt: skip
-    assert sum("unready" in line for line in shown) == 2
+    assert sum("elsewhere" in line for line in shown) == 2
     assert [one["slot_bytes"] for one in json.loads(json.dumps(as_dict(health)))["memories"]] == [1 << 20, 1 << 21]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.node.test_catalog import Worlds
+from tests.node.tiered_worlds import TieredWorlds
 from tests.rigs.node_regions import RegionsWorld, fused
 
 
@@ -14,6 +15,14 @@ from tests.rigs.node_regions import RegionsWorld, fused
 def worlds() -> Iterator[Worlds]:
     """Return a memory of 16 slots without engines."""
     made = Worlds(16)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def tiered() -> Iterator[TieredWorlds]:
+    """Return a memory of 24 slots and an empty tier, without engines."""
+    made = TieredWorlds(24)
     yield made
     made.close()
 

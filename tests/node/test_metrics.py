@@ -34,7 +34,8 @@ def test_metrics_show_slots_by_state_and_of_this_engine(worlds: Worlds) -> None:
     (job, *_) = [job for job in first.step(two) if job.kind == SAVE]
     found = _metrics(first)
     granted = sum(len(engine.granted) for engine in worlds.node.keeper.clients.values())
-    slots = {"published": 2, "granted": granted, "free": 14 - granted, "unready": 0, "evicting": 0, "quarantine": 0}
+    slots = {"published": 2, "granted": granted, "free": 14 - granted}
+    slots |= dict.fromkeys(("unready", "elsewhere", "evicting", "quarantine"), 0)
     assert {use: found[f"slots {use}"] for use in slots} == slots
     assert (found["writing"], found["stock"]) == (2, len(first.pool.stock.grants) - 2)
     assert (found["attached"], found["holder_silent_seconds"], found["takeovers"]) == (1, 0, 0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from kvpipe.protocol.engine import LATER
@@ -11,20 +9,12 @@ from kvpipe.protocol.messages import Report
 from tests.node.tiered_worlds import UNIT_TOKENS, TieredWorlds
 
 
-@pytest.fixture
-def worlds() -> Iterator[TieredWorlds]:
-    """Return a memory of 24 slots and an empty tier."""
-    made = TieredWorlds(24)
-    yield made
-    made.close()
-
-
 @pytest.mark.parametrize("slow", [False, True])
 def test_fetched_chunks_are_found_in_the_first_step_after_their_publication(
-    worlds: TieredWorlds, *, slow: bool
+    tiered: TieredWorlds, *, slow: bool
 ) -> None:
     """The holder carries a batch out when it arrives, or at the engine's next poll. A private pool takes no step."""
-    world, steps = worlds.start(), 0
+    world, steps = tiered.start(), 0
     request = world.in_tier("a", 8)
     world.want(request)
     world.step()
@@ -39,9 +29,9 @@ def test_fetched_chunks_are_found_in_the_first_step_after_their_publication(
 
 
 @pytest.mark.parametrize("slow", [False, True])
-def test_saved_chunks_are_found_in_the_first_step_after_their_publication(worlds: TieredWorlds, *, slow: bool) -> None:
+def test_saved_chunks_are_found_in_the_first_step_after_their_publication(tiered: TieredWorlds, *, slow: bool) -> None:
     """The reports are sent when the save has landed, and not with the next step."""
-    world, steps = worlds.start(), 0
+    world, steps = tiered.start(), 0
     request = world.request("one", 8)
     world.requests = [request]
     world.admit(request)
@@ -55,9 +45,9 @@ def test_saved_chunks_are_found_in_the_first_step_after_their_publication(worlds
     assert steps == slow
 
 
-def test_reports_that_the_holder_answers_while_a_step_runs_are_read_with_its_report(worlds: TieredWorlds) -> None:
+def test_reports_that_the_holder_answers_while_a_step_runs_are_read_with_its_report(tiered: TieredWorlds) -> None:
     """So the next step's lookup finds them, although the step's own plan came too early."""
-    world = worlds.start()
+    world = tiered.start()
     request = world.in_tier("a", 8)
     world.want(request)
     world.step()

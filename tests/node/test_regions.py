@@ -38,6 +38,11 @@ def test_region_gets_the_least_recently_used_memory(world: RegionsWorld) -> None
     lost = before.keys() - first.index().keys()
     assert 0 < len(lost) < SLOTS // 2
     assert max(map(int, lost)) < 3 * SLOTS // 4
+    usages = [region.keeper.usage() for region in world.memory.regions.values()]
+    assert [usage.unready for usage in usages] == [0, 0]
+    assert [usage.elsewhere for usage in usages] == [
+        usage.slots - usable for usage, usable in zip(usages, world.usable, strict=True)
+    ]
     assert first.slot_bytes * world.usable[0] + second.slot_bytes * world.usable[1] <= SLOTS * SIZES[0]
 
 

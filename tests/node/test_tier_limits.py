@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,25 +13,17 @@ from tests.node.test_catalog import CHUNK
 from tests.node.tiered_worlds import UNIT_TOKENS, TieredWorlds
 
 
-@pytest.fixture
-def worlds() -> Iterator[TieredWorlds]:
-    """Return a memory of 24 slots and an empty tier."""
-    made = TieredWorlds(24)
-    yield made
-    made.close()
-
-
 @pytest.mark.parametrize(("evicted", "then"), [(2, stage_m.FETCHING), (3, stage_m.OVER)])
 def test_stage_ends_when_other_engines_evict_its_chunks_in_each_try(
-    worlds: TieredWorlds, monkeypatch: pytest.MonkeyPatch, evicted: int, then: str
+    tiered: TieredWorlds, monkeypatch: pytest.MonkeyPatch, evicted: int, then: str
 ) -> None:
     """No stage stays in FOUND for another step, because no deadline holds there."""
-    world = worlds.start(stock=8)
+    world = tiered.start(stock=8)
     request = world.in_tier("a", 16)
     assert world.ask(request) == 16 * UNIT_TOKENS
     world.side.finished(request)
     world.step()
-    worlds.evict(request.block_hashes[CHUNK - 1])
+    tiered.evict(request.block_hashes[CHUNK - 1])
     world.step()
     again, later = world.request("again", 16, extra=1), [*request.block_hashes[2 * CHUNK - 1 :: CHUNK]]
     again.block_hashes = request.block_hashes
@@ -41,7 +32,7 @@ def test_stage_ends_when_other_engines_evict_its_chunks_in_each_try(
 
     def leased(owner: Any, chunks: Any, **more: Any) -> None:
         if len(later) > 3 - evicted:
-            worlds.evict(later.pop())
+            tiered.evict(later.pop())
         lease(owner, chunks, **more)
 
     monkeypatch.setattr(world.catalog, "lease", leased)
@@ -53,13 +44,13 @@ def test_stage_ends_when_other_engines_evict_its_chunks_in_each_try(
     world.check()
 
 
-def test_waiting_requests_of_all_engines_hold_at_most_half_of_the_usable_slots(worlds: TieredWorlds) -> None:
+def test_waiting_requests_of_all_engines_hold_at_most_half_of_the_usable_slots(tiered: TieredWorlds) -> None:
     """Slots that slots of another size use do not count. The share is smaller with each further engine."""
-    first = worlds.start(stock=8)
+    first = tiered.start(stock=8)
     first.want(first.in_tier("a", 4))
     first.step()
     assert first.staging._held_max == 12
-    worlds.start(stock=8)
+    tiered.start(stock=8)
     first.pool.segment.words[OWNED] = 16  # type: ignore[union-attr]
     first.want(first.in_tier("b", 4))
     first.step()
@@ -69,9 +60,9 @@ def test_waiting_requests_of_all_engines_hold_at_most_half_of_the_usable_slots(w
     first.check()
 
 
-def test_chunks_that_cannot_be_fetched_without_a_holder_are_no_fault_of_a_tier(worlds: TieredWorlds) -> None:
+def test_chunks_that_cannot_be_fetched_without_a_holder_are_no_fault_of_a_tier(tiered: TieredWorlds) -> None:
     """Offers of chunks that no holder publishes wait for the holder."""
-    whys, world = list[object](), worlds.start()
+    whys, world = list[object](), tiered.start()
     world.side.counters.watcher = lambda name, fields: whys.append((name, fields["why"]))
     request = world.request("one", 8)
     world.requests = [request]
@@ -85,9 +76,9 @@ def test_chunks_that_cannot_be_fetched_without_a_holder_are_no_fault_of_a_tier(w
     assert whys == [("stores_too_slow", "no holder")]
 
 
-def test_fetch_without_a_slot_is_no_dropped_save(worlds: TieredWorlds) -> None:
+def test_fetch_without_a_slot_is_no_dropped_save(tiered: TieredWorlds) -> None:
     """The parts of decoding requests continue to grow."""
-    world = worlds.start(stock=1)
+    world = tiered.start(stock=1)
     grows = world.request("grows", 3)
     world.requests = [grows]
     world.admit(grows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,39 +18,31 @@ from tests.node.tiered_worlds import SPACE, UNIT_TOKENS, TieredWorld, TieredWorl
 from tests.rigs.node_replica import evict_all
 
 
-@pytest.fixture
-def worlds() -> Iterator[TieredWorlds]:
-    """Return a memory of 24 slots and an empty tier."""
-    made = TieredWorlds(24)
-    yield made
-    made.close()
-
-
-def _fill(worlds: TieredWorlds, name: str = "one", units: int = 8) -> TieredWorld:
+def _fill(tiered: TieredWorlds, name: str = "one", units: int = 8) -> TieredWorld:
     """Store a prompt in the tier, and evict it from the memory. Returns the engine that has stored it."""
-    world = worlds.start()
+    world = tiered.start()
     request = world.request(name, units, shared=units)
     world.run(request)
     assert len(world.store_all()) == -(-units // CHUNK)
-    evict_all(worlds.node.keeper)
+    evict_all(tiered.node.keeper)
     world.step()
     assert world.found(request) == 0
     return world
 
 
-def _fetching(worlds: TieredWorlds) -> tuple[TieredWorld, Any, Stage]:
+def _fetching(tiered: TieredWorlds) -> tuple[TieredWorld, Any, Stage]:
     """Let another engine fetch two chunks that only the tier has. Returns the engine, its request and the stage."""
-    _fill(worlds)
-    world = worlds.start()
+    _fill(tiered)
+    world = tiered.start()
     request = world.request("other", 8, shared=8, extra=1)
     stage = world.want(request)
     world.step()
     return world, request, stage
 
 
-def test_chunk_is_stored_after_its_publication(worlds: TieredWorlds) -> None:
+def test_chunk_is_stored_after_its_publication(tiered: TieredWorlds) -> None:
     """While no holder answers, nothing is stored, and an idle engine takes no steps for it."""
-    first = worlds.start()
+    first = tiered.start()
     request = first.request("one", 8)
     first.requests = [request]
     first.admit(request)
@@ -66,9 +57,9 @@ def test_chunk_is_stored_after_its_publication(worlds: TieredWorlds) -> None:
     first.check()
 
 
-def test_only_the_engine_that_wrote_a_chunk_stores_it(worlds: TieredWorlds) -> None:
+def test_only_the_engine_that_wrote_a_chunk_stores_it(tiered: TieredWorlds) -> None:
     """Another engine that loads the chunk orders nothing. The last part of a prompt is stored, too."""
-    first, second = worlds.start(), worlds.start()
+    first, second = tiered.start(), tiered.start()
     one = first.request("one", 6, shared=6)
     first.run(one)
     second.step()
@@ -77,12 +68,12 @@ def test_only_the_engine_that_wrote_a_chunk_stores_it(worlds: TieredWorlds) -> N
     second.run(other)
     assert not second.store_all()
     assert sorted(order.units for order in first.store_all()) == [2, CHUNK]
-    assert len(worlds.tier.values) == 2
+    assert len(tiered.tier.values) == 2
 
 
-def test_part_of_a_prompt_is_stored_before_its_request_ends(worlds: TieredWorlds) -> None:
+def test_part_of_a_prompt_is_stored_before_its_request_ends(tiered: TieredWorlds) -> None:
     """The request continues in another slot, so the part that ends with the prompt does not grow any more."""
-    first = worlds.start()
+    first = tiered.start()
     one = first.request("one", 6)
     first.begin(one, 6, 7)
     assert sorted(order.units for order in first.store_all()) == [2, CHUNK]
@@ -90,32 +81,32 @@ def test_part_of_a_prompt_is_stored_before_its_request_ends(worlds: TieredWorlds
     assert [order.units for order in first.store_all()] == [3]
 
 
-def test_slot_of_a_store_is_not_reused_before_the_store_has_landed(worlds: TieredWorlds) -> None:
+def test_slot_of_a_store_is_not_reused_before_the_store_has_landed(tiered: TieredWorlds) -> None:
     """The holder evicts the chunk meanwhile. The slot is free when all ranks have reported the store."""
-    first, second = worlds.start(), worlds.start(stock=8)
+    first, second = tiered.start(), tiered.start(stock=8)
     one = first.request("one", 8)
     first.run(one)
     first.step()
     assert len(first.begun) == 2
-    evict_all(worlds.node.keeper)
+    evict_all(tiered.node.keeper)
     for name in "abcde":
         second.run(second.request(name, 8))
-    assert worlds.node.keeper.usage().evicting == 2
+    assert tiered.node.keeper.usage().evicting == 2
     first.carry()
     first.carry()
     first.step()
-    assert worlds.node.keeper.usage().evicting == 0
+    assert tiered.node.keeper.usage().evicting == 0
     assert first.side.counters["chunks_stored"] == 2
     first.check()
 
 
-def test_chunk_that_was_evicted_before_its_turn_is_not_stored(worlds: TieredWorlds) -> None:
+def test_chunk_that_was_evicted_before_its_turn_is_not_stored(tiered: TieredWorlds) -> None:
     """The engine has not read the eviction in the journal yet."""
-    first = worlds.start()
+    first = tiered.start()
     first.staging.stores._in_flight_max = 1
     first.run(first.request("one", 8))
     assert len(first.begun) == 1
-    evict_all(worlds.node.keeper)
+    evict_all(tiered.node.keeper)
     first.carry()
     first.step()
     assert not first.begun
@@ -123,18 +114,18 @@ def test_chunk_that_was_evicted_before_its_turn_is_not_stored(worlds: TieredWorl
     first.check()
 
 
-def test_fetched_chunks_are_found_by_other_engines(worlds: TieredWorlds) -> None:
+def test_fetched_chunks_are_found_by_other_engines(tiered: TieredWorlds) -> None:
     """Fetched chunks are published when all ranks have them. Only then the request continues, with its whole hit."""
-    second, request, stage = _fetching(worlds)
+    second, request, stage = _fetching(tiered)
     second.pool.slow = True
-    third = worlds.start()
+    third = tiered.start()
     assert [order.stores for order in second.begun] == [False, False]
     assert stage.state.row == stage_m.FETCHING
     for landed in range(2):
         assert third.found(request) == 0
         second.carry(at=-1)
         assert second.side.lookup(request, 0) is LATER
-        assert landed or worlds.node.keeper.usage().published == 0
+        assert landed or tiered.node.keeper.usage().published == 0
     for _ in range(3):
         second.step()
     third.step()
@@ -145,17 +136,17 @@ def test_fetched_chunks_are_found_by_other_engines(worlds: TieredWorlds) -> None
     second.side.finished(request)
     assert not second.store_all()
     assert third.ask(third.request("third", 8, shared=8, extra=1)) == 8 * UNIT_TOKENS
-    assert second.side.tracer.hit_tokens[worlds.tier.name] == 8 * UNIT_TOKENS
+    assert second.side.tracer.hit_tokens[tiered.tier.name] == 8 * UNIT_TOKENS
     second.check()
     third.check()
 
 
-def test_fetched_chunk_is_published_when_the_last_rank_has_landed(worlds: TieredWorlds) -> None:
+def test_fetched_chunk_is_published_when_the_last_rank_has_landed(tiered: TieredWorlds) -> None:
     """Until then no engine finds the chunk, and its slot stays the engine's."""
-    world = worlds.start(ranks=2)
+    world = tiered.start(ranks=2)
     request = world.request("one", 4, extra=1)
     for rank in range(2):
-        worlds.tier.values[Key(SPACE, chunk_name(request.block_hashes[-1]), 0, rank, 2).text] = b""
+        tiered.tier.values[Key(SPACE, chunk_name(request.block_hashes[-1]), 0, rank, 2).text] = b""
     world.want(request)
     world.step()
     (order,) = world.begun
@@ -164,15 +155,15 @@ def test_fetched_chunk_is_published_when_the_last_rank_has_landed(worlds: Tiered
         world.side.reported(Report({order.id: Tally(1, 0)}))
         for _ in range(3):
             world.step()
-        assert worlds.node.keeper.usage().published == published
+        assert tiered.node.keeper.usage().published == published
         assert world.found(request) == 4 * published
     world.begun.clear()
     world.check()
 
 
-def test_failed_fetch_returns_its_slot(worlds: TieredWorlds) -> None:
+def test_failed_fetch_returns_its_slot(tiered: TieredWorlds) -> None:
     """The request continues with the chunks before the failed chunk."""
-    second, request, _ = _fetching(worlds)
+    second, request, _ = _fetching(tiered)
     free = second.pool.stock.free
     second.pool.mute = True
     second.carry()
@@ -185,9 +176,9 @@ def test_failed_fetch_returns_its_slot(worlds: TieredWorlds) -> None:
     second.check()
 
 
-def test_fetches_wait_for_slots_when_the_stock_is_empty(worlds: TieredWorlds) -> None:
+def test_fetches_wait_for_slots_when_the_stock_is_empty(tiered: TieredWorlds) -> None:
     """The holder grants further slots in the next steps. All requests get their whole hits, and none gives way."""
-    world = worlds.start(stock=2)
+    world = tiered.start(stock=2)
     asked = [world.in_tier(name, 12) for name in "ab"]
     stages = [world.want(request) for request in asked]
     world.step()
@@ -199,9 +190,9 @@ def test_fetches_wait_for_slots_when_the_stock_is_empty(worlds: TieredWorlds) ->
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_fetch_is_shorter_when_the_stock_stays_empty(worlds: TieredWorlds, *, lost: bool) -> None:
+def test_fetch_is_shorter_when_the_stock_stays_empty(tiered: TieredWorlds, *, lost: bool) -> None:
     """The request waits no longer than `lookup_ms_max`, and not at all without a holder."""
-    world = worlds.start(stock=2)
+    world = tiered.start(stock=2)
     request = world.in_tier("a", 12)
     stage = world.want(request)
     if lost:
@@ -223,10 +214,10 @@ def test_fetch_is_shorter_when_the_stock_stays_empty(worlds: TieredWorlds, *, lo
     world.check()
 
 
-def test_fetch_of_a_published_chunk_returns_its_slot(worlds: TieredWorlds) -> None:
+def test_fetch_of_a_published_chunk_returns_its_slot(tiered: TieredWorlds) -> None:
     """Both engines fetch the chunk at once. The first to land wins, and no slot is lost."""
-    _fill(worlds)
-    engines = [worlds.start(), worlds.start()]
+    _fill(tiered)
+    engines = [tiered.start(), tiered.start()]
     asked = [engine.request(str(at), 8, shared=8, extra=1) for at, engine in enumerate(engines)]
     for engine, request in zip(engines, asked, strict=True):
         engine.want(request)
@@ -239,20 +230,20 @@ def test_fetch_of_a_published_chunk_returns_its_slot(worlds: TieredWorlds) -> No
     for engine, request in zip(engines, asked, strict=True):
         assert engine.admit(request) == 8 * UNIT_TOKENS
         engine.check()
-    usage = worlds.node.keeper.usage()
+    usage = tiered.node.keeper.usage()
     assert usage.published == 2
-    assert usage.granted == sum(engine.pool.stock.free for engine in worlds.engines)  # type: ignore[attr-defined]
+    assert usage.granted == sum(engine.pool.stock.free for engine in tiered.engines)  # type: ignore[attr-defined]
 
 
-def test_chunk_in_memory_that_is_evicted_before_the_plan_is_no_fault(worlds: TieredWorlds) -> None:
+def test_chunk_in_memory_that_is_evicted_before_the_plan_is_no_fault(tiered: TieredWorlds) -> None:
     """Tiers were asked for the first chunk only, because memory had the second. The hit ends after the first chunk."""
-    _fill(worlds)
-    second, keeper = worlds.start(), worlds.node.keeper
+    _fill(tiered)
+    second, keeper = tiered.start(), tiered.node.keeper
     request, longer = (second.request(name, 8, shared=8, extra=1) for name in ("one", "two"))
     assert second.ask(request) == 8 * UNIT_TOKENS
     second.side.finished(request)
     second.step()
-    worlds.evict(request.block_hashes[3])
+    tiered.evict(request.block_hashes[3])
     second.step()
     assert [*second.want(longer).lookup.found] == [(0, 4)]
     evict_all(keeper)
@@ -266,9 +257,9 @@ def test_chunk_in_memory_that_is_evicted_before_the_plan_is_no_fault(worlds: Tie
     second.check()
 
 
-def test_engine_without_a_holder_does_not_wait_for_tiers(worlds: TieredWorlds) -> None:
+def test_engine_without_a_holder_does_not_wait_for_tiers(tiered: TieredWorlds) -> None:
     """A request that waits for a landed fetch continues, too. The next holder publishes the fetched chunks."""
-    second, request, stage = _fetching(worlds)
+    second, request, stage = _fetching(tiered)
     second.pool.mute = True
     second.carry()
     second.carry()
@@ -279,7 +270,7 @@ def test_engine_without_a_holder_does_not_wait_for_tiers(worlds: TieredWorlds) -
     assert second.ask(request) == 0
     assert not stage.holds_up
     assert second.ask(second.request("third", 8, shared=8, extra=1)) == 0
-    worlds.node.take_over()
+    tiered.node.take_over()
     second.pool.link.fire(link_m.WELCOME)
     second.pool.mute = False
     for _ in range(3):
@@ -289,9 +280,9 @@ def test_engine_without_a_holder_does_not_wait_for_tiers(worlds: TieredWorlds) -
 
 
 @pytest.mark.parametrize("landed", [0, 1, 2])
-def test_reset_during_a_fetch_publishes_nothing_more(worlds: TieredWorlds, landed: int) -> None:
+def test_reset_during_a_fetch_publishes_nothing_more(tiered: TieredWorlds, landed: int) -> None:
     """Slots whose fetch was under way return to the stock when all ranks have reported."""
-    second, _, _ = _fetching(worlds)
+    second, _, _ = _fetching(tiered)
     for _ in range(landed):
         second.carry()
     second.side.reset()
@@ -303,32 +294,32 @@ def test_reset_during_a_fetch_publishes_nothing_more(worlds: TieredWorlds, lande
     assert not second.catalog.used
     assert not second.catalog.leases
     assert not second.staging._fetching
-    assert worlds.node.keeper.usage().published == landed
+    assert tiered.node.keeper.usage().published == landed
     second.check()
 
 
 @pytest.mark.parametrize("landed", [False, True])
-def test_fetch_continues_under_another_holder(worlds: TieredWorlds, *, landed: bool) -> None:
+def test_fetch_continues_under_another_holder(tiered: TieredWorlds, *, landed: bool) -> None:
     """The engine reports its grants, so no slot is lost, and the fetched chunks are published."""
-    second, request, _ = _fetching(worlds)
+    second, request, _ = _fetching(tiered)
     if not landed:
-        worlds.node.take_over()
+        tiered.node.take_over()
     second.carry()
     second.carry()
     if landed:
-        worlds.node.take_over()
+        tiered.node.take_over()
     for _ in range(4):
         second.step()
     assert second.admit(request) == 8 * UNIT_TOKENS
     second.check()
 
 
-def test_engine_that_ends_during_a_fetch_leaves_no_slot_behind(worlds: TieredWorlds) -> None:
+def test_engine_that_ends_during_a_fetch_leaves_no_slot_behind(tiered: TieredWorlds) -> None:
     """Other engines find nothing of the fetch, and get its slots."""
-    second, _, _ = _fetching(worlds)
+    second, _, _ = _fetching(tiered)
     second.pool.mute = True
     second.carry()
     second.pool.die()
-    usage = worlds.node.keeper.usage()
-    assert usage.granted == worlds.engines[0].pool.stock.free
+    usage = tiered.node.keeper.usage()
+    assert usage.granted == tiered.engines[0].pool.stock.free
     assert usage.published == 0

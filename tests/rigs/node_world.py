@@ -228,7 +228,7 @@ class NodeWorld:
                 assert bytes(engine.segment.slot(place.slot)) == content(engine.namespace, key)
         records = [self.ledger.entry(slot) for slot in range(SLOTS)]
         count = Counter(record.state for record in records if record is not None)
-        assert usage_of(self.tables) == NodeUsage(SLOTS, 0, *(count[state] for state in STATES))
+        assert usage_of(self.tables) == NodeUsage(SLOTS, 0, 0, *(count[state] for state in STATES))
         tokens = [engine.token for engine in self.engines]
         assert all(client.token in tokens for client in self.keeper.clients.values())
 

@@ -58,7 +58,6 @@ SENTINELS: dict[str, dict[str, str]] = {
         "SchedulerSide._routers": "configuration: an engine may have no routers",
         "SchedulerSide._spans": "configuration: an engine may have no spans",
         "SchedulerSide.node": "configuration: only with `pool=node`",
-        "UnpublishedFetches.node": "configuration: only with `pool=node`",
         "SchedulerSide.staging": TIERS,
         "WholeSpans.blocks": BOUND,
         "Staging.tier_blocks": ROUTERS,
@@ -112,7 +111,7 @@ SENTINELS: dict[str, dict[str, str]] = {
         "ManagedEngine._request_of": "configuration: None without KV events",
     },
     "kvpipe/node": {
-        **dict.fromkeys([f"NodePool.{name}" for name in ("_mark", "_reached", "leases", "replica")], CONNECTED),
+        **dict.fromkeys([f"NodePool.{name}" for name in ("_mark", "_reached", "leases")], CONNECTED),
         **dict.fromkeys(("NodePool.named", "NodePool.segment"), CONNECTED),
         **dict.fromkeys(("Keeper._watch", "Stock.watch"), WATCH),
         "SharedChunk.answered_at": "content: the position of the journal at the answer, or None before the answer",

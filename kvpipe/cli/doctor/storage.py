@@ -184,8 +184,7 @@ def check_node_pool(settings: Settings, _: HostFacts) -> PendingFinding | None:
         return PendingFinding("ok", f"process {health.pid} holds {folder}; the first engine makes the memory")
     memories = health.status.memories
     doubts = [doubt for memory in memories for doubt in _engines_that_end(memory)]
-    if len(memories) == 1:  # otherwise slots may be unready because slots of another size use their memory
-        doubts = [*_lacking(settings, memories[0]), *doubts]
+    doubts = [*_lacking(settings, memories[0]), *doubts]  # the first slots are those of the engine that made the memory
     sizes = ((memory.slots["slots"], size_text(memory.slot_bytes)) for memory in health.status.memories)
     titles = " and ".join(f"{slots:,} slots of {size}" for slots, size in sizes)
     engines = sum(len(memory.clients) for memory in health.status.memories)
