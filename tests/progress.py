@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import sys
 import threading
@@ -52,9 +53,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start the files that take longest first, so that no core waits for a long file at the end."""
+    """Start the files that take longest first, so that no core waits for a long file at the end.
+
+    A file that was never measured may take long, so it is started before them.
+    """
     seconds = _durations()
-    items.sort(key=lambda item: -seconds.get(_file(item.nodeid), 0.0))
+    items.sort(key=lambda item: -seconds.get(_file(item.nodeid), math.inf))
 
 
 class _NoVllm(MetaPathFinder):
