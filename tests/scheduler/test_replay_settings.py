@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,24 @@ from benchmarks.replay.setting import Setting
 from benchmarks.replay.workload import Workload, coding_agents
 
 
-@pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Workload:
+@pytest.fixture(scope="module")
+def load() -> Iterator[Workload]:
     """Replace the load by a few sessions, and replay in this process, without pictures."""
-    few = coding_agents(5, sessions=3, hours=0.1, chunk_tokens=512)
-    monkeypatch.setattr(report, "load_of", lambda *_: few)
-    monkeypatch.setattr(report, "measure", lambda todo, _: (one.row() for one in todo))
-    monkeypatch.setattr(page, "write", lambda *_: None)
-    return few
+    few = coding_agents(4, sessions=3, hours=0.1, chunk_tokens=512)
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(report, "load_of", lambda *_: few)
+        patches.setattr(report, "measure", lambda todo, _: (one.row() for one in todo))
+        patches.setattr(page, "write", lambda *_: None)
+        yield few
+
+
+@pytest.fixture(scope="module")
+def usual(load: Workload, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the file of a replay with the defaults."""
+    assert load.prompts
+    file = tmp_path_factory.mktemp("usual") / "usual.json"
+    _rows(file)
+    return file
 
 
 def test_defaults_are_those_of_the_model(load: Workload) -> None:
@@ -66,24 +78,23 @@ def test_impossible_value_is_refused(part: str, given: str, wording: str) -> Non
         Setting().with_set(part, [given])
 
 
-def _rows(folder: Path, *more: str) -> dict[str, Any]:
-    file = Path(more[-1]) if "--json" in more else folder / f"{len(list(folder.iterdir()))}.json"
+def _rows(file: Path, *more: str) -> dict[str, Any]:
     options = ["--policy", "lru", "--workload", report.AGENTS, "--seeds", "1", "--json", str(file)]
     assert command.main([*options, *more]) == 0
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return found
 
 
-def test_replay_follows_its_settings(load: Workload, tmp_path: Path) -> None:
+def test_replay_follows_its_settings(load: Workload, usual: Path, tmp_path: Path) -> None:
     """With a quarter of the compute rate, first tokens are later. Capacities are those that were set."""
-    usual = _rows(tmp_path)
-    slow = _rows(tmp_path, "--share", "0.005", "0.3", "--model", "flop_per_s=4e14", "--disk", "share=0.5")
-    assert [row["share"] for row in usual["yardstick"]] == [0.01, 0.02, 0.05, 0.1]
+    fast = json.loads(usual.read_text(encoding="utf-8"))
+    slow = _rows(tmp_path / "slow.json", "--share", "0.005", "0.3", "--model", "flop_per_s=4e14", "--disk", "share=0.5")
+    assert [row["share"] for row in fast["yardstick"]] == [0.01, 0.02, 0.05, 0.1]
     assert [(row["share"], row["slots"]) for row in slow["yardstick"]] == [
         (share, load.slots(share)) for share in (0.005, 0.3)
     ]
     assert (slow["model"]["flop_per_s"], slow["places"]["disk"]["share"]) == (4e14, 0.5)
-    by_tiers = [{(row["policy"], row["behind"]): row["ttft_s"]["0.5"] for row in one["tiers"]} for one in (usual, slow)]
+    by_tiers = [{(row["policy"], row["behind"]): row["ttft_s"]["0.5"] for row in one["tiers"]} for one in (fast, slow)]
     assert by_tiers[0].keys() == by_tiers[1].keys()
     assert len(by_tiers[0]) == 5
     assert all(by_tiers[1][key] > 2 * by_tiers[0][key] for key in by_tiers[0])
@@ -91,27 +102,23 @@ def test_replay_follows_its_settings(load: Workload, tmp_path: Path) -> None:
     assert "disk: share" in page.html(slow)
 
 
-def test_a_file_has_one_set_of_parameters(load: Workload, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_has_one_set_of_parameters(usual: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Rows of another set of parameters are not added to a file, in particular not to the repository's."""
-    assert load.prompts
-    _rows(tmp_path)
-    for file in (tmp_path / "0.json", report.RESULTS):
+    for file in (usual, report.RESULTS):
         with pytest.raises(SystemExit):
             command.main(["--memory", "share=0.2", "--json", str(file)])
         assert f"{file} is of other parameters: name another file with --json" in capsys.readouterr().err
 
 
-def test_report_has_rows_for_announced_resumes(load: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_has_rows_for_announced_resumes(usual: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Announced resumes have rows of their own, beside the same replay without; chunks fetched ahead are used.
 
     The device holds all sessions of `load`, so this test replays more of them.
     """
-    assert load.prompts
     more = coding_agents(5, sessions=20, hours=0.3, chunk_tokens=512)
     monkeypatch.setattr(announced, "load_of", lambda *_: more)
-    _rows(tmp_path)
-    options = ("--announce", hints.RESUME, "--sigma", "0", "--share", "0.2", "--json", str(tmp_path / "0.json"))
-    found = _rows(tmp_path, *options)
+    file = Path(shutil.copy(usual, tmp_path))
+    found = _rows(file, "--announce", hints.RESUME, "--sigma", "0", "--share", "0.2")
     assert found["tiers"]
     rows = {(row["announced"], row["behind"]): row for row in found["prefetch"]}
     assert rows.keys() == {(how, behind) for how in (hints.NONE, hints.RESUME) for behind in announced.BEHIND}

@@ -10,7 +10,7 @@ from kvpipe.cache.catalog import Catalog
 from kvpipe.cache.chunks import Chunk
 from kvpipe.cache.tenants import ANYBODY, Tenant
 from kvpipe.connectors.vllm.hints import is_prefilled_elsewhere
-from kvpipe.connectors.vllm.trial.content import Live
+from kvpipe.connectors.vllm.trial.content import Live, Sequence
 from kvpipe.connectors.vllm.trial.efficacy import FoundPrefix, ends, promised
 from kvpipe.connectors.vllm.trial.laws import INVARIANTS, When
 from kvpipe.connectors.vllm.trial.shapes import QUOTAS
@@ -56,6 +56,7 @@ class Watched:
         self.found: dict[Live, FoundPrefix] = {}  # for the last finished requests
         # for each finished request, the chunks that held its end when it finished
         self.ends: dict[Live, frozenset[tuple[Chunk, bytes]]] = {}
+        self._requests: dict[tuple[Live, Sequence, int], Request] = {}  # by what `request_of` makes them from
         self.unfair = (
             _watch_quotas(trial.side.catalog) if trial.shape.quotas and trial.kvpipe is not None else list[str]()
         )
@@ -116,8 +117,14 @@ class Watched:
             self.ends[one] = ends(self.trial.side, self.request_of(one), saved)
 
     def request_of(self, one: Live) -> Request:
-        """Return a request that continues `one`."""
-        return self.trial.answered(one, one.sequence.prompt, one.output)
+        """Return a request that continues `one`.
+
+        The request is made once. Several checks need it after every step, and hashing its blocks takes long.
+        """
+        made_from = one, one.sequence, len(one.output)
+        if made_from not in self._requests:
+            self._requests[made_from] = self.trial.answered(one, one.sequence.prompt, one.output)
+        return self._requests[made_from]
 
     @property
     def drops(self) -> int:
