@@ -65,6 +65,13 @@ def forked_ranks() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def ranks_of_a_fork() -> Iterator[None]:
+    """Make engines in this process, which has imported vLLM and has started no engine yet, fork their ranks."""
+    with _context(multiprocessing.get_context("fork")):
+        yield
+
+
 class Forked:
     """A call of `main(*arguments)` in a process that is forked in this way, with the interface of a `Popen`.
 
@@ -122,5 +129,5 @@ def serve(log: str, environment: dict[str, str], arguments: list[str]) -> None:
     from vllm.entrypoints.launchers.api_server.entry import main
 
     sys.argv = ["api_server", *arguments]
-    with _context(multiprocessing.get_context("fork")):
+    with ranks_of_a_fork():
         main()
