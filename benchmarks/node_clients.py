@@ -5,7 +5,6 @@ The holder and its socket are real. Engines copy no bytes.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from benchmarks.node_forks import FORKS
 from benchmarks.node_lookups import CHUNKS, SLOT_BYTES, Lookups, Times, hashes, new_times
 from benchmarks.report import Figure
 from kvpipe.cache.chunks import Owner
@@ -35,8 +35,6 @@ DEATHS: Final = 5
 HOLDERS: Final = 5
 SAVE_EVERY: Final = 8
 """Each client saves a chunk in every eighth round, so that the others read a journal that grows."""
-FORKS: Final = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["benchmarks.node_clients"])
 
 
 class Client:

@@ -6,7 +6,6 @@ Each engine runs in a process of its own, and one engine computes at a time, on 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -18,11 +17,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
+from benchmarks.node_forks import FORKS, forked_ranks
 from benchmarks.report import Figure
 from kvpipe.node.connect import ask_status
 from kvpipe.node.messages import NodeStatus
 from kvpipe.node.processes import holder_of
-from tests.engine.forked import Forked, ranks_of_a_fork
 
 PAIRS: Final = 8
 LOADS: Final = {"decode-heavy": (16, 32, 32), "prefill-heavy": (4, 250, 2)}
@@ -44,8 +43,9 @@ class Remote:
 
     def __init__(self, kvpipe: dict[str, Any] | None, options: dict[str, Any]) -> None:
         """Begin to start the engine."""
-        self._pipe, theirs = multiprocessing.Pipe()
-        self._process = Forked(serve, theirs, kvpipe, options)
+        self._pipe, theirs = FORKS.Pipe()
+        self._process = FORKS.Process(target=serve, args=(theirs, kvpipe, options))
+        self._process.start()
         theirs.close()
 
     def seconds(self, requests: int, prompt: int, answer: int, seed: int, *, plain: bool = False) -> float:
@@ -59,20 +59,27 @@ class Remote:
         return self.seconds(1, PROMPT_TOKENS, 1, 1)
 
     @property
+    def _pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
     def private_bytes(self) -> int:
         """The memory that is private to the processes of the engine."""
-        return sum(map(_anonymous, _group_of(self._process.pid)))
+        return sum(map(_anonymous, _group_of(self._pid)))
 
     def kill(self) -> None:
         """Kill the engine's processes."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+            os.killpg(self._pid, signal.SIGKILL)
+        self._process.kill()  # also if the process does not lead a group yet
+        self._process.join()
         self._pipe.close()
 
 
 def serve(pipe: Connection, kvpipe: dict[str, Any] | None, options: dict[str, Any]) -> None:
     """Serve until the other end of `pipe` is closed."""
+    os.setsid()  # the leader of a group with its ranks
     from benchmarks.fresh import without_connector
     from benchmarks.warm import bind_cores
     from benchmarks.warm import prompt as make_prompt
@@ -83,7 +90,7 @@ def serve(pipe: Connection, kvpipe: dict[str, Any] | None, options: dict[str, An
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"  # a core for each rank
     else:
         bind_cores()
-    with ranks_of_a_fork():
+    with forked_ranks():
         engine = Engine(str(make_model(options.pop("model"))), kvpipe=kvpipe, **options)
     while True:
         try:

@@ -5,7 +5,6 @@ Two plain copies at once show what the memory bus leaves to each process.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from multiprocessing.connection import Connection
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 
 from benchmarks.node_copies import BLOCKS, LAYERS, PAGE_BYTES, PAGES, SLOTS, copy_chunk, geometry
+from benchmarks.node_forks import FORKS
 from benchmarks.report import Figure
 from kvpipe.node.attach import shared_slots
 from kvpipe.node.segment import Segment, allocate, create
@@ -26,8 +26,6 @@ from kvpipe.transfer.pool import HostPool
 
 ROUNDS: Final = 12
 PHASE_S: Final = 0.15
-FORKS: Final = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["benchmarks.node_saves"])
 
 
 class Saver:
