@@ -57,6 +57,7 @@ def machine() -> dict[str, object]:
     return {
         "cpu": cpu,
         "cores": os.cpu_count(),
+        "load": [round(one, 1) for one in os.getloadavg()],  # of the last 1, 5 and 15 minutes
         "python": platform.python_version(),
         "torch": torch.__version__,
         "commit": commit.stdout.strip(),

@@ -6,13 +6,13 @@ These functions wait, so an engine never calls them on its own thread.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
-import random
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -21,11 +21,12 @@ from kvpipe.errors import ConfigError
 from kvpipe.node import messages
 from kvpipe.node.layout import VERSION
 from kvpipe.node.messages import BadMessageError, Hello, NodeStatus, StatusQuestion, Unwelcome, Welcome
-from kvpipe.node.processes import LOG, SOCKET, checked_folder, holder_of, kill, peer_of
+from kvpipe.node.processes import LOG, SOCKET, checked_folder, holder_of, is_stopped, kill, peer_of
 
 LOOK_S: Final = 0.01
 ADOPT_S: Final = 10.0
-SPREAD_S: Final = 0.1
+START_S: Final = 5.0
+STARTING: Final = "starting.lock"
 STARTED_LOOKS: Final = 100
 KEEP_S: Final = 60.0
 
@@ -107,12 +108,37 @@ def ask_status(folder: Path, answer_s: float = 2.0) -> NodeStatus | None:
 def start_holder(folder: Path, offer: int | None, *, limit_s: float, keep_s: float = KEEP_S) -> None:
     """Start a holder in the background. `offer` is the memory of an earlier holder.
 
-    If engines start several holders at once, one holder stays, and all others exit. An engine never waits for another
-    engine to start the holder, because the other engine may be stopped.
+    One engine starts a holder, and all others wait for it. They wait at most `START_S` seconds, and not at all for an
+    engine that is stopped. If several holders start nevertheless, one holder stays, and all others exit.
     """
-    time.sleep(random.uniform(0, SPREAD_S))  # noqa: S311  (several engines lose their holder at the same time)
-    if holder_of(folder):
-        return
+    until = time.monotonic() + limit_s
+    with _turn_to_start(folder, min(START_S, limit_s)):
+        if not holder_of(folder):
+            _start_holder(folder, offer, max(1.0, until - time.monotonic()), keep_s)
+
+
+@contextlib.contextmanager
+def _turn_to_start(folder: Path, wait_s: float) -> Iterator[None]:
+    """Wait until this engine may start a holder, or there is one. A start takes a core for half a second."""
+    fd = os.open(folder / STARTING, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    until = time.monotonic() + wait_s
+    try:
+        while time.monotonic() < until and not holder_of(folder):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if is_stopped(int.from_bytes(os.pread(fd, 4, 0))):
+                    break
+                time.sleep(LOOK_S)
+            else:
+                os.pwrite(fd, os.getpid().to_bytes(4), 0)
+                break
+        yield
+    finally:
+        os.close(fd)
+
+
+def _start_holder(folder: Path, offer: int | None, limit_s: float, keep_s: float) -> None:
     root = str(Path(kvpipe.__file__).resolve().parents[1])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     arguments = [str(folder.resolve()), str(ADOPT_S), str(keep_s), *([] if offer is None else [str(offer)])]

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from kvpipe.testing.waiting import WAIT_S
-from tests.engine.forked import Forked
+from tests.engine.forked import Forked, forks_of_this_process
 
 
 class Child:
@@ -19,7 +19,8 @@ class Child:
     def __init__(self, options: dict[str, Any], environment: dict[str, str] | None = None) -> None:
         """Start the engine.
 
-        `options` are the options of `tests.engine.common.engine`. `environment` has further variables.
+        `options` are the options of `tests.engine.common.engine`, and `processor`, the kind of processor on which the
+        engine runs. `environment` has further variables.
         """
         self._pipe, theirs = multiprocessing.Pipe()
         self._process = Forked(serve, theirs, options, environment or {})
@@ -65,9 +66,10 @@ def child(environment: dict[str, str] | None = None, **options: Any) -> Iterator
 def serve(pipe: Connection, options: dict[str, Any], environment: dict[str, str]) -> None:
     """Serve until the other end of `pipe` is closed."""
     os.environ.update(environment)
+    from kvpipe.connectors.vllm.trial.processors import complete
     from tests.engine.common import assert_clean, engine, waiting
 
-    with waiting(), engine(**options) as live:
+    with forks_of_this_process(), complete(options.pop("processor", None)), waiting(), engine(**options) as live:
         while asked := _next(pipe):
             at_once = asked.pop("at_once", False)
             answers = live.generate(asked.pop("prompts"), **asked)

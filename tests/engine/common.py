@@ -45,6 +45,7 @@ BLOCK: Final = int(DEFAULTS["block_size"])
 """The block size that engines are asked for. Models with attention alone have it, as each engine's start checks."""
 
 WAITS = (
+    "kvpipe.node.catalog.NAME_S_MAX",
     "kvpipe.scheduler.fetches.PATIENCE_S",
     "kvpipe.tiers.carrier.DRAIN_S_MAX",
     "kvpipe.tiers.carrier.STOP_S_MAX",

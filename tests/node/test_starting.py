@@ -1,0 +1,79 @@
+"""Engines that need a holder at the same time start one of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from kvpipe.node.connect import start_holder
+from kvpipe.node.processes import checked_folder, holder_of
+from kvpipe.testing.waiting import WAIT_S
+
+ENGINES = 4
+
+
+@pytest.fixture
+def folder(short_path: Path) -> Iterator[Path]:
+    """Return the folder of a node's memory, and kill its holder at the end."""
+    made = checked_folder(short_path / "node")
+    yield made
+    if holder := holder_of(made):
+        os.kill(holder, signal.SIGKILL)
+
+
+def test_one_engine_starts_the_holder_when_several_have_lost_it(folder: Path) -> None:
+    """The start of a holder takes half a second of a core. Several starts at once would delay the next save."""
+    begun = list[object]()
+    run = subprocess.run
+
+    def counted(*arguments: Any, **named: Any) -> object:
+        begun.append(arguments)
+        return run(*arguments, **named)
+
+    with patch.object(subprocess, "run", counted):
+        engines = [
+            threading.Thread(target=start_holder, args=(folder, None), kwargs={"limit_s": 60.0}) for _ in range(ENGINES)
+        ]
+        for engine in engines:
+            engine.start()
+        for engine in engines:
+            engine.join()
+    assert holder_of(folder)
+    assert len(begun) == 1
+
+
+STARTER = """
+import os, signal, sys
+from kvpipe.node.connect import _turn_to_start
+from pathlib import Path
+with _turn_to_start(Path(sys.argv[1]), 1.0):
+    print("starts", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+def test_engine_starts_the_holder_when_the_one_that_starts_it_is_stopped(folder: Path) -> None:
+    """An engine that is stopped before it has started a holder delays no other engine."""
+    starter = subprocess.Popen([sys.executable, "-c", STARTER, str(folder)], stdout=subprocess.PIPE)
+    try:
+        assert starter.stdout is not None
+        assert starter.stdout.readline() == b"starts\n"
+        os.waitid(os.P_PID, starter.pid, os.WSTOPPED)
+        began = time.monotonic()
+        with patch("kvpipe.node.connect.START_S", WAIT_S):
+            start_holder(folder, None, limit_s=2 * WAIT_S)
+        assert holder_of(folder)
+        assert time.monotonic() - began < WAIT_S
+    finally:
+        starter.kill()
+        starter.wait()
