@@ -34,7 +34,7 @@ from kvpipe.scheduler.hooks import EngineFacts, EngineHooks, Published
 from kvpipe.scheduler.jobs import Jobs
 from kvpipe.scheduler.loads import Loading
 from kvpipe.scheduler.lookups import FIRST_STEPS_MAX, Lookups
-from kvpipe.scheduler.notified import NotifiedRouters
+from kvpipe.scheduler.notified import NotedChunks, NotifiedRouters
 from kvpipe.scheduler.records import Tracked
 from kvpipe.scheduler.request_tracer import RequestTracer
 from kvpipe.scheduler.requests import Requests
@@ -126,7 +126,7 @@ class SchedulerSide:
         )  # fmt: skip
         self._resets = Resets(context, hooks, requests=requests, staging=staging, weights=weights, node=self.node)
         self._hinting, self._ready = Hinting(context, tiers=bool(tiers)), dict[int, int]()  # usable slots, by rank
-        self._routers = NotifiedRouters(published) if published is not None else None
+        self._routers = self._make_routers(hooks)
         events.subscribe(self._subscribers())
         if trace.detail:
             self.trace_moves()
@@ -145,6 +145,13 @@ class SchedulerSide:
         if self._routers is not None:
             yield self._routers
         yield self.pins
+
+    def _make_routers(self, hooks: EngineHooks) -> NotifiedRouters | NotedChunks | None:
+        """Return the part that notifies routers. In a node's memory, every engine writes notes for other engines."""
+        if self.node is None:
+            return NotifiedRouters(hooks.published) if hooks.published is not None else None
+        self.node.notes.routers = hooks.published
+        return NotedChunks(self.node, hooks.note_of) if hooks.note_of is not None else None
 
     def _make_staging(self, tiers: Sequence[GuardedTier], published: Published | None) -> Staging:
         """Return the part that looks chunks up in `tiers`, fetches them and stores them."""

@@ -108,4 +108,33 @@ MUTANTS: dict[str, Mutant] = {
         one(_KEEPER, "greet", " if one not in held]", " if False]"),
         test=_WORLD,
     ),
+    "only_own_chunks_are_announced": Mutant(
+        "An engine announces no chunks that another engine has saved.",
+        one("kvpipe.node.notes:SlotNotes", "published", "is not None and (note", "is not None and chunk.used_s and (note"),
+        shape="node",
+        by="events_are_the_catalog",
+    ),
+    "note_of_another_chunk": Mutant(
+        "The note of the chunk that was in the slot before is read as the note of the slot's present chunk.",
+        one("kvpipe.node.notes:SlotNotes", "read", "== check", "== check or True"),
+        test="tests/node/test_notes.py::test_note_is_read_under_its_chunk_s_key_alone",
+    ),
+    "half_written_note": Mutant(
+        "The checksum of a note covers the key alone.",
+        (
+            Patch("kvpipe.node.notes:SlotNotes", "read", "zlib.crc32(note, zlib.crc32(key))", "zlib.crc32(key)"),
+            Patch("kvpipe.node.notes:SlotNotes", "write", "zlib.crc32(note, zlib.crc32(key))", "zlib.crc32(key)"),
+        ),
+        test="tests/node/test_notes.py::test_half_written_note_is_not_read",
+    ),
+    "forgotten_chunks_stay_announced": Mutant(
+        "Routers are not notified when an engine forgets the chunks of its namespace to read them again.",
+        one("kvpipe.node.notes:SlotNotes", "withdraw", "if self.routers is not None:", "if False:"),
+        test="tests/contract/test_node_events.py::test_blocks_are_announced_once_if_the_namespace_is_named_again",
+    ),
+    "children_are_announced_first": Mutant(
+        "A scan of the slot table announces blocks before their parents, so routers drop these blocks.",
+        one("kvpipe.connectors.vllm.block_notes:NotedBlocks", "take", "reversed(chain)", "chain"),
+        test="tests/contract/test_node_events.py::test_parents_are_announced_first_and_few_blocks_at_once",
+    ),
 }
