@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvpipe.protocol.geometry import Geometry
 
 ANNOUNCED_MAX: Final = 128
-"""The most noted blocks that one step announces. A block takes some 10 us."""
+"""The most noted blocks that one step announces. A block takes about 50 us."""
 
 
 class AnnouncedBlock(NamedTuple):
