@@ -90,7 +90,6 @@ def _settings_unsupported(settings: Settings) -> list[tuple[object, str, str]]:
     given = settings.model_fields_set
     return [
         (settings.quotas, "quotas", "unset quotas"),
-        (settings.manage, f"manage={settings.manage!r}", "unset manage"),
         (
             "policy" in given and settings.policy != "lru",
             f"policy={settings.policy!r} (one policy evicts the chunks of all engines)",

@@ -20,7 +20,7 @@ from typing import Final, cast
 from kvpipe.cache.catalog import Catalog
 from kvpipe.cache.chunks import Chunk, EvictedError, Mark, Owner, Piece
 from kvpipe.cache.policy.large import by_key
-from kvpipe.cache.tenants import ANYBODY, Tenant
+from kvpipe.cache.tenants import ANYBODY, UNKNOWN, Tenant
 from kvpipe.node.client import NodePool
 from kvpipe.node.layout import HEAD, SlotRecord
 from kvpipe.node.notes import SlotNotes
@@ -154,7 +154,7 @@ class NodeCatalog(Catalog):
             del self._landed[slot]
             self._unpend_chunk(chunk)
         else:
-            chunk = SharedChunk(self.machine, record.group, slot, self.watch)
+            chunk = SharedChunk(self.machine, record.group, slot, self.watch, UNKNOWN)
             chunk.era = self._era
             chunk.fire(m.RESERVE)
             chunk.fire(m.LANDED_LAST)

@@ -309,6 +309,17 @@ class SchedulerSide:
         used, pool = self.catalog.fresh, self._pool_token
         return StepPlan(number, tuple(jobs), orders, space, question, claims, wait_ms, computes, used, pool)
 
+    def carry_out_orders(self) -> bool:
+        """Carry out a slice of operators' orders. Only for a thread that has borrowed the turn of an idle engine.
+
+        Returns whether any part was carried out. An idle engine takes no steps, so the holder of a node's memory is
+        polled here.
+        """
+        done = self.orders.carry_out()
+        if self.node is not None:
+            self._end_node_step(self.node)
+        return done
+
     def _end_node_step(self, node: NodeCatalog) -> None:
         """Poll the holder of the node's memory, and end the fetches whose chunks it has published."""
         self.trace.about("", 0)
