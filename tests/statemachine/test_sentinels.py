@@ -121,6 +121,7 @@ SENTINELS: dict[str, dict[str, str]] = {
         "HolderConnection.client": "content: an operator's connection has no client",
         "HolderConnection.keeper": "content: an operator's connection has no client",
         "Keeper.short": "content: no slot was missing",
+        "SlotNotes.routers": "configuration: only with KV events",
         "NodeCatalog._follower": "created when the namespace has a number; lookups miss before that",
         "Segment.slots": "configuration: an operator's command maps only the tables",
         "Silence._seen": "content: the last count that was seen; no count is negative",
