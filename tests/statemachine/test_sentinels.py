@@ -55,7 +55,6 @@ SENTINELS: dict[str, dict[str, str]] = {
         "SaveProgress.watch": WATCH,
         "Saving.blocks": BOUND,
         "SchedulerSide._idle": "configuration: only some engines wait for loads in steps that compute nothing",
-        "SchedulerSide._routers": "configuration: an engine may have no routers",
         "SchedulerSide._spans": "configuration: an engine may have no spans",
         "SchedulerSide.node": "configuration: only with `pool=node`",
         "UnpublishedFetches.node": "configuration: only with `pool=node`",
