@@ -2,53 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-from kvpipe.connectors.vllm.trial.scheduler_world import UNIT
+from kvpipe.connectors.vllm.trial.scheduler_world import UNIT, SchedulerWorld
+from kvpipe.testing.direct_node import DirectNode, DirectPool
 from tests.manage.conftest import Managed
-from tests.node.test_catalog import NodeWorld, Worlds
 
+SLOTS = 16
 PROMPT = {"tokens": [0] * (8 * UNIT), "cache_salt": "one"}
 
 
-@pytest.fixture
-def worlds() -> Iterator[Worlds]:
-    """Return a memory of 16 slots without engines."""
-    made = Worlds(16)
-    yield made
-    made.close()
+def started(node: DirectNode) -> SchedulerWorld:
+    """Return an engine of `node`."""
+    made = SchedulerWorld(chunk_units=4, slots=SLOTS, node=DirectPool(node), also_of="layout {}".format)
+    made.side.ranks_ready({}, ["weights"])
+    assert made.side.node is not None
+    made.side.node.poll()
+    return made
 
 
-def saved(worlds: Worlds) -> NodeWorld:
-    """Return an engine that has saved the prompt that its operators name."""
-    first = worlds.start()
+def test_idle_engine_carries_out_orders(short_path: Path) -> None:
+    """A pin ends with the eviction. The answer comes when the holder has evicted the chunks for all engines."""
+    node = DirectNode(SLOTS, 4096)
+    first, second = started(node), started(node)
     one = first.request("one", 8)
     one.block_hashes[:] = [f"one/{unit}".encode() for unit in range(8)]
-    first.prefixes |= {key: one.block_hashes[: at + 1] for at, key in enumerate(one.block_hashes)}
-    first.run(one)
-    return first
-
-
-def test_idle_engine_carries_out_orders(worlds: Worlds, short_path: Path) -> None:
-    """A pin ends with the eviction. The answer comes when the holder has evicted the chunks for all engines."""
-    first, second = saved(worlds), worlds.start()
-    second.step()
+    first.admit(one)
+    for job in first.step(one):
+        first.report((job, 1, 0))
+    first.side.finished(one)
+    for world in (first, first, first, second):
+        world.step()
+    assert second.side.catalog.used == 2
     managed = Managed(short_path, first)
     try:
         assert managed.ask("POST", "/v1/lookup", PROMPT)[1]["held_tokens"] == 8 * UNIT
         assert managed.ask("POST", "/v1/pins", PROMPT | {"seconds": 600})[1]["chunks"] == 2
-        assert first.pool.leases.count == 2, "a lookup's own pins end with the slice"  # type: ignore[union-attr]
-        state = managed.ask("GET", "/v1/state")[1]
-        assert state["pool"]["chunks_pinned"] == 2
+        assert first.side.node is not None
+        assert first.side.node.pool.leases.count == 2, "a lookup's own pins end with the slice"  # type: ignore[union-attr]
+        assert managed.ask("GET", "/v1/state")[1]["pool"]["chunks_pinned"] == 2
         assert managed.ask("GET", "/v1/holders")[1]["chunks_unnamed"] == 0
-        evicted = managed.ask("POST", "/v1/evict", PROMPT)
-        assert evicted == (200, {"chunks": 2, "held": 2, "pins_ended": 1})
+        assert managed.ask("POST", "/v1/evict", PROMPT) == (200, {"chunks": 2, "held": 2, "pins_ended": 1})
         assert managed.ask("GET", "/v1/pins")[1]["pins"] == []
-        assert worlds.node.keeper.usage().published == 0
+        assert node.keeper.usage().published == 0
     finally:
         managed.server.stop()
+        node.close()
     second.step()
-    assert not second.catalog.index(0)
+    assert second.side.catalog.used == 0
