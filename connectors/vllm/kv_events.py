@@ -11,21 +11,17 @@ hash covers, as vLLM's own events do. A consumer that receives all events has th
 from __future__ import annotations
 
 import functools
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
-from vllm.v1.core.kv_cache_utils import (
-    generate_block_hash_extra_keys,
-    maybe_convert_block_hash,
-    to_event_extra_keys,
-)
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash, to_event_extra_keys
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
 from kvpipe.cache.chunks import Chunk
 from kvpipe.cache.tenants import SALT_KEPT_CHARS_MAX
+from kvpipe.connectors.vllm.block_notes import AnnouncedBlock, Blocks, NotedBlocks, read_note
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -53,18 +49,6 @@ def place_of(tier: GuardedTier) -> BlockPlace:
     return BlockPlace(MEDIUM_STORAGE, tier.spec.locality.upper() or None, tier.name)
 
 
-class AnnouncedBlock(NamedTuple):
-    """A chunk's tokens up to one of its marks, and everything else that the block's hash covers."""
-
-    hash: BlockHash
-    parent: BlockHash | None
-    tokens: array[int]
-    extra_keys: tuple[Any, ...] | None
-    lora_id: int | None
-    lora_name: str | None
-    session: str | None
-
-
 class EndedPrompt:
     """The fields of a finished request that events need. The request's other data is dropped."""
 
@@ -85,9 +69,8 @@ class KvEvents:
     ) -> None:
         """Start without events. `hash_tokens` is the number of tokens per block hash."""
         self._tiers = [place_of(tier) for tier in tiers]
-        self._hashes_per_unit, self._hash_tokens = geometry.unit_tokens // hash_tokens, hash_tokens
-        self._ahead = -(-geometry.ahead_tokens // hash_tokens)
-        self._states = geometry.states
+        self._blocks = Blocks(geometry, hash_tokens)
+        self._noted = NotedBlocks()
         specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
         self._kinds = [(get_kv_cache_spec_kind(one).value, get_kv_cache_spec_sliding_window(one)) for one in specs]
         # By place, cache group and hash: the number of chunks that hold the block, and the block.
@@ -127,13 +110,26 @@ class KvEvents:
         for key, units in marks.items():
             if key in announced:
                 continue
-            block = self._block(request, chunk.group, base, base + units)
+            block = self._blocks.block(request, chunk.group, base, base + units)
             if block is not None and key.startswith(block.hash):  # a key with an adapter's digest is longer
                 announced[key] = block
                 self._announce(MEMORY, chunk.group, block)
 
+    def noted(self, chunk: Chunk, note: bytes) -> None:
+        """Wait with the block of a published chunk of a node's memory until `announce`."""
+        block = read_note(note)
+        if block is not None and chunk.tail.startswith(block.hash):
+            self._noted.add(chunk, block)
+
+    def announce(self) -> None:
+        """Announce some of the noted blocks, parents first."""
+        for chunk, block in self._noted.take():
+            self._of[chunk] = {chunk.tail: block}
+            self._announce(MEMORY, chunk.group, block)
+
     def dropped(self, chunk: Chunk) -> None:
         """Announce that lookups can no longer find `chunk`."""
+        self._noted.pop(chunk)
         self._remove(MEMORY, chunk.group, self._of.pop(chunk, {}).values())
 
     def block(self, chunk: Chunk, key: bytes) -> AnnouncedBlock | None:
@@ -165,28 +161,6 @@ class KvEvents:
         """Return the events since the last call, in order."""
         events, self._events = self._events, []
         return events
-
-    def _block(self, request: Request, group: int, base: int, stop: int) -> AnnouncedBlock | None:
-        """Return the block of units [base, stop) of the prefix, up to the last token that the key at `stop` covers.
-
-        Returns None if a session has shortened its tokens since the save.
-        """
-        ahead = 0 if group in self._states else self._ahead
-        first, end = base * self._hashes_per_unit + (ahead if base else 0), stop * self._hashes_per_unit + ahead
-        hashes: Sequence[BlockHash] = request.block_hashes
-        if len(hashes) < end:
-            return None
-        start_token, end_token = first * self._hash_tokens, end * self._hash_tokens
-        lora = request.lora_request
-        return AnnouncedBlock(
-            hash=hashes[end - 1],
-            parent=hashes[first - 1] if first else None,
-            tokens=array("q", request.all_token_ids[start_token:end_token]),
-            extra_keys=generate_block_hash_extra_keys(request, start_token, end_token, 0)[0],
-            lora_id=lora.adapter_id if lora else None,
-            lora_name=lora.name if lora else None,
-            session=request.session_id,
-        )
 
     def _announce(self, place: BlockPlace, group: int, block: AnnouncedBlock) -> None:
         """Announce `block`, unless it is announced for another chunk with another version of the same adapter."""

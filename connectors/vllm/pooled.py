@@ -63,15 +63,10 @@ def attach_node(facts: RoleFacts, *, rank: int | None) -> RoleFacts:
 
 def unsupported(facts: RoleFacts) -> Iterator[tuple[str, str]]:
     """Yield (what is not supported, remedy) for each setting that is not supported with a node's memory."""
-    config, parallel = facts.config, facts.config.parallel_config
+    parallel = facts.config.parallel_config
     stages, dcp = parallel.pipeline_parallel_size, parallel.decode_context_parallel_size
     checks = [
         *_settings_unsupported(facts.settings),
-        (
-            config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events,
-            "KV events (this engine does not know the tokens of others' chunks)",
-            "unset kv_events_config",
-        ),
         (facts.geometry.states, "recurrent states", "use a model with attention alone"),
         (stages > 1, f"pipeline_parallel_size={stages}", "use tensor parallelism instead"),
         (dcp > 1, f"decode_context_parallel_size={dcp}", "set it to 1"),
@@ -95,7 +90,6 @@ def _settings_unsupported(settings: Settings) -> list[tuple[object, str, str]]:
     given = settings.model_fields_set
     return [
         (settings.quotas, "quotas", "unset quotas"),
-        (settings.manage, f"manage={settings.manage!r}", "unset manage"),
         (
             "policy" in given and settings.policy != "lru",
             f"policy={settings.policy!r} (one policy evicts the chunks of all engines)",

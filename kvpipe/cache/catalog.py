@@ -512,6 +512,16 @@ class Catalog:
                     index.clear()  # frees the memory that the dict, now empty, had grown to
 
     @property
+    def evictions_wait(self) -> bool:
+        """Whether the holder of a node's memory has yet to carry out evictions."""
+        return False
+
+    @property
+    def slots_for_pins(self) -> int:
+        """The number of slots of which pins may hold a share."""
+        return self.slots
+
+    @property
     def writing(self) -> int:
         """The number of pieces that are being written."""
         return sum(chunk.writers for chunk in self._writing)

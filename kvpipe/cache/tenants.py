@@ -62,12 +62,15 @@ class Tenant:
     __slots__ = ("__weakref__", "adapter", "salt")
 
     def __init__(self, salt: str = "", adapter: AdapterIdentity | None = None) -> None:
-        """Keep `salt` and `adapter`. Only `Tenants` creates tenants, apart from `ANYBODY`."""
+        """Keep `salt` and `adapter`. Only `Tenants` creates tenants, except `ANYBODY` and `UNKNOWN`."""
         self.salt, self.adapter = salt, adapter
 
 
 ANYBODY: Final = Tenant()
 """The tenant of requests with neither salt nor adapter, the same in every catalog."""
+
+UNKNOWN: Final = Tenant()
+"""The tenant of chunks of a node's memory that another engine has saved. Their records have no salt and no adapter."""
 
 
 class Tenants:

@@ -14,8 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvpipe.cache.chunks import Chunk, Owner
+from kvpipe.cache.chunks import Chunk, EvictedError, Owner
 from kvpipe.features.orders import OrderRefusedError, Work
+from kvpipe.node.operated import OperatedCatalog
 from kvpipe.scheduler.events import Subscriber
 
 if TYPE_CHECKING:
@@ -32,6 +33,11 @@ PART_SLOTS: Final = 256
 """How many slots one part of an order examines."""
 EPOCHS: Final = 1 << 62
 """The first epoch of owners of pins. Owners of admissions, stages and stores have lower epochs."""
+
+
+SENT_S_MAX: Final = 1.0
+"""The longest wait of an eviction for the holder of a node's memory, in seconds."""
+_EVICTED: Final = "some chunks of this prompt were evicted meanwhile"
 
 
 class Pin:
@@ -82,6 +88,8 @@ class PromptPins(Subscriber):
         self._pinned: Counter[Chunk] = Counter()  # the number of pins of each chunk
         self._numbers, self._epochs = 0, itertools.count(EPOCHS)
         self._first_s = 0.0  # no pin ends before this time
+        if isinstance(context.catalog, OperatedCatalog):
+            context.catalog.on_leased_evicted = self._end_those_of
 
     # ---- pins -----------------------------------------------------------------------------------------------------
 
@@ -118,7 +126,7 @@ class PromptPins(Subscriber):
         yield from self._hold(pin, part)
         if any(now < before for now, before in zip(self._reaches(prefixes, asked), reaches, strict=True)):
             yield from self._end(pin)
-            raise OrderRefusedError("some chunks of this prompt were evicted meanwhile")
+            raise OrderRefusedError(_EVICTED)
         pin.tokens = reaches[0] * self._context.geometry.unit_tokens
         return self._report(pin)
 
@@ -132,10 +140,14 @@ class PromptPins(Subscriber):
             )
         if chunks:
             owner = Owner(f"pin:{pin.number}", next(self._epochs))
+            try:
+                self._context.catalog.lease(owner, chunks, timed=False)
+            except EvictedError:
+                yield from self._end(pin)
+                raise OrderRefusedError(_EVICTED) from None
             pin.parts.append(owner)
             pin.chunks |= dict.fromkeys(chunks)
             self._pinned.update(chunks)
-            self._context.catalog.lease(owner, chunks, timed=False)
         yield
         if pin.over:
             raise OrderRefusedError("the pin has ended: its time is over, or its chunks were evicted or reset")
@@ -176,7 +188,7 @@ class PromptPins(Subscriber):
     @property
     def chunks_max(self) -> int:
         """The number of chunks that pins may hold."""
-        return int(self._share_max * self._context.catalog.slots)
+        return int(self._share_max * self._context.catalog.slots_for_pins)
 
     @property
     def chunks(self) -> int:
@@ -255,7 +267,14 @@ class PromptPins(Subscriber):
                 if catalog.evict(chunk):
                     dropped, held, ended = dropped + 1, held + chunk.held, ended + self._end_those_of(chunk)
             yield
+        yield from self._sent()
         return EvictedPrompt(dropped, held, ended)
+
+    def _sent(self) -> Work:
+        """Wait until the holder of a node's memory has carried out the evictions. A lost holder is not waited for."""
+        until_s = self.clock() + SENT_S_MAX
+        while self._context.catalog.evictions_wait and self.clock() < until_s:
+            yield
 
     def _end_those_of(self, chunk: Chunk) -> int:
         """End the pins that hold a chunk. Returns the number of these pins."""
@@ -281,6 +300,7 @@ class PromptPins(Subscriber):
                     if not dropped % PART_CHUNKS:
                         yield
             yield
+        yield from self._sent()
         return EvictedPrompt(dropped, held, ended)
 
     def _chosen(

@@ -231,7 +231,7 @@ class ManagedEngine:
         if not (orders.due or orders.reads) or not orders.turns.borrow():
             return False
         try:
-            return orders.carry_out()
+            return self._side.carry_out_orders()
         finally:
             orders.turns.give_back()
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from heapq import nlargest
 from typing import TYPE_CHECKING, Final
 
-from kvpipe.cache.tenants import kept_salt
+from kvpipe.cache.tenants import UNKNOWN, kept_salt
 from kvpipe.features.pins import EPOCHS
 from kvpipe.manage import models
 from kvpipe.manage.salts import salt_digest
@@ -42,6 +42,8 @@ def selecting(wanted: models.EvictMatching, token: bytes) -> Callable[[Tenant], 
     salt = kept_salt(wanted.cache_salt) if wanted.cache_salt is not None else None
 
     def selects(tenant: Tenant) -> bool:
+        if tenant is UNKNOWN:
+            return wanted.all
         adapter = tenant.adapter
         return (
             (salt is None or tenant.salt == salt)

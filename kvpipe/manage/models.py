@@ -146,7 +146,8 @@ class Holders(_ToOperator):
     tenants: int = Field(description="Number of pairs of salt and adapter.")
     tenants_shown: list[TenantHolds] = Field(description="The pairs with the most chunks, at most `rows_max` pairs.")
     chunks_unnamed: int = Field(
-        description="Number of chunks of tenants beyond the first 4,096 tenants, which are not listed by name."
+        description="Number of chunks of tenants beyond the first 4,096 tenants, which are not listed by name. On a "
+        "node's memory also of chunks that other engines have saved."
     )
     holders: int = Field(description="Number of requests and pins with leases.")
     holders_shown: list[LeaseHolder] = Field(

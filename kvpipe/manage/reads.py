@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvpipe.cache.leases import holders, oldest_lease_s
 from kvpipe.cache.quotas import SharedCatalog
+from kvpipe.cache.tenants import UNKNOWN
 from kvpipe.features.orders import Work
 from kvpipe.features.pins import EPOCHS
 from kvpipe.manage import models
@@ -230,7 +231,7 @@ class TenantCount(NamedTuple):
 
 
 class PoolUsers(NamedTuple):
-    """The users of the pool. `unnamed`: the number of chunks of tenants beyond `TENANTS_MAX`.
+    """The users of the pool. `unnamed`: the number of chunks of tenants that are unknown, or beyond `TENANTS_MAX`.
 
     `leases`: each owner of leases, with the number of its chunks. `now_s`: the time in seconds of the catalog's clock.
     The slots are counted part by part, so the counts are not of one moment.
@@ -250,6 +251,9 @@ def pool_users(side: SchedulerSide) -> Work:
         for slot in range(first, min(first + SLOTS_PER_PART, catalog.ready)):
             chunk = catalog.at(slot)
             if chunk is None:
+                continue
+            if chunk.tenant is UNKNOWN:
+                rest += 1
                 continue
             one = out.get(chunk.tenant)
             if one is None:

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple, Protocol
 from kvpipe.errors import ConfigError
 from kvpipe.node.client import NodePool, NodePoolOptions, RankMemory
 from kvpipe.node.layout import READY, TOKEN_BYTES
+from kvpipe.node.notes import note_bytes
 from kvpipe.node.processes import folder_of_user
 from kvpipe.node.segment import Segment
 from kvpipe.protocol.geometry import Geometry
@@ -69,7 +70,7 @@ def node_options(settings: PoolKeys, geometry: Geometry, engine: NodeEngine) -> 
     Raises:
         ConfigError: `pool_bytes_max` is smaller than one slot.
     """
-    slot_bytes = geometry.slot_bytes * engine.parts
+    slot_bytes = node_slot_bytes(geometry, engine.parts)
     slots = geometry.pool_bytes_max // slot_bytes
     if not slots:
         raise ConfigError(
@@ -81,7 +82,18 @@ def node_options(settings: PoolKeys, geometry: Geometry, engine: NodeEngine) -> 
     return NodePoolOptions(
         settings.pool_dir or folder_of_user(), own.ljust(32, b"\0"), slots, slot_bytes, stock=stock,
         wait_s_max=settings.pool_wait_s_max, keep_s=settings.keep_s, token=own, name=engine.name,
+        note_bytes=node_note_bytes(geometry),
     )  # fmt: skip
+
+
+def node_note_bytes(geometry: Geometry) -> int:
+    """Return the size of the note at the end of a slot."""
+    return note_bytes(geometry.chunk_tokens + geometry.ahead_tokens)
+
+
+def node_slot_bytes(geometry: Geometry, parts: int) -> int:
+    """Return the size of a slot with `parts` parts and a note."""
+    return geometry.slot_bytes * parts + node_note_bytes(geometry)
 
 
 def attach_scheduler(settings: PoolKeys, geometry: Geometry, engine: NodeEngine) -> NodePool:

@@ -21,9 +21,10 @@ from typing import Final, cast
 from kvpipe.cache.catalog import Catalog
 from kvpipe.cache.chunks import Chunk, EvictedError, Mark, Owner, Piece
 from kvpipe.cache.policy.large import by_key
-from kvpipe.cache.tenants import ANYBODY, Tenant
+from kvpipe.cache.tenants import ANYBODY, UNKNOWN, Tenant
 from kvpipe.node.client import NodePool
 from kvpipe.node.layout import HEAD, SlotRecord
+from kvpipe.node.notes import SlotNotes
 from kvpipe.node.replica import SlotPins, split
 from kvpipe.node.shared import CatalogFollower, NodeUses, SharedChunk
 from kvpipe.statemachine import chunk as m
@@ -49,6 +50,7 @@ class NodeCatalog(Catalog):
         assert pool.leases is not None  # noqa: S101
         self.pool, self._stock, self._pins = pool, pool.stock, pool.leases
         self._segment, self._groups, self._full = pool.segment, groups, units_per_chunk
+        self.notes = SlotNotes(pool.segment, pool.note_bytes)
         super().__init__(pool.segment.layout.slots, groups, NodeUses(pool.stock), counters)
         self._stamps: tuple[MutableMapping[bytes, bytes], ...] = tuple(by_key(self.slots) for _ in range(groups))
         """Per group, by key, the stamps of the chunks in the index. A lookup reads no other part of a chunk."""
@@ -100,6 +102,7 @@ class NodeCatalog(Catalog):
         self.pool.rename(self._digest)
 
     def _stop_following(self) -> None:
+        self.notes.withdraw(self._index)
         self._follower, self._digest = None, b""
         self._index = tuple({} for _ in range(self._groups))
         self._stamps = tuple(by_key(self.slots) for _ in range(self._groups))
@@ -111,12 +114,15 @@ class NodeCatalog(Catalog):
         pool, follower = self.pool, self._follower
         pool.poll()
         if self._digest and pool.named >= 0 and (follower is None or follower.number != pool.named):
+            self.notes.withdraw(self._index)
             follower = self._follower = CatalogFollower(
                 self._segment, pool.named, self._groups, self.published, self.unpublished
             )
             self._index = cast("tuple[MutableMapping[bytes, Chunk], ...]", follower.indexes)
         if follower is not None:
             follower.poll()
+            if follower.is_whole:
+                self.notes.announce()
         if self._landed:
             self._settle()
 
@@ -152,7 +158,7 @@ class NodeCatalog(Catalog):
             del self._landed[slot]
             self._unpend_chunk(chunk)
         else:
-            chunk = SharedChunk(self.machine, record.group, slot, self.watch)
+            chunk = SharedChunk(self.machine, record.group, slot, self.watch, UNKNOWN)
             chunk.era = self._era
             chunk.fire(m.RESERVE)
             chunk.fire(m.LANDED_LAST)
@@ -163,6 +169,7 @@ class NodeCatalog(Catalog):
         chunk.publish(record.generation)
         self._stamps[chunk.group][key] = chunk.stamp
         self.lost_keys.forget(record.group, key)
+        self.notes.published(chunk)
         return chunk
 
     def unpublished(self, chunk: SharedChunk) -> None:
@@ -348,7 +355,7 @@ class NodeCatalog(Catalog):
         found = self.used - sum(1 for chunk in self._writing if chunk.state.row == m.EVICTING)
         for pending in self._pending:
             pending.clear()
-        there = self._index if self.stale else ()  # an earlier reset is not swept yet
+        there = self._index if self.stale or self.on_drop is not None else ()  # an earlier reset is not swept yet
         rest = itertools.chain.from_iterable(index.values() for index in there)
         for chunk in dict.fromkeys((*held, *self._open.values(), *self._landed.values(), *rest)):
             if chunk.state.row != m.EVICTING:

@@ -46,7 +46,8 @@ class NodePoolOptions:
     `slots` and `slot_bytes` are the size of the memory if this engine creates it. `namespace` is a digest of 32 bytes.
     `stock` is the number of slots that are granted ahead. A
     holder whose clock stands still for `silent_s` seconds is killed. After `wait_s_max` seconds without a holder, the
-    engine has to use a private pool. `name` is the engine's name for operators.
+    engine has to use a private pool. `name` is the engine's name for operators. `note_bytes` is the size of the note at
+    the end of each slot (see `notes.py`).
     """
 
     folder: Path
@@ -59,6 +60,7 @@ class NodePoolOptions:
     keep_s: float = KEEP_S
     token: bytes = field(default_factory=lambda: secrets.token_bytes(TOKEN_BYTES))
     name: str = ""
+    note_bytes: int = 0
 
 
 class NodePool:
@@ -74,6 +76,7 @@ class NodePool:
         self._options = options
         self.link = Cursor(m.NODE_LINK.compile(), "pool", watch)
         self.stock = Stock(options.stock, watch)
+        self.note_bytes = options.note_bytes
         self.segment: Segment | None = None
         self.leases: NodeLeases | None = None
         self.named = -1

@@ -279,6 +279,8 @@ class Keeper(RegionSlots):
         if batch.namespace:
             self._rename(client, batch.namespace)
         late = tuple(one.slot for one in batch.published if self._publish(client, one))
+        named = [(self._chunks.get(slot), generation) for slot, generation in batch.evicted]
+        self._evict_chunks([one for one, number in named if one and self._records[one.slot].generation == number])
         for slot, generation in batch.returned:
             if client.granted.get(slot) == generation:
                 self._take_back(client, slot, m.GIVE_BACK)

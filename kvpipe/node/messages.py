@@ -81,7 +81,8 @@ class SlotBatch(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A step's batch: chunks to publish, returned grants, chunks that were read, and the number of wanted grants.
 
     `used` has (slot, generation) pairs. `stock` is the number of granted slots that no save uses. `namespace` is the
-    digest of the client's new namespace, or b"" if the namespace does not change.
+    digest of the client's new namespace, or b"" if the namespace does not change. `evicted` has the published chunks
+    that an operator evicts, as (slot, generation) pairs.
     """
 
     boot: int
@@ -91,6 +92,7 @@ class SlotBatch(msgspec.Struct, frozen=True, tag=True, array_like=True):
     want: int = 0
     namespace: bytes = b""
     stock: int = 0
+    evicted: tuple[SlotGrant, ...] = ()
 
 
 class BatchAnswer(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -33,6 +33,9 @@ class Stock:
         self.reports: dict[int, Publish] = {}
         """The landed chunks without an answer, by slot, the oldest first."""
         self._sent: tuple[Publish, ...] = ()
+        self.evictions: dict[int, int] = {}
+        """The published chunks that operators evict and that the holder has not answered yet: slot and generation."""
+        self._evicted: tuple[SlotGrant, ...] = ()
         self._used: dict[int, int] = {}
 
     def take(self) -> int | None:
@@ -83,13 +86,14 @@ class Stock:
         """
         self._sent = ()
         want = max(0, self.wanted - len(self._free))
-        if not (self.reports or self._used or want or namespace):
+        if not (self.reports or self._used or want or namespace or self.evictions):
             return None
         self._sent = tuple(self.reports.values())[:BATCH_MAX]
         used = tuple(self._used.items())[:BATCH_MAX]
         for slot, _ in used:
             del self._used[slot]
-        return SlotBatch(boot, self._sent, (), used, want, namespace, len(self._free))
+        self._evicted = tuple(self.evictions.items())[:BATCH_MAX]
+        return SlotBatch(boot, self._sent, (), used, want, namespace, len(self._free), self._evicted)
 
     def answered(self, answer: BatchAnswer) -> None:
         """Process the holder's answer to the last batch."""
@@ -106,6 +110,10 @@ class Stock:
                 grant.fire(g.DONE)
                 del self.grants[slot]
         self._sent = ()
+        for slot, generation in self._evicted:
+            if self.evictions.get(slot) == generation:
+                del self.evictions[slot]
+        self._evicted = ()
         for slot, generation in answer.granted:
             self.grants[slot] = NodeGrant(self._machine, slot, generation, self.watch)
             self._free.append(slot)
@@ -116,7 +124,7 @@ class Stock:
         for slot in [slot for slot in self._free if (slot, self.grants[slot].generation) not in known]:
             self._free.remove(slot)
             self.grants.pop(slot).fire(g.GIVE_BACK)
-        self._sent = ()
+        self._sent = self._evicted = ()
 
     @property
     def held(self) -> tuple[SlotGrant, ...]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvpipe.cache.catalog import Catalog
 from kvpipe.cache.policy import make_policy
 from kvpipe.cache.quotas import Accounts, SharedCatalog
-from kvpipe.node.catalog import NodeCatalog
+from kvpipe.node.operated import OperatedCatalog
 
 if TYPE_CHECKING:
     from kvpipe.cache.prefixes import Prefixes
@@ -59,7 +59,7 @@ def make_catalog(
     """
     slots, groups = geometry.slots, len(geometry.groups)
     if node is not None:
-        return NodeCatalog(node, groups, counters, geometry.units_per_chunk)
+        return OperatedCatalog(node, groups, counters, geometry.units_per_chunk)
     make = functools.partial(make_policy, settings.policy, fault=counters.fault)
     if settings.quotas:
         return SharedCatalog(slots, groups, Accounts(settings.quotas, slots, make), counters, ready=ready)

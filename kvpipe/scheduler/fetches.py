@@ -513,6 +513,8 @@ class Staging(Subscriber):
         if done:
             landed = self._catalog.landed(piece)
             self._counters["chunks_fetched"] += 1
+            if landed:
+                self._context.events.fetched(transfer.stages[0].request, piece)
         else:
             self._catalog.lost(piece)
             self._counters["chunks_not_fetched"] += 1
@@ -520,19 +522,17 @@ class Staging(Subscriber):
             self._fetching[order.group, piece.key] = transfer
             self._unpublished.add(transfer)
         else:
-            self._end_fetch(transfer, landed=landed)
+            self._end_fetch(transfer)
 
     def settle(self) -> None:
         """End the fetches that the holder of a node's memory has published since the last step, or does not publish."""
         for transfer in self._unpublished.take_settled():
-            self._end_fetch(transfer, landed=transfer.piece.chunk.is_published)
+            self._end_fetch(transfer)
 
-    def _end_fetch(self, transfer: TierFetch, *, landed: bool) -> None:
-        """End the wait of all stages that wait for a fetch. `landed` says that the fetch's chunk was published."""
+    def _end_fetch(self, transfer: TierFetch) -> None:
+        """End the wait of all stages that wait for a fetch. Its chunk was published, or it is not published at all."""
         order, piece, done = transfer.order, transfer.piece, transfer.state.row == job_m.DONE
         self._fetching.pop((order.group, piece.key), None)
-        if landed:
-            self._context.events.fetched(transfer.stages[0].request, piece)
         there = self._catalog.find(order.group, piece.key)
         for stage in transfer.stages:
             stage.waits.discard(order.id)
@@ -542,7 +542,7 @@ class Staging(Subscriber):
                 self._catalog.ahead.brought(piece.chunk)
             self.stores.brought(order.tier, Offer(piece.chunk, order.units, piece.key))
         if done and self.tier_blocks is not None:  # last, because stages must end even if this call raises
-            self.tier_blocks.fetched(order, transfer.space, piece)
+            self.tier_blocks.fetched(order, transfer.space, there or piece.chunk, piece.key)
 
     def _brought(self, stage: Stage, transfer: TierFetch, chunk: Chunk | None) -> None:
         """A transfer that `stage` waited for is over. `chunk` is the chunk that can be found now, or None."""

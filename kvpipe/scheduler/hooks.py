@@ -18,6 +18,12 @@ class Published(Protocol):
     def published(self, request: Request, chunk: Chunk, base: int) -> None:
         """A piece of `chunk` can be found from now on. The chunk begins at unit `base` of the prefix of `request`."""
 
+    def noted(self, chunk: Chunk, note: bytes) -> None:
+        """`chunk` of a node's memory can be found from now on. The engine that saved the chunk has written `note`."""
+
+    def announce(self) -> None:
+        """Notify routers of noted chunks, because no chunks are missing any more that come before these chunks."""
+
     def dropped(self, chunk: Chunk) -> None:
         """`chunk` can no longer be found."""
 
@@ -32,6 +38,13 @@ class Published(Protocol):
 
     def gone(self, tier: int, group: int, blocks: Sequence[Any]) -> None:
         """The tier with the index `tier` has lost `blocks`. Each of `blocks` was passed to `stored` before."""
+
+
+NoteOf = Callable[[Request, "Chunk", int], bytes]
+"""Returns the note of a chunk in a node's memory, or b"" if the chunk has none.
+
+The arguments are a request with the chunk's prefix, the chunk, and the number of units of the prefix before the chunk.
+"""
 
 
 @dataclass(frozen=True)
@@ -65,7 +78,8 @@ class EngineHooks:
     `recovery` does what the engine needs after failures. `published` is notified of chunks that can be found, on behalf
     of routers. `space_of` returns the namespace in tiers for a digest of the weights, or "". `also_of` returns a second
     namespace with the same bytes, or "". `priority_of` returns a request's priority; the lowest is admitted first.
-    `spans_of` returns the spans of a request that no step and no hit may cut.
+    `spans_of` returns the spans of a request that no step and no hit may cut. `note_of` is None without a node's
+    memory.
     """
 
     recovery: Recovery = field(default_factory=Recovery)
@@ -74,3 +88,4 @@ class EngineHooks:
     also_of: Callable[[str], str] = no_other_space
     priority_of: Callable[[Request], float] | None = None
     spans_of: SpansOf | None = None
+    note_of: NoteOf | None = None

@@ -34,7 +34,7 @@ from kvpipe.scheduler.hooks import EngineFacts, EngineHooks, Published
 from kvpipe.scheduler.jobs import Jobs
 from kvpipe.scheduler.loads import Loading
 from kvpipe.scheduler.lookups import FIRST_STEPS_MAX, Lookups
-from kvpipe.scheduler.notified import NotifiedRouters
+from kvpipe.scheduler.notified import NotedChunks, NotifiedRouters
 from kvpipe.scheduler.records import Tracked
 from kvpipe.scheduler.request_tracer import RequestTracer
 from kvpipe.scheduler.requests import Requests
@@ -126,7 +126,7 @@ class SchedulerSide:
         )  # fmt: skip
         self._resets = Resets(context, hooks, requests=requests, staging=staging, weights=weights, node=self.node)
         self._hinting, self._ready = Hinting(context, tiers=bool(tiers)), dict[int, int]()  # usable slots, by rank
-        self._routers = NotifiedRouters(published) if published is not None else None
+        self._routers = self._make_routers(hooks)
         events.subscribe(self._subscribers())
         if trace.detail:
             self.trace_moves()
@@ -145,6 +145,13 @@ class SchedulerSide:
         if self._routers is not None:
             yield self._routers
         yield self.pins
+
+    def _make_routers(self, hooks: EngineHooks) -> NotifiedRouters | NotedChunks | None:
+        """Return the part that notifies routers. In a node's memory, every engine writes notes for other engines."""
+        if self.node is None:
+            return NotifiedRouters(hooks.published) if hooks.published is not None else None
+        self.node.notes.routers = hooks.published
+        return NotedChunks(self.node, hooks.note_of) if hooks.note_of is not None else None
 
     def _make_staging(self, tiers: Sequence[GuardedTier], published: Published | None) -> Staging:
         """Return the part that looks chunks up in `tiers`, fetches them and stores them."""
@@ -301,6 +308,17 @@ class SchedulerSide:
             self._poll_node(self.node.end_step)
         used, pool = self.catalog.fresh, self._pool_token
         return StepPlan(number, tuple(jobs), orders, space, question, claims, wait_ms, computes, used, pool)
+
+    def carry_out_orders(self) -> bool:
+        """Carry out a slice of operators' orders. Only for a thread that has borrowed the turn of an idle engine.
+
+        Returns whether any part was carried out. An idle engine takes no steps, so the holder of a node's memory is
+        polled here.
+        """
+        done = self.orders.carry_out()
+        if self.node is not None:
+            self._poll_node(self.node.end_step)
+        return done
 
     def _poll_node(self, poll: Callable[[], None]) -> None:
         """Poll the holder of the node's memory, and end the fetches whose chunks it has published."""

@@ -16,7 +16,7 @@ from kvpipe.tiers.finder import ChunkName
 from kvpipe.trace.events import TierBlockAnnounced, TierBlocksWithdrawn
 
 if TYPE_CHECKING:
-    from kvpipe.cache.chunks import Chunk, Piece
+    from kvpipe.cache.chunks import Chunk
     from kvpipe.cache.tenants import Tenant
     from kvpipe.protocol.messages import TierOrder
     from kvpipe.scheduler.context import Context
@@ -85,12 +85,12 @@ class TierBlocks:
         if ordered is not None and ok and space == self._space.name:
             self._add(order, *ordered)
 
-    def fetched(self, order: TierOrder, space: str, piece: Piece) -> None:
-        """All ranks have fetched `piece` for a lookup in `space`."""
+    def fetched(self, order: TierOrder, space: str, chunk: Chunk, key: bytes) -> None:
+        """All ranks have fetched a chunk up to the mark `key` for a lookup in `space`. `chunk` has this mark."""
         if order.space or space != self._space.name or not self._announces[order.tier]:
             return  # a chunk of another split or namespace: no lookup would report its loss
-        if (block := self._published.block(piece.chunk, piece.key)) is not None:
-            self._add(order, block, piece.chunk.tenant)
+        if (block := self._published.block(chunk, key)) is not None:
+            self._add(order, block, chunk.tenant)
 
     def _add(self, order: TierOrder, block: object, tenant: Tenant) -> None:
         """Announce a chunk. If the chunk is known already, only note that the tier has the chunk now."""

@@ -21,8 +21,9 @@ from kvpipe.statemachine.core import Cursor
 class DirectNode:
     """A memory of `slots` slots and the holder's keeper. `numbers` yields the engines' numbers."""
 
-    def __init__(self, slots: int, slot_bytes: int) -> None:
-        """Make the memory. All slots may be used from the start."""
+    def __init__(self, slots: int, slot_bytes: int, note_bytes: int = 0) -> None:
+        """Make the memory. All slots may be used from the start. Slots end with a note of `note_bytes` bytes."""
+        self.note_bytes = note_bytes
         self.slots, self.slot_bytes, self.numbers = slots, slot_bytes, itertools.count(1)
         self.fd = create(slots, slot_bytes, rows=4)
         self.keeper = self._begin()
@@ -52,7 +53,7 @@ class DirectPool(NodePool):
         """Attach the engine to `node`. `stock` is the number of slots that the engine keeps in stock."""
         self._node, number = node, next(node.numbers)
         self.process = Process(number, number)
-        self.token = number.to_bytes(16, "big")
+        self.token, self.note_bytes = number.to_bytes(16, "big"), node.note_bytes
         self.stock, self.segment = Stock(stock), Segment(os.dup(node.fd))
         self.link = Cursor(m.NODE_LINK.compile(), "pool")
         self.why, self.named, self._digest, self._naming = "", -1, b"", b""

@@ -35,8 +35,8 @@ class HostPool:
     A `Readier` sets `ready` to 0 and then increases `ready`. `near` has the cores near the device; it is empty if these
     cores are not known, or if any core may be used.
 
-    Slots may be `shared`. Then a slot has `part_bytes` bytes of this rank, and the parts of other ranks lie between
-    these parts. `token` is b"" for a pool of the rank's own.
+    Slots may be `shared`. Then a slot has `part_bytes` bytes of this rank, and the parts of other ranks and a note lie
+    between these parts. `token` is b"" for a pool of the rank's own.
     """
 
     def __init__(self, geometry: Geometry, shared: SharedSlots | None = None) -> None:
@@ -97,7 +97,7 @@ class HostPool:
 
     def parts(self, first: int, stop: int) -> list[tuple[int, int]]:
         """Return (offset from `base`, bytes) of this rank's parts of slots [first, stop). Adjacent parts are joined."""
-        if self.part_bytes == self.slot_bytes:
+        if self.slot_bytes < 2 * self.part_bytes:  # no other rank has a part, but a slot may end with a note
             return [(first * self.slot_bytes, (stop - first) * self.slot_bytes)]
         return [(slot * self.slot_bytes, self.part_bytes) for slot in range(first, stop)]
 

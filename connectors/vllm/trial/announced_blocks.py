@@ -72,9 +72,11 @@ def what_is_announced_is_found(watched: Watched) -> Iterator[str]:
         request = watched.request_of(one)
         if request.lora_request is not None:
             continue  # routers do not know an adapter's content, which may have changed
+        found = side.prefixes.longest(request) * side.geometry.unit_tokens
+        if side.node is not None:
+            yield from _receive(watched)  # the lookup may have noticed evictions
         hashes = trial.router.promised(("CPU", 0), request.block_hashes)
         promised = max(0, hashes - ahead) * trial.shape.hash_tokens
-        found = side.prefixes.longest(request) * side.geometry.unit_tokens
         if promised != found:
             yield f"{one.id}: {promised} tokens are announced, {found} are found"
 
@@ -115,7 +117,8 @@ def tiers_are_announced_truly(watched: Watched) -> Iterator[str]:
 @invariant(
     4,
     sentence="At rest, after lookups of all announced chunks, each tier has what a router expects in it. If nothing "
-    "has failed or was reset, a router expects all that this engine has stored there.",
+    "has failed or was reset, a router expects all that this engine has stored there, and on a node's memory what "
+    "either engine has stored.",
     when="drain",
 )
 def tiers_have_what_is_announced(watched: Watched) -> Iterator[str]:
@@ -143,12 +146,17 @@ def tiers_have_what_is_announced(watched: Watched) -> Iterator[str]:
     was_reset = bool(side.counters["tier_blocks_withdrawn"] or watched.forgotten)
     if failed or was_reset or trial.shape.room or trial.shape.role in {CONSUMER, PRODUCER}:
         return
-    for tier, announced in zip(trial.tiers, known, strict=True):
+    if trial.shape.engines and trial.beside is None:
+        return  # the other engine's chunks are not known here
+    others = trial.beside.side.staging if trial.beside is not None else None
+    assert others is None or others.tier_blocks is not None  # noqa: S101
+    for at, tier in enumerate(trial.tiers):
+        own, other = known[at].keys(), others.tier_blocks.known[at].keys() if others is not None else set()
         values = [Key.parse(name) for name in tier.values if name.startswith(staging.space.name)]
         chunks = {(key.group, key.chunk) for key in values} - {(0, FIRST_HASH), (0, mark.chunk)}
         whole = {name for name in chunks if _parts(staging, name) <= tier.values.keys()}
-        if whole != announced.keys():
-            yield f"{tier.name}: {len(whole - announced.keys())} chunks are there, and are not announced"
+        if (lacking := whole - own - other) or own - whole:
+            yield f"{tier.name}: {len(lacking)} chunks are there, and are not announced"
 
 
 def _ask(staging: Staging, names: list[tuple[int, bytes]]) -> None:

@@ -311,6 +311,6 @@ def carry_out(trial: Arrivals) -> None:
     done = True
     while done and orders.due and orders.turns.borrow():
         try:
-            done = orders.carry_out()
+            done = trial.side.carry_out_orders()
         finally:
             orders.turns.give_back()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from unittest.mock import patch
 
 from kvpipe.connectors.vllm import pooled
-from kvpipe.node.attach import shared_slots
+from kvpipe.node.attach import node_note_bytes, node_slot_bytes, shared_slots
 from kvpipe.node.segment import Segment
 from kvpipe.testing.direct_node import DirectNode, DirectPool
 
@@ -38,9 +38,10 @@ class TrialMemory:
         return patch.multiple(pooled, attach_scheduler=self._scheduler, attach_rank=attach_rank)
 
     def _scheduler(self, _settings: object, geometry: Geometry, engine: NodeEngine) -> DirectPool:
-        size = geometry.slot_bytes * engine.parts
+        size = node_slot_bytes(geometry, engine.parts)
         if self._node is None:
-            self._node = DirectNode(geometry.pool_bytes_max // size, size)
+            slots = geometry.pool_bytes_max // (geometry.slot_bytes * engine.parts)  # as many as the shape has
+            self._node = DirectNode(slots, size, node_note_bytes(geometry))
         return DirectPool(self._node, STOCK)
 
     def _rank(

@@ -45,6 +45,10 @@ class Router:
 
         self._routed.update((maybe_convert_block_hash(BlockHash(one)), one) for one in hashes)
 
+    def share(self, other: Router) -> None:
+        """Remember the prompts that were routed to the engine of `other`, too, and tell `other` of this engine's."""
+        self._routed = other._routed
+
     def apply(self, events: Iterable[KVCacheEvent]) -> None:
         """Update the index with the events of an engine."""
         from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored

@@ -144,6 +144,8 @@ class Trial(Disturbances):
         self.runners = [*self.ranks] or [Reporter(shape)]
         self.aggregator = KVOutputAggregator(len(self.runners))
         self.router = listening(self.scheduler, PATHS) if shape.events else None
+        if self.router is not None and shape.engines > 1 and self.beside is not None and self.beside.router is not None:
+            self.router.share(self.beside.router)
         self.on_lookup: Callable[[Request, int, tuple[int | None, bool]], object] = ignore
         self.on_drain: Callable[[], object] = ignore
         self.is_down = False

@@ -6,6 +6,7 @@ from kvpipe.connectors.vllm.trial.mutants.base import STAGING, STORING, Mutant, 
 
 _KEEPER = "kvpipe.node.keeper:Keeper"
 _MEMORY = "kvpipe.node.memory:NodeMemory"
+_NOTES = "kvpipe.node.notes:SlotNotes"
 _LEDGER = "kvpipe.node.ledger:Ledger"
 _WORLD = "tests/node/test_world.py::test_random_engines_and_holders_lose_and_damage_no_chunk"
 _TIERS = "tests/node/test_tiers.py"
@@ -161,5 +162,54 @@ MUTANTS: dict[str, Mutant] = {
             "self._owners.give(range(self._owners.count), 0)\n        self._segments[0] = first",
         ),
         test=f"{_REGIONS}::test_engines_of_both_sizes_find_their_chunks_after_a_restart",
+    ),
+    "only_own_chunks_are_announced": Mutant(
+        "An engine announces no chunks that another engine has saved.",
+        one(
+            _NOTES,
+            "published",
+            "is not None and (note",
+            "is not None and chunk.used_s and (note",
+        ),
+        shape="node",
+        by="events_are_the_catalog",
+    ),
+    "note_of_another_chunk": Mutant(
+        "The note of the chunk that was in the slot before is read as the note of the slot's present chunk.",
+        one(_NOTES, "read", "== check", "== check or True"),
+        test="tests/node/test_notes.py::test_note_is_read_under_its_chunk_s_key_alone",
+    ),
+    "half_written_note": Mutant(
+        "The checksum of a note covers the key alone.",
+        (
+            Patch(_NOTES, "read", "zlib.crc32(note, zlib.crc32(key))", "zlib.crc32(key)"),
+            Patch(_NOTES, "write", "zlib.crc32(note, zlib.crc32(key))", "zlib.crc32(key)"),
+        ),
+        test="tests/node/test_notes.py::test_half_written_note_is_not_read",
+    ),
+    "forgotten_chunks_stay_announced": Mutant(
+        "Routers are not notified when an engine forgets the chunks of its namespace to read them again.",
+        one(_NOTES, "withdraw", "if self.routers is not None:", "if False:"),
+        test="tests/contract/test_node_events.py::test_blocks_are_announced_once_if_the_namespace_is_named_again",
+    ),
+    "children_are_announced_first": Mutant(
+        "A scan of the slot table announces blocks before their parents, so routers drop these blocks.",
+        one("kvpipe.connectors.vllm.block_notes:NotedBlocks", "take", "reversed(chain)", "chain"),
+        test="tests/contract/test_node_events.py::test_parents_are_announced_first_and_few_blocks_at_once",
+    ),
+    "evicted_for_one_engine_alone": Mutant(
+        "An operator's eviction drops a chunk from the engine's own dict, and the holder keeps the chunk.",
+        one(_KEEPER, "batch", "for slot, generation in batch.evicted]", "for slot, generation in ()]"),
+        test="tests/node/test_operators.py::test_evicted_prompt_is_evicted_for_all_engines",
+    ),
+    "old_eviction_takes_another_chunk": Mutant(
+        "An eviction does not compare generations, so it evicts the chunk that is in the slot by now.",
+        one(_KEEPER, "batch", "if one and self._records[one.slot].generation == number", "if one"),
+        test="tests/node/test_operators.py::test_eviction_of_an_old_chunk_leaves_the_slot_s_present_chunk",
+    ),
+    "pin_outlives_an_eviction": Mutant(
+        "A pin of another engine keeps the slots of chunks that an operator has evicted.",
+        one("kvpipe.node.operated:OperatedCatalog", "unpublished", "if chunk.leases:", "if False:"),
+        test="tests/node/test_operators.py::test_eviction_ends_pins_of_other_engines",
     ),
 }

@@ -1,0 +1,63 @@
+"""The catalog of an engine on a node's memory, with operators' orders.
+
+A pin is the engine's and ends with the engine. An eviction is the node's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+from kvpipe.cache.chunks import Chunk
+from kvpipe.node.catalog import NodeCatalog
+from kvpipe.node.layout import OWNED
+from kvpipe.node.shared import SharedChunk
+from kvpipe.node.usage import engines_of
+from kvpipe.statemachine import node_link as link_m
+
+
+class OperatedCatalog(NodeCatalog):
+    """A `NodeCatalog` whose chunks operators pin and evict.
+
+    `on_leased_evicted` is called for chunks that the holder has evicted although this engine leases them. Only an
+    operator of another engine orders such an eviction.
+    """
+
+    on_leased_evicted: Callable[[Chunk], object] = staticmethod(bool)
+
+    def evict(self, chunk: Chunk, *, taken: bool = False) -> bool:
+        """Evict one chunk for all engines. See `Catalog.evict`.
+
+        This engine does not find the chunk any more. Other engines find the chunk until the holder has the order.
+        """
+        slot, stock = chunk.slot, self._stock
+        if self._landed.get(slot) is chunk and slot not in stock.grants:
+            self.poll()  # the holder has answered, so the journal has the chunk's record
+            if not chunk.is_published:
+                return False
+        if not self.holds(chunk):
+            return False
+        if chunk.is_published:
+            stock.evictions[slot] = cast("SharedChunk", chunk).generation
+        elif slot in stock.reports:
+            stock.evictions[slot] = stock.grants[slot].generation + 1  # the holder publishes the chunk, then evicts it
+        self._landed.pop(slot, None)
+        self._open.pop(slot, None)
+        self._unpend_chunk(chunk)
+        return super().evict(chunk, taken=taken)
+
+    @property
+    def evictions_wait(self) -> bool:
+        """See `Catalog.evictions_wait`. Without a holder, evictions wait for the next one."""
+        return bool(self._stock.evictions) and self.pool.state == link_m.ATTACHED
+
+    @property
+    def slots_for_pins(self) -> int:
+        """See `Catalog.slots_for_pins`. Engines have equal shares of the slots that slots of this size own."""
+        return int(self._segment.words[OWNED]) // max(1, engines_of(self._segment))
+
+    def unpublished(self, chunk: SharedChunk) -> None:
+        """See `NodeCatalog.unpublished`."""
+        super().unpublished(chunk)
+        if chunk.leases:
+            self.on_leased_evicted(chunk)
