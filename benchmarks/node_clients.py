@@ -43,7 +43,7 @@ class Client:
     def __init__(self, folder: Path, number: int) -> None:
         """Attach to the folder's memory. The client with number 0 saves the prompt."""
         self._folder, self._number, self._saved = folder, number, 0
-        self.pool = NodePool(NodePoolOptions(folder, b"n" * 32, SLOTS, SLOT_BYTES, groups=0, keep_s=5))
+        self.pool = NodePool(NodePoolOptions(folder, b"n" * 32, SLOTS, SLOT_BYTES, keep_s=5))
         while self.pool.state != ATTACHED:
             self.pool.poll()
             time.sleep(0.002)
