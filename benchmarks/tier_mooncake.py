@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -12,13 +14,19 @@ import anyio
 import numpy as np
 
 from benchmarks.report import Figure
+from kvpipe.config.settings import load_settings
+from kvpipe.node.attach import NodeEngine, attach_rank
+from kvpipe.protocol.geometry import Geometry, Group, Layer
 from kvpipe.testing.buffers import aligned, some_key
+from kvpipe.testing.waiting import eventually
 from kvpipe.tiers.base import Get, Put, Read, Tier, Written
+from kvpipe.tiers.mooncake.tier import MooncakeTier
 from tests.rigs.servers.mooncake import Master, master, node
 from tests.rigs.tier_worlds.mooncake import spec_of
 
 ROUNDS, VALUES, HEADER, LOOKUPS = 31, 8, 4096, 1000
 MIB = 1 << 20
+SLOT_BYTES = 8 * MIB
 
 
 def run() -> list[Figure]:
@@ -36,10 +44,57 @@ async def _figures(cluster: Master) -> list[Figure]:
         out = []
         for size in (2, 4, 8):
             out += await _moves(direct, tier, size * MIB)
+        with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+            out += await _fills(direct, cluster, Path(folder, "node"))
         return [*out, await _lookup(direct, tier)]
     finally:
         await tier.close()
         direct.close()
+
+
+async def _fills(direct: Any, cluster: Master, folder: Path) -> list[Figure]:
+    """Read values into the slots of a node's memory, by the client in this process and by the tier."""
+    geometry = Geometry((Group((Layer("slot", SLOT_BYTES),), block_tokens=16),), 16, VALUES * SLOT_BYTES)
+    settings = load_settings({"pool": "node", "pool_dir": str(folder), "keep_s": 5})
+    memory, shared = attach_rank(settings, geometry, NodeEngine(b"bench" * 3 + b"!", 1), 0)
+    assert shared.with_memory is not None
+    assert eventually(lambda: shared.with_memory is not None and shared.with_memory() == VALUES)
+    at = np.frombuffer(shared.memory, np.uint8).ctypes.data
+    assert direct.register_buffer(at, VALUES * SLOT_BYTES) == 0
+    tier = spec_of(cluster).make("mooncake")
+    tier.share(shared)
+    await tier.open()
+    try:
+        return [await _fill(direct, tier, shared.memory, at, size * MIB) for size in (2, 4, 8)]
+    finally:
+        await tier.close()
+        direct.unregister_buffer(at)
+        memory.close()
+
+
+async def _fill(direct: Any, tier: MooncakeTier, slots: memoryview, at: int, size: int) -> Figure:
+    keys = [some_key(i) for i in range(VALUES)]
+    names, places, sizes = [key.text for key in keys], [at + i * SLOT_BYTES for i in range(VALUES)], [size] * VALUES
+    bodies = [slots[i * SLOT_BYTES :][: size - HEADER] for i in range(VALUES)]
+    for i, key in enumerate(keys):
+        raw = aligned(size)
+        np.frombuffer(raw, np.uint8)[:] = np.random.default_rng(i).integers(0, 256, size, np.uint8)
+        await tier.write([Put(key, (raw[:HEADER], raw[HEADER:]))])
+
+    async def get() -> None:
+        assert direct.batch_get_into(names, places, sizes) == sizes
+
+    gets = [Get(key, (aligned(HEADER), body)) for key, body in zip(keys, bodies, strict=True)]
+
+    async def read() -> None:
+        assert await tier.read(gets) == [Read.HIT] * VALUES
+
+    plain_s, mine_s, ratio = await _in_turns(get, read)
+    await tier.delete(keys)
+    beside = f"{VALUES * size / mine_s / 1e9:.2f} of {VALUES * size / plain_s / 1e9:.2f} GB/s"
+    return Figure(
+        f"read {VALUES} values of {size // MIB} MiB into slots", ratio, 0.95, "of client", beside, at_least=True
+    )
 
 
 def _client(address: str) -> Any:

@@ -1,6 +1,7 @@
 """The node_client machine follows one engine that uses a node's shared memory. The holder keeps this machine.
 
-A client is the scheduler's process and the ranks' processes of one engine. The holder has a pidfd of each process.
+A client is the scheduler's process and the ranks' processes of one engine. The holder has a pidfd of each process. A
+rank may have started helpers, such as a tier's client. The end of a helper is no event, unless it is the last process.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ NODE_CLIENT = Machine(
     },
     events={
         ATTACH: "the scheduler's process connects, for the first time or again",
-        JOIN: "a rank's process connects",
+        JOIN: "a rank's process, or a helper that a rank has started, connects",
         BATCH: "the scheduler sends the batch of a step",
         HANGUP: "the scheduler's connection has ended; the process may still run",
         DIED: "the pidfd of a process has fired; other processes remain",

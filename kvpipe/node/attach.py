@@ -14,7 +14,7 @@ from kvpipe.node.processes import folder_of_user
 from kvpipe.node.segment import Segment
 from kvpipe.protocol.geometry import Geometry
 from kvpipe.statemachine import node_link as m
-from kvpipe.transfer.pool import SharedSlots
+from kvpipe.transfer.pool import SharedSlots, SlotsFile
 
 LOOK_S: Final = 0.005
 STOCK_MIN: Final = 32
@@ -130,7 +130,8 @@ def attach_rank(
     except (ConfigError, OSError) as error:
         raise refused(str(error)) from None
     part = rank % engine.parts
-    return memory, shared_slots(memory.segment, part * geometry.slot_bytes, saves=part == rank)
+    shared = shared_slots(memory.segment, part * geometry.slot_bytes, saves=part == rank)
+    return memory, shared._replace(file=SlotsFile(memory.socket, memory.helper, memory.segment.layout.slots_at))
 
 
 def shared_slots(segment: Segment, at: int, *, saves: bool) -> SharedSlots:

@@ -72,7 +72,6 @@ class NodeCatalog(Catalog):
         """Use the chunks of namespace `space`.
 
         A namespace identifies everything except tokens that the bytes of a chunk depend on.
-
         If `space` is "", chunks of other engines are not used. Otherwise this call may take `NAME_S_MAX` seconds.
         """
         self._space = space or secrets.token_hex()
@@ -324,10 +323,7 @@ class NodeCatalog(Catalog):
         return self._report(chunk)
 
     def _report(self, chunk: SharedChunk) -> bool:
-        """Report a chunk if it is sealed and has landed.
-
-        Returns False if the chunk's key is too long. Then the chunk is dropped.
-        """
+        """Report a chunk if it is sealed and has landed. Returns False if its key is too long: it is dropped then."""
         if not chunk.sealed or chunk.writers:
             return True
         (mark,) = chunk.marks
@@ -399,8 +395,5 @@ class NodeCatalog(Catalog):
         return sum(map(len, self._index)) + len(unpublished)
 
     def close(self) -> None:
-        """Detach from the memory.
-
-        Copies of this process may still run. Therefore slots with unfinished saves are not returned.
-        """
+        """Detach from the memory. Slots with unfinished saves are not returned, because their copies may still run."""
         self.pool.leave()

@@ -23,7 +23,7 @@ from kvpipe.node import fence, messages
 from kvpipe.node.connect import KEEP_S, NoHolderError, Reached, RefusedByHolderError, reach
 from kvpipe.node.layout import BEAT, OWNED, TOKEN_BYTES, VERSION, NodeLayout
 from kvpipe.node.messages import BadMessageError, BatchAnswer, Goodbye, Hello
-from kvpipe.node.processes import mark_client
+from kvpipe.node.processes import SOCKET, mark_client
 from kvpipe.node.replica import NodeLeases
 from kvpipe.node.segment import Segment
 from kvpipe.node.stock import Stock
@@ -357,6 +357,9 @@ class RankMemory:
         except (ConfigError, ValueError) as error:
             _leave(self._reached)
             raise ConfigError(str(error)) from None
+        helper = msgspec.structs.replace(hello, role="helper", segment=self.segment.layout.token)
+        self.socket, self.helper = str(options.folder / SOCKET), messages.pack(helper)
+        """The holder's socket, and the greeting of a helper."""
 
     def close(self) -> None:
         """Close the descriptors. The holder waits for the end of this process, because a stuck copy may still run."""

@@ -20,15 +20,17 @@ class NodeClient(Cursor):
     """An engine: a cursor of the node_client machine.
 
     `granted` has the generation of each slot that the engine may write.
+
+    `helpers` are those of its `processes` whose end is not the engine's end, such as a tier's client.
     """
 
-    __slots__ = ("dead", "granted", "name", "namespace", "processes", "published", "row", "stock", "token")
+    __slots__ = ("dead", "granted", "helpers", "name", "namespace", "processes", "published", "row", "stock", "token")
 
     def __init__(self, machine: Compiled, row: int, record: ClientRow, watch: Watch | None) -> None:
         """Create a client. `processes` are the engine's processes, and `dead` the exited ones among them."""
         super().__init__(machine, row, watch)
         self.row, self.token, self.namespace = row, record.token, record.namespace
-        self.processes, self.dead = set(record.processes), set[Process]()
+        self.processes, self.dead, self.helpers = set(record.processes), set[Process](), set(record.helpers)
         self.granted: dict[int, int] = {}
         self.name, self.stock, self.published = "", 0, 0  # for operators
 

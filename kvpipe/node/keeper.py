@@ -225,6 +225,8 @@ class Keeper(RegionSlots):
         except IllegalTransition as error:
             raise RefusedError(error.why) from None
         client.processes.add(process)
+        if hello.role == "helper":
+            client.helpers.add(process)
         self._write_row(client)
         if hello.role == "scheduler":
             held = set(hello.held)
@@ -262,8 +264,8 @@ class Keeper(RegionSlots):
         return number
 
     def _write_row(self, client: NodeClient) -> None:
-        processes = tuple(sorted(client.processes))
-        self._ledger.set_row(client.row, ClientRow(0, client.token, client.namespace, processes))
+        processes, helpers = tuple(sorted(client.processes)), tuple(sorted(client.helpers))
+        self._ledger.set_row(client.row, ClientRow(0, client.token, client.namespace, processes, helpers))
 
     def _take_back(self, client: NodeClient, slot: int, event: str) -> None:
         """Take a slot back. Its generation changes, so that a report of the old grant is detected."""
@@ -343,8 +345,15 @@ class Keeper(RegionSlots):
         client.fire(c.HANGUP)
 
     def died(self, client: NodeClient, process: Process) -> None:
-        """Note that the pidfd of a process has fired."""
-        if process in client.processes - client.dead:
+        """Note that the pidfd of a process has fired.
+
+        Only the last process of an engine frees its slots, but an engine without a helper goes on.
+        """
+        if process in client.helpers and client.processes - client.dead > {process}:
+            client.helpers.remove(process)
+            client.processes.remove(process)
+            self._write_row(client)
+        elif process in client.processes - client.dead:
             client.dead.add(process)
             self._lost(client, c.DIED, c.LAST_DIED)
 

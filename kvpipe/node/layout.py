@@ -24,7 +24,7 @@ VERSION: Final = 3
 PAGE_BYTES: Final = 4096
 KEY_BYTES_MAX: Final = 64
 PROCESSES_MAX: Final = 64
-"""The largest number of processes of one client: its scheduler's process and its ranks' processes."""
+"""The largest number of processes of one client: its scheduler's process, its ranks' processes, and their helpers."""
 NAMESPACES_MAX: Final = 256
 TOKEN_BYTES: Final = 16
 NAMESPACE_BYTES: Final = 32
@@ -52,7 +52,7 @@ _HEADER: Final = struct.Struct("<8sIIQQIIQ16s")
 _RECORD: Final = struct.Struct("<QQIIIIHBB64s")
 _CHECK: Final = struct.Struct("<I")
 RECORD_BYTES: Final = 112
-_ROW: Final = struct.Struct("<Q16sII")
+_ROW: Final = struct.Struct("<Q16sIHH")
 _PROCESS: Final = struct.Struct("<IQ")
 ROW_BYTES: Final = 1024
 """The size of one copy of a client's row. There are two copies, so that one is always whole."""
@@ -112,17 +112,22 @@ class Process(NamedTuple):
 
 
 class ClientRow(NamedTuple):
-    """A client that the memory knows. `token` is b"" in a free row. `version` increases with each change of the row."""
+    """A client that the memory knows. `token` is b"" in a free row. `version` increases with each change of the row.
+
+    `helpers` are those of the `processes` whose end is not the client's end.
+    """
 
     version: int
     token: bytes
     namespace: int
     processes: tuple[Process, ...]
+    helpers: tuple[Process, ...] = ()
 
     def pack(self) -> bytes:
         """Return the row's bytes."""
-        body = _ROW.pack(self.version, self.token, self.namespace, len(self.processes))
-        body += b"".join(_PROCESS.pack(*process) for process in self.processes)
+        processes = [*self.helpers, *(one for one in self.processes if one not in self.helpers)]
+        body = _ROW.pack(self.version, self.token, self.namespace, len(processes), len(self.helpers))
+        body += b"".join(_PROCESS.pack(*process) for process in processes)
         return _checked(body.ljust(ROW_BYTES - _CHECK.size, b"\0"), ROW_BYTES)
 
 
@@ -133,10 +138,10 @@ def unpack_row(raw: bytes) -> ClientRow | None:
     """Return the row in `raw`, or None if it is half-written or was never written."""
     if not _is_whole(raw, ROW_BYTES - _CHECK.size):
         return None
-    version, token, namespace, count = _ROW.unpack_from(raw)
+    version, token, namespace, count, helpers = _ROW.unpack_from(raw)
     at = _ROW.size
     processes = [Process(*_PROCESS.unpack_from(raw, at + n * _PROCESS.size)) for n in range(count)]
-    return ClientRow(version, token if any(token) else b"", namespace, tuple(processes))
+    return ClientRow(version, token if any(token) else b"", namespace, tuple(processes), tuple(processes[:helpers]))
 
 
 def pack_namespace(digest: bytes) -> bytes:

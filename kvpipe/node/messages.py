@@ -28,11 +28,12 @@ class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
     `version` is `layout.VERSION`. `client` is the engine's token of 16 bytes. `namespace` is a digest of everything
     except tokens that a chunk's bytes depend on. `segment` is the token of the memory that the process has already, or
     b"". The memory's descriptor is sent with the message. `held` has the scheduler's grants. `slots` and `slot_bytes`
-    are the requested size. `name` is the engine's name for operators.
+    are the requested size. `name` is the engine's name for operators. A "helper" is a process that a rank has started,
+    and that writes into slots for the rank.
     """
 
     version: int
-    role: Literal["scheduler", "rank"]
+    role: Literal["scheduler", "rank", "helper"]
     client: bytes
     namespace: bytes
     slots: int
@@ -171,6 +172,11 @@ class BadMessageError(ValueError):
     """A message is too long, or is not a message of this protocol."""
 
 
+def pack(message: ToHolder | ToEngine) -> bytes:
+    """Return a message's bytes, for a process that does not import this module."""
+    return _encoder.encode(message)
+
+
 def send(wire: socket.socket, message: ToHolder | ToEngine, fds: Sequence[int] = ()) -> None:
     """Send a message without waiting.
 
@@ -179,7 +185,7 @@ def send(wire: socket.socket, message: ToHolder | ToEngine, fds: Sequence[int] =
         OSError: the connection has ended.
 
     """
-    raw = _encoder.encode(message)
+    raw = pack(message)
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
     wire.sendmsg([raw], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 

@@ -43,7 +43,7 @@ class OperatedCatalog(NodeCatalog):
             stock.evictions[slot] = stock.grants[slot].generation + 1  # the holder publishes the chunk, then evicts it
         self._landed.pop(slot, None)
         self._open.pop(slot, None)
-        self._unpend_chunk(chunk)
+        self._unpend_chunk(cast("SharedChunk", chunk))
         return super().evict(chunk, taken=taken)
 
     @property

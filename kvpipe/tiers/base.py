@@ -11,12 +11,15 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from enum import Enum
-from typing import Final, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import anyio
 import anyio.to_thread
 
 from kvpipe.errors import TransferError
+
+if TYPE_CHECKING:
+    from kvpipe.transfer.pool import SharedSlots
 
 ALIGN_BYTES: Final = 4096
 """Addresses and lengths of buffers are multiples of this number of bytes, because direct I/O requires alignment."""
@@ -203,6 +206,14 @@ class Noticing(Protocol):
 
     on_gone: Callable[[Key], object] | None
     """The tier calls this function, on any thread, for each lost value. None: the tier reports no losses."""
+
+
+@runtime_checkable
+class FillsSlots(Protocol):
+    """A tier whose client runs in a process of its own, and can read values into slots that engines share."""
+
+    def share(self, slots: SharedSlots) -> None:
+        """Let the client map `slots`. Called before `open`. Buffers of reads may lie in these slots."""
 
 
 async def blocking(

@@ -12,11 +12,24 @@ from kvpipe.errors import ConfigError
 from kvpipe.protocol.geometry import Geometry
 
 
+class SlotsFile(NamedTuple):
+    """How a helper of this rank maps the shared slots.
+
+    The helper sends `hello` to the holder's `socket`, and receives the memory's descriptor. The slots begin at `offset`
+    of that file. The holder then frees no slot of this rank before the helper has ended.
+    """
+
+    socket: str
+    hello: bytes
+    offset: int
+
+
 class SharedSlots(NamedTuple):
     """Memory of slots that several engines share. A slot has `slot_bytes` bytes; this rank's part begins at byte `at`.
 
     `token` names the memory. `saves` is False if another rank saves the same bytes to the same part. `with_memory`
-    returns the number of slots, from the first on, that have memory. None means that all slots have memory.
+    returns the number of slots, from the first on, that have memory. None means that all slots have memory. `file` is
+    None if no other process can map the slots.
     """
 
     memory: memoryview
@@ -25,6 +38,7 @@ class SharedSlots(NamedTuple):
     token: bytes
     saves: bool = True
     with_memory: Callable[[], int] | None = None
+    file: SlotsFile | None = None
 
 
 class HostPool:

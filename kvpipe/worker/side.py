@@ -11,6 +11,7 @@ import torch
 
 from kvpipe.machine.cores import CPUS_AT_START
 from kvpipe.protocol.messages import LOAD_ASYNC, LOAD_SYNC, ONE_BAD, ONE_OK, Outcome, Report, StepPlan, Tally
+from kvpipe.tiers.base import FillsSlots
 from kvpipe.tiers.carrier import Carrier
 from kvpipe.tiers.guard import GuardedTier
 from kvpipe.tiers.parts import RankParts, Share
@@ -85,6 +86,9 @@ class WorkerSide:
             engine.attach(caches.views, self.geometry, pool)
             undo.callback(engine.shutdown)
             alone = shared is None or shared.saves  # False if another rank has the same bytes in the same slots
+            for one in tiers:
+                if shared is not None and isinstance(one.tier, FillsSlots):
+                    one.tier.share(shared)
             self.carrier = self._make_carrier(tiers, fetches=alone)
             if self.carrier is not None:
                 undo.callback(self.carrier.shutdown)

@@ -294,3 +294,42 @@ def test_need_for_memory_is_unbounded_without_any_chunk(node: Node) -> None:
     node.grant(node.engine(2), 1)
     assert keeper.short == math.inf
     os.close(fd)
+
+
+def _with_helper(node: Node) -> NodeClient:
+    """Attach an engine with a scheduler, a rank and a helper, and grant it a slot."""
+    client = node.engine(1)
+    for role, pid in (("rank", 2), ("helper", 3)):
+        node.keeper.greet(Hello(VERSION, role, b"%016d" % 1, b"n" * 32, SLOTS, 64), Process(pid, 1))  # type: ignore[arg-type]
+    assert len(node.grant(client, 1)) == 1
+    return client
+
+
+@pytest.mark.parametrize("taken_over", [False, True])
+def test_slots_wait_for_the_end_of_a_helper(node: Node, *, taken_over: bool) -> None:
+    """A tier's client may write into a slot after its rank has been killed, also under the next holder."""
+    client = _with_helper(node)
+    if taken_over:
+        node.take_over().use_more(SLOTS)
+        client = node.keeper.clients[client.row]
+    for pid in (1, 2):
+        node.keeper.died(client, Process(pid, 1))
+    assert (node.keeper.usage().quarantine, node.keeper.usage().free) == (1, SLOTS - 1)
+    node.keeper.died(client, Process(3, 1))
+    assert (node.keeper.usage().quarantine, node.keeper.usage().free) == (0, SLOTS)
+    assert not node.keeper.clients
+
+
+@pytest.mark.parametrize("taken_over", [False, True])
+def test_engine_goes_on_after_the_end_of_a_helper(node: Node, *, taken_over: bool) -> None:
+    """A tier starts another client then. The row has room for it, and the engine keeps its grants."""
+    client = _with_helper(node)
+    if taken_over:
+        node.take_over().use_more(SLOTS)
+        client = node.keeper.clients[client.row]
+        node.engine(1, held=tuple(client.granted.items()))
+    node.keeper.died(client, Process(3, 1))
+    assert client.state.name == "ATTACHED"
+    assert client.processes == {Process(1, 1), Process(2, 1)}
+    assert len(node.grant(client, 1, stock=1)) == 1
+    assert node.keeper.usage().quarantine == 0

@@ -16,6 +16,7 @@ from kvpipe.manage.models import EvictMatching
 from kvpipe.manage.reads import pool_users
 from kvpipe.node.operated import OperatedCatalog
 from tests.node.test_catalog import NodeWorld, Worlds
+from tests.rigs.node_replica import evict_all
 
 SECONDS = 60.0
 
@@ -209,8 +210,8 @@ def test_prompt_that_is_evicted_meanwhile_is_not_pinned(worlds: Worlds, two: tup
     pins = second.side.pins
     longest = second.side.prefetching.prefixes.longest
     work = pins.pin(second.side.prefetching.prefixes, asked(second), SECONDS)
-    second.side.prefetching.prefixes.longest = lambda *a, **k: (longest(*a, **k), worlds.node.keeper.evict_all())[0]  # type: ignore[method-assign]
-    second.catalog.hold = lambda _: True  # type: ignore[method-assign]
+    second.side.prefetching.prefixes.longest = lambda *a, **k: (longest(*a, **k), evict_all(worlds.node.keeper))[0]  # type: ignore[method-assign]
+    second.catalog.hold = bool  # type: ignore[method-assign]
     with pytest.raises(OrderRefusedError, match="were evicted meanwhile"):
         carried_out(second, work)
     assert (pins.listed(), pins.chunks, second.catalog.leases, second.pool.leases.count) == ([], 0, 0, 0)  # type: ignore[union-attr]

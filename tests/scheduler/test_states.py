@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from kvpipe.cache.chunks import Chunk, Piece
-from kvpipe.connectors.vllm.trial import scheduler_world
 from kvpipe.protocol.geometry import Geometry, Group, Layer
 from kvpipe.protocol.messages import BROKEN
 from kvpipe.scheduler.stores import Storing
 from kvpipe.tiers.namespace import Namespace
+from tests.rigs import scheduler_world
 from tests.rigs.scheduler_world import SAVE, UNIT, SchedulerWorld
 
 ATTENTION, STATE, OTHER = 0, 1, 2

@@ -107,3 +107,29 @@ def test_rank_fails_tier_orders_for_another_pool() -> None:
         assert not tier.values
     finally:
         side.shutdown()
+
+
+class FillingTier(HeldTier):
+    """A tier that can fill shared slots."""
+
+    def __init__(self) -> None:
+        """Know no slots."""
+        super().__init__()
+        self.slots: SharedSlots | None = None
+
+    def share(self, slots: SharedSlots) -> None:
+        """See `FillsSlots`."""
+        assert self.slots is None
+        self.slots = slots
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_rank_gives_its_tiers_the_shared_slots(*, is_shared: bool) -> None:
+    """A tier may read values straight into them. A private pool is not in a file."""
+    geometry, tier = small_geometry(), FillingTier()
+    size = geometry.slot_bytes
+    shared = SharedSlots(memoryview(bytearray(geometry.slots * size)), size, 0, b"token") if is_shared else None
+    caches = PagedCaches(geometry, make_caches(geometry, 8), 8)
+    side = WorkerSide(RankContext(load_settings()), caches, engine=FakeEngine(), tiers=_guarded(tier), shared=shared)
+    side.shutdown()
+    assert tier.slots is shared

@@ -148,10 +148,11 @@ def tiers_have_what_is_announced(watched: Watched) -> Iterator[str]:
         return
     if trial.shape.engines and trial.beside is None:
         return  # the other engine's chunks are not known here
-    others = trial.beside.side.staging if trial.beside is not None else None
-    assert others is None or others.tier_blocks is not None  # noqa: S101
+    beside = trial.beside.side.staging if trial.beside is not None else None
+    others = beside.tier_blocks if beside is not None else None
+    assert beside is None or others is not None  # noqa: S101
     for at, tier in enumerate(trial.tiers):
-        own, other = known[at].keys(), others.tier_blocks.known[at].keys() if others is not None else set()
+        own, other = known[at].keys(), others.known[at].keys() if others is not None else set()
         values = [Key.parse(name) for name in tier.values if name.startswith(staging.space.name)]
         chunks = {(key.group, key.chunk) for key in values} - {(0, FIRST_HASH), (0, mark.chunk)}
         whole = {name for name in chunks if _parts(staging, name) <= tier.values.keys()}

@@ -6,6 +6,10 @@ receives ``ready`` or the reason for a failure. Then a thread for each lane answ
 question is ``[operation, argument …]``, and its answer is ``[error or "", answer]``. The values of a lane are in the
 lane's range of the shared memory, one after the other. The process ends when the control socket closes or the parent
 ends.
+
+The process can also map the slots that the engines of a node share (`join`), to `fill` them. Then only the beginning of
+each value is in the lane's memory. The client may abandon a transfer without stopping it, so the parent revokes a fill
+that was not answered. After that the fill no longer writes into its slots.
 """
 
 from __future__ import annotations
@@ -29,8 +33,20 @@ CLOSE_S_MAX = 10.0
 PAGE_KEYS, NAME_CHARS_MAX = 500, 190
 """Keys per page of a listing, and the longest name of a key. A page must fit into one message of a local socket."""
 LINE_BYTES_MAX, METRICS_LINES_MAX = 64 << 10, 100_000
+WINDOWS_MAX = 8192
+"""The most slots that are mapped at once. Each needs two mappings, and a process may have 65,530 of them."""
+LOST_MAX = 1000
+"""The most addresses that abandoned transfers may still use. Beyond that the process ends, which also ends these."""
+NOTHING_BEGUN = frozenset({-600, -703, -704})
+"""Codes of reads that have begun no transfer: wrong size, not written yet, not found."""
 SPINNER_NICE = 10
 """Niceness of the threads that poll for transfers. Threads that move bytes or run a model have a higher priority."""
+
+MAP_FIXED = 0x10
+LIBC = ctypes.CDLL(None, use_errno=True)
+LIBC.mmap.restype = ctypes.c_void_p
+LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 _encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.decode
 
@@ -42,6 +58,79 @@ def address_to(host: str, port: int) -> str:
         probe.connect(where)
         found = str(probe.getsockname()[0])
     return f"[{found}]" if ":" in found else found
+
+
+class Windows:
+    """The slots of a shared memory as reads see them. A window has some pages of its own, and then a slot's pages.
+
+    So a value is one piece of memory for the client, though its header is not in the slot. Slots are not registered
+    with the client, because the network may access registered memory, and because transfers over TCP do not need it.
+    """
+
+    def __init__(self, fd: int, offset: int) -> None:
+        """Map slots that begin at `offset` of file `fd`."""
+        self._fd, self._offset, self._lock = fd, offset, threading.Lock()
+        self._free: dict[tuple[int, int, int], int] = {}  # addresses by (pages before the slot, place, bytes)
+        self._busy: dict[int, list[tuple[tuple[int, int, int], int]]] = {}  # the same, by number of the fill
+        self._revoked: set[int] = set()
+        self._lost = 0
+
+    def open(self, fill: int, wanted: list[tuple[int, int, int]]) -> list[int]:
+        """Return the address of each window for fill number `fill`. Raises RuntimeError if the fill was revoked."""
+        with self._lock:
+            if fill in self._revoked:
+                self._revoked.remove(fill)
+                msg = "the read was given up before it began"
+                raise RuntimeError(msg)
+            self._busy[fill] = [(key, self._free.pop(key, 0) or self._map(*key)) for key in wanted]
+            return [at for _, at in self._busy[fill]]
+
+    def close(self, fill: int, doubtful: list[bool]) -> None:
+        """End a fill. `doubtful`: whether a transfer may still write to the window, for each window."""
+        with self._lock:
+            for (key, at), lost in zip(self._busy.pop(fill, []), doubtful, strict=False):
+                if lost:
+                    self._lose(key, at)
+                else:
+                    self._free[key] = at
+            while len(self._free) > WINDOWS_MAX:
+                head, place, size = next(iter(self._free))
+                LIBC.munmap(self._free.pop((head, place, size)), head + size)
+
+    def revoke(self, fill: int) -> None:
+        """Let fill number `fill` write nothing into slots from now on, whether it runs or has not begun."""
+        with self._lock:
+            opened = self._busy.pop(fill, None)
+            if opened is None:
+                self._revoked.add(fill)
+            for key, at in opened or []:
+                self._lose(key, at)
+
+    def _map(self, head: int, place: int, size: int) -> int:
+        anonymous, fixed = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, MAP_FIXED | mmap.MAP_SHARED | mmap.MAP_POPULATE
+        at = _mapped(0, head + size, anonymous, -1, 0)
+        return _mapped(at + head, size, fixed, self._fd, self._offset + place) - head
+
+    def _lose(self, key: tuple[int, int, int], at: int) -> None:
+        """Replace the slot in a window by other memory. Later writes to the window's addresses go there.
+
+        The addresses are never used again.
+        """
+        head, _, size = key
+        self._lost += 1
+        try:
+            _mapped(at + head, size, MAP_FIXED | mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        except OSError:
+            os._exit(1)
+        if self._lost > LOST_MAX:
+            os._exit(1)
+
+
+def _mapped(at: int, size: int, flags: int, fd: int, offset: int) -> int:
+    found = LIBC.mmap(at, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset)
+    if found == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), "a slot cannot be mapped")
+    return int(found)
 
 
 class Worker:
@@ -61,6 +150,7 @@ class Worker:
         self._replicate = ReplicateConfig()
         self._replicate.replica_num = given["replicas"]
         self._pages: Iterator[list[str]] = iter(())
+        self._windows: Windows | None = None
         self.store = MooncakeDistributedStore()
         code = self.store.setup(
             given["local_host"] or address_to(given["host"], given["port"]),
@@ -78,8 +168,8 @@ class Worker:
     def answer(self, lane: int, question: list[Any]) -> Any:  # noqa: ANN401
         """Return the answer to `question`, which was received on the lane with the number `lane`."""
         operation, *arguments = question
-        if operation in {"read", "write"}:
-            with self._turns[operation]:
+        if operation in {"read", "write", "fill"}:
+            with self._turns["write" if operation == "write" else "read"]:
                 return getattr(self, operation)(*arguments, lane)
         return getattr(self, operation)(*arguments)
 
@@ -90,6 +180,41 @@ class Worker:
     def read(self, keys: list[str], sizes: list[int], lane: int) -> list[int]:
         """Read values into the lane's memory; return the length of each value in bytes, or a negative code."""
         return self.store.batch_get_into(keys, self._places(lane, sizes), sizes)  # type: ignore[no-any-return]
+
+    def join(self, holder: str, hello: bytes, offset: int) -> None:
+        """Become a process of the engine for the holder of the node's memory, and map the memory's slots."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as wire:
+            wire.settimeout(self._given["timeout_s"])
+            wire.connect(holder)
+            wire.send(hello)
+            answer, fds, _, _ = socket.recv_fds(wire, MESSAGE_BYTES_MAX, 1)
+        if not fds:
+            msg = f"the holder of the node's memory refuses this process: {answer[:200]!r}"
+            raise RuntimeError(msg)
+        self._windows = Windows(fds[0], offset)
+
+    def fill(self, keys: list[str], sizes: list[int], head: int, places: list[int], fill: int, lane: int) -> list[int]:
+        """Read values into slots, apart from the first `head` bytes of each, which go into the lane's memory.
+
+        The rest of a value goes to its place, in bytes from the beginning of the slots. Returns what `read` returns.
+        """
+        assert self._windows is not None  # noqa: S101  (the parent has joined)
+        wanted = [(head, place, size - head) for place, size in zip(places, sizes, strict=True)]
+        doubtful, heads = [True] * len(keys), self._places(lane, [head] * len(keys))
+        try:
+            windows = self._windows.open(fill, wanted)
+            codes: list[int] = self.store.batch_get_into(keys, windows, sizes)
+            doubtful = [code < 0 and code not in NOTHING_BEGUN for code in codes]
+            for into, window in zip(heads, windows, strict=True):
+                ctypes.memmove(into, window, head)
+            return codes
+        finally:
+            self._windows.close(fill, doubtful)
+
+    def revoke(self, fill: int) -> None:
+        """See `Windows.revoke`."""
+        assert self._windows is not None  # noqa: S101  (the parent has joined)
+        self._windows.revoke(fill)
 
     def write(self, keys: list[str], sizes: list[int], lane: int) -> list[int]:
         """Write values from the lane's memory; return 0 for each value written and 1 for each that the cluster had."""

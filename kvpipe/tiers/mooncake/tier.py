@@ -8,6 +8,8 @@ the engine's process the client would violate the tier protocol:
 * The client's library installs a second run-time with its own signal handlers.
 * The client abandons a transfer without stopping the transfer.
 * The client's process opens a port through which the network can access memory.
+
+If engines share slots, the client's process maps the slots, and reads values straight into them (`SlotFills`).
 """
 
 from __future__ import annotations
@@ -19,14 +21,18 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import anyio
 import anyio.to_thread
 
 from kvpipe.tiers.base import Capacity, Entry, Get, Key, Put, Read, TierError, TierFullError, Written
+from kvpipe.tiers.mooncake.fills import SlotFills
 from kvpipe.tiers.mooncake.spec import MooncakeSpec
 from kvpipe.tiers.process import ClientChannel, ClientProcess, ClientTier, beside, copy
+
+if TYPE_CHECKING:
+    from kvpipe.transfer.pool import SharedSlots
 
 CHILD: Final = Path(__file__).with_name("child.py")
 ASKERS: Final = 2
@@ -66,6 +72,12 @@ class MooncakeTier(ClientTier):
         super().__init__(name, spec.timeout_ms_max)
         self._spec, self._writes = spec, writes
         self._bytes = Counter[str]()  # bytes in transfer, by direction
+        self._fills = SlotFills(self._limit_s)
+
+    def share(self, slots: SharedSlots) -> None:
+        """See `FillsSlots`. Only transfers over TCP can be stopped: a network card may write to memory that it has."""
+        if self._spec.protocol == "tcp":
+            self._fills.share(slots)
 
     async def open(self) -> None:
         """See `Tier.open`. A running client is kept, because its end would lose the memory that it lends."""
@@ -94,7 +106,7 @@ class MooncakeTier(ClientTier):
     def _start(self) -> ClientProcess:
         spec = self._spec
         lane_bytes = spec.buffer_bytes // (2 * MOVERS) // mmap.PAGESIZE * mmap.PAGESIZE
-        counts = {"read": MOVERS, "write": MOVERS if self._writes else 0, "ask": ASKERS, "scan": 1}
+        counts = {"read": MOVERS, "write": MOVERS if self._writes else 0, "ask": ASKERS, "scan": 1, "revoke": 1}
         return ClientProcess(CHILD, counts, lane_bytes, _environment(spec.timeout_ms_max), log=_log())
 
     def _settings(self, host: str, port: int) -> dict[str, Any]:
@@ -204,20 +216,28 @@ class MooncakeTier(ClientTier):
             return out
 
     async def _read(self, gets: list[Get]) -> list[Read]:
-        sizes = [get.size for get in gets]
-        async with self._moving("read", sizes) as (lane, limit_s):
-            codes = await lane.ask(["read", [get.key.text for get in gets], sizes], limit_s)
+        sizes, names, copied = [get.size for get in gets], [get.key.text for get in gets], [get.into for get in gets]
+        client = self._running()
+        places = await self._fills.places(client, gets)
+        async with self._moving(client, "read", sizes) as (lane, limit_s):
+            if places:
+                copied = [get.into[:1] for get in gets]
+                head = gets[0].into[0].nbytes
+                codes = await self._fills.ask(client, lane, [names, sizes, head, places], limit_s)
+            else:
+                codes = await lane.ask(["read", names, sizes], limit_s)
             copies, at = [], 0
-            for get, code in zip(gets, codes, strict=True):
-                if code == get.size:
-                    copies += beside(get.into, lane.room(sum(sizes)), at)
-                at += get.size
+            for into, size, code in zip(copied, sizes, codes, strict=True):
+                room = sum(part.nbytes for part in into)
+                if code == size:
+                    copies += beside(into, lane.room(at + room), at)
+                at += room
             await copy(copies, self._copies)
         return [_read_as(code, size) for code, size in zip(codes, sizes, strict=True)]
 
     async def _write(self, puts: list[Put]) -> list[Written]:
         sizes = [put.size for put in puts]
-        async with self._moving("write", sizes) as (lane, limit_s):
+        async with self._moving(self._running(), "write", sizes) as (lane, limit_s):
             await lane.settle(limit_s)
             copies, at = [], 0
             for put in puts:
@@ -228,13 +248,15 @@ class MooncakeTier(ClientTier):
         return [Written.PRESENT if _checked(code) else Written.STORED for code in codes]
 
     @asynccontextmanager
-    async def _moving(self, use: str, sizes: Sequence[int]) -> AsyncIterator[tuple[ClientChannel, float]]:
+    async def _moving(
+        self, client: ClientProcess, use: str, sizes: Sequence[int]
+    ) -> AsyncIterator[tuple[ClientChannel, float]]:
         """Yield a lane for values, and the limit of each wait in seconds. The limit covers all batches in progress."""
         size = sum(sizes)
         self._bytes[use] += size
         try:
             limit_s = self._limit_s + self._bytes[use] / SLOWEST_BYTES_S
-            async with self._running().pools[use].lane(limit_s) as lane:
+            async with client.pools[use].lane(limit_s) as lane:
                 yield lane, limit_s
         finally:
             self._bytes[use] -= size
