@@ -53,7 +53,7 @@ class _Note(msgspec.Struct, frozen=True, array_like=True):
 _decoder = msgspec.msgpack.Decoder(_Note)
 
 
-class Blocks:
+class BlockMaker:
     """Makes the blocks of an engine's chunks."""
 
     def __init__(self, geometry: Geometry, hash_tokens: int) -> None:

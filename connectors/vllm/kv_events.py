@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 
 from kvpipe.cache.chunks import Chunk
 from kvpipe.cache.tenants import SALT_KEPT_CHARS_MAX
-from kvpipe.connectors.vllm.block_notes import AnnouncedBlock, Blocks, NotedBlocks, read_note
+from kvpipe.connectors.vllm.block_notes import AnnouncedBlock, BlockMaker, NotedBlocks, read_note
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -69,7 +69,7 @@ class KvEvents:
     ) -> None:
         """Start without events. `hash_tokens` is the number of tokens per block hash."""
         self._tiers = [place_of(tier) for tier in tiers]
-        self._blocks = Blocks(geometry, hash_tokens)
+        self._blocks = BlockMaker(geometry, hash_tokens)
         self._noted = NotedBlocks()
         specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
         self._kinds = [(get_kv_cache_spec_kind(one).value, get_kv_cache_spec_sliding_window(one)) for one in specs]

@@ -14,7 +14,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvpipe.config.control import validate_control_file, watch_control_file
 from kvpipe.config.tracing import tracing
 from kvpipe.connectors.vllm import spans, support
-from kvpipe.connectors.vllm.block_notes import Blocks
+from kvpipe.connectors.vllm.block_notes import BlockMaker
 from kvpipe.connectors.vllm.doctor_facts import first_hash
 from kvpipe.connectors.vllm.engine_protocols import ManagedBlocks, Remedies, make_room
 from kvpipe.connectors.vllm.hints import hints_of, is_prefilled_elsewhere
@@ -130,7 +130,7 @@ class SchedulerRole:
                 space_of=self._spaces.space,
                 also_of=self._spaces.also,
                 spans_of=spans.spans_of(config),
-                note_of=None if facts.node is None else Blocks(self.geometry, tokens).note,
+                note_of=None if facts.node is None else BlockMaker(self.geometry, tokens).note,
                 priority_of=attrgetter("priority") if config.scheduler_config.policy == "priority" else None,
             ),
             tiers=tiers,

@@ -133,9 +133,9 @@ class NodeCatalog(Catalog):
     def _settle(self) -> None:
         """Forget landed chunks that the holder has answered but not published.
 
-        Another slot has such a chunk's key, and the chunk's slot is in the stock again. If the engine has more than
-        `2 * RECORDS_MAX` records to read, the key is a miss until the other slot's record is read, and a request that
-        has fetched the chunk computes it. All other answered chunks are kept until their records are read.
+        Another slot has such a chunk's key, and the chunk's slot is in the stock again. All other answered chunks are
+        kept until their records are read. If the engine has more than `2 * RECORDS_MAX` records to read, the key is a
+        miss until the other slot's record is read. A request that has fetched the chunk then computes it.
         """
         stock, follower = self._stock, self._follower
         for slot in [slot for slot in self._landed if slot not in stock.reports]:

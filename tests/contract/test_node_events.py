@@ -10,7 +10,7 @@ import pytest
 from kvpipe.cache.chunks import Chunk
 from kvpipe.config.settings import load_settings
 from kvpipe.connectors.vllm import block_notes
-from kvpipe.connectors.vllm.block_notes import AnnouncedBlock, Blocks, NotedBlocks, read_note
+from kvpipe.connectors.vllm.block_notes import AnnouncedBlock, BlockMaker, NotedBlocks, read_note
 from kvpipe.connectors.vllm.kv_events import KvEvents
 from kvpipe.connectors.vllm.support import make_geometry
 from kvpipe.connectors.vllm.trial.router import Router
@@ -43,7 +43,7 @@ class NotedEngine:
 
     def save(self, request: Request) -> None:
         """Save the request's prompt in chunks."""
-        blocks = Blocks(GEOMETRY, BLOCK)
+        blocks = BlockMaker(GEOMETRY, BLOCK)
         for base in range(0, len(request.block_hashes), IN_CHUNK):
             chunk = self.catalog.reserve(0)
             assert chunk is not None
@@ -148,7 +148,7 @@ def test_damaged_note_is_no_block() -> None:
     request = request_of()
     private = Noted()
     (chunk, _) = private.save(request, iter([(0, 4), (4, 8)]))
-    note = Blocks(GEOMETRY, BLOCK).note(request, chunk, 0)
+    note = BlockMaker(GEOMETRY, BLOCK).note(request, chunk, 0)
     assert read_note(note) is not None
     assert read_note(note[:-1]) is read_note(b"\x00") is None
     private.events.noted(chunk, note.replace(request.block_hashes[3], bytes(32)))

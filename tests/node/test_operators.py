@@ -101,6 +101,7 @@ def test_chunk_that_is_reported_is_evicted_once_it_is_published(worlds: Worlds) 
     first.requests = [one]
     first.admit(one)
     (job,) = first.step(one)
+    first.pool.slow = True
     first.end(job)
     chunks = [*first.catalog._landed.values()]
     assert len(chunks) == 2
@@ -119,6 +120,7 @@ def test_chunk_with_an_answered_report_is_evicted(worlds: Worlds) -> None:
     first.requests = [one]
     first.admit(one)
     (job,) = first.step(one)
+    first.pool.slow = True
     first.end(job)
     first.pool.poll()
     first.pool.poll()

@@ -167,6 +167,7 @@ FLAGS: dict[str, dict[str, str]] = {
     },
     "kvpipe/testing": {
         "DirectPool.mute": "what a test asked for: answers of the holder wait",
+        "DirectPool.slow": "what a test asked for: the holder answers one poll later",
         "FakeDevice.interpreted": "configuration",
         "FakeEvent.broken": "of the simulated device: CUDA's own",
         "FakeEvent.fired": "of the simulated device: CUDA's own",
@@ -192,7 +193,6 @@ FLAGS: dict[str, dict[str, str]] = {
         "Rank._drafts": "configuration: whether the rank belongs to the last stage",
         "Steps._pickles": "configuration, by seed",
         "Steps._throttled": "vLLM's own: whether vLLM is asked to postpone prefills",
-        "TableEntry.is_null": "content: whether it is vLLM's null block",
         "Trial.is_down": "a latch: no move is made any more",
         **dict.fromkeys((f"Shape.{one}" for one in OF_A_SHAPE.split()), "configuration"),
     },

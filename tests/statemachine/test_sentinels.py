@@ -143,6 +143,11 @@ SENTINELS: dict[str, dict[str, str]] = {
         "_Shelf.changed_ns": "content: None if the folder may have changed since its last listing",
         "_Shelf.seen_ns": "content: a folder that was never listed has no time",
     },
+    "kvpipe/tiers/mooncake": {
+        "SlotFills._client": "content: the process that has mapped the slots; a new process maps them again",
+        "SlotFills._slots": "configuration: only with slots that engines share",
+        "Worker._windows": "configuration: only with slots that engines share",
+    },
     "kvpipe/tiers/redis": {"ServerConnection._sock": "redis-py's own: None while it is not connected"},
     "kvpipe/trace": {
         **dict.fromkeys([f"Life.{name}" for name in ("_admission", "_since_event", "epoch", "job")], REPLAYED),
