@@ -99,7 +99,8 @@ class Client:
         while self._save():
             pass
         began = time.monotonic()
-        os.kill(holder_of(self._folder), signal.SIGKILL)
+        if holder := holder_of(self._folder):
+            os.kill(holder, signal.SIGKILL)
         keys, took = list[bytes](), 0.0
         while not took:
             self.catalog.end_step()

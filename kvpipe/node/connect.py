@@ -135,6 +135,7 @@ def _turn_to_start(folder: Path, wait_s: float) -> Iterator[None]:
                 break
         yield
     finally:
+        fcntl.flock(fd, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor, too
         os.close(fd)
 
 

@@ -61,6 +61,11 @@ class LoopThread:
         """Whether the loop runs and `stop` was not called."""
         return not self._stopping and self._runs
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the thread has ended. A forked process does not have the thread."""
+        return not self._thread.is_alive()
+
     def put(self, item: object, *, wake: bool = True) -> bool:
         """Put `item` into the loop's inbox. After `stop`, drop `item` and return False.
 

@@ -115,8 +115,11 @@ class Carrier(TierThread[_QueuedOrder]):
             self._begin((order, order.space or space, step))
 
     def collect(self) -> list[Carried]:
-        """Return the orders that ended since the last call. Every order is returned exactly once."""
-        lost = not self.alive  # read `alive` first, so that the outbox has every report from before the end of the loop
+        """Return the orders that ended since the last call. Every order is returned exactly once.
+
+        An order that still runs after `shutdown` is not returned before it has ended, because it may write to its slot.
+        """
+        lost = self._over or self.loop.has_ended  # read first, so that the outbox has every report from before
         out = []
         while self._outbox:
             one = self._outbox.popleft()

@@ -243,9 +243,10 @@ class ClientProcess:
         """End the process: wait for questions in progress, then for the exit, `limit_s` seconds each, then kill it."""
         try:
             await self._idle(limit_s)
-            self._control.shutdown(socket.SHUT_WR)
-            with anyio.move_on_after(limit_s, shield=True):
-                await anyio.wait_readable(self._control)  # readable when the process has closed its socket
+            with suppress(OSError):  # the process was killed before
+                self._control.shutdown(socket.SHUT_WR)
+                with anyio.move_on_after(limit_s, shield=True):
+                    await anyio.wait_readable(self._control)  # readable when the process has closed its socket
         finally:
             await self.kill()
             await self._idle(limit_s)  # when the process ends, calls that wait for an answer raise

@@ -213,7 +213,7 @@ def test_prompt_that_is_evicted_meanwhile_is_not_pinned(worlds: Worlds, two: tup
     longest = second.side.prefetching.prefixes.longest
     work = pins.pin(second.side.prefetching.prefixes, asked(second), SECONDS)
     second.side.prefetching.prefixes.longest = lambda *a, **k: (longest(*a, **k), evict_all(worlds.node.keeper))[0]  # type: ignore[method-assign]
-    second.catalog.hold = bool  # type: ignore[method-assign]
+    second.catalog.hold = bool  # type: ignore[assignment]
     with pytest.raises(OrderRefusedError, match="were evicted meanwhile"):
         carried_out(second, work)
     assert (pins.listed(), pins.chunks, second.catalog.leases, second.pool.leases.count) == ([], 0, 0, 0)  # type: ignore[union-attr]

@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import pytest
 
+from kvpipe.node import connect
 from kvpipe.node.connect import start_holder
 from kvpipe.node.processes import checked_folder, holder_of
 from kvpipe.testing.waiting import WAIT_S
@@ -40,7 +41,8 @@ def test_one_engine_starts_the_holder_when_several_have_lost_it(folder: Path) ->
         begun.append(arguments)
         return run(*arguments, **named)
 
-    with patch.object(subprocess, "run", counted):
+    waits = {"START_S": WAIT_S, "STARTED_LOOKS": round(WAIT_S / connect.LOOK_S)}
+    with patch.object(subprocess, "run", counted), patch.multiple(connect, **waits):
         engines = [
             threading.Thread(target=start_holder, args=(folder, None), kwargs={"limit_s": 60.0}) for _ in range(ENGINES)
         ]

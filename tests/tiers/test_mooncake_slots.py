@@ -37,7 +37,7 @@ from tests.rigs.tier_worlds.mooncake import spec_of
 from tests.tiers.mooncake_clients import MIB, QUICK, fails
 
 SLOTS, SLOT_BYTES = 8, 4 * MIB
-GEOMETRY = Geometry((Group((Layer("a", SLOT_BYTES),), block_tokens=16),), 16, SLOTS * SLOT_BYTES)
+GEOMETRY = Geometry((Group((Layer("a", SLOT_BYTES),), block_tokens=16),), 16, (SLOTS + 1) * SLOT_BYTES)
 
 
 class Rank:
@@ -49,11 +49,11 @@ class Rank:
         settings = load_settings({"pool": "node", "pool_dir": str(folder), "keep_s": 600})
         self.memory, self.shared = attach_rank(settings, GEOMETRY, NodeEngine(b"e" * 16, 1), 0)
         words = self.memory.segment.words
-        assert eventually(lambda: int(words[READY]) == SLOTS)
+        assert eventually(lambda: int(words[READY]) == self.memory.segment.layout.slots == SLOTS)
 
     def slot(self, index: int) -> memoryview:
-        """Return the memory of a slot."""
-        return self.memory.segment.slot(index)
+        """Return the memory of a slot, without its note."""
+        return self.memory.segment.slot(index)[:SLOT_BYTES]
 
     def filled(self, index: int, number: int) -> bytes:
         """Fill a slot with other bytes, and return them."""
@@ -80,8 +80,8 @@ def rank(short_path: Path) -> Iterator[Rank]:
         yield made
     finally:
         made.memory.close()
-        with suppress(ProcessLookupError):
-            os.kill(holder_of(made.folder), signal.SIGKILL)
+        if holder := holder_of(made.folder):
+            os.kill(holder, signal.SIGKILL)
 
 
 def _put(number: int) -> Put:
@@ -354,4 +354,5 @@ def test_slots_of_a_killed_engine_wait_for_its_client(short_path: Path) -> None:
         finally:
             engine.kill()
             engine.communicate()
-            os.kill(holder_of(folder), signal.SIGKILL)
+            if holder := holder_of(folder):
+                os.kill(holder, signal.SIGKILL)

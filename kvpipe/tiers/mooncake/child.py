@@ -35,8 +35,8 @@ PAGE_KEYS, NAME_CHARS_MAX = 500, 190
 LINE_BYTES_MAX, METRICS_LINES_MAX = 64 << 10, 100_000
 WINDOWS_MAX = 8192
 """The most slots that are mapped at once. Each needs two mappings, and a process may have 65,530 of them."""
-LOST_MAX = 1000
-"""The most addresses that abandoned transfers may still use. Beyond that the process ends, which also ends these."""
+LOST_MAX = 20_000
+"""The most windows that abandoned transfers may still use. Beyond that the process ends, which also ends these."""
 NOTHING_BEGUN = frozenset({-600, -703, -704})
 """Codes of reads that have begun no transfer: wrong size, not written yet, not found."""
 SPINNER_NICE = 10
@@ -73,7 +73,7 @@ class Windows:
         self._free: dict[tuple[int, int, int], int] = {}  # addresses by (pages before the slot, place, bytes)
         self._busy: dict[int, list[tuple[tuple[int, int, int], int]]] = {}  # the same, by number of the fill
         self._revoked: set[int] = set()
-        self._lost = 0
+        self._lost, self._waste, self._waste_bytes = 0, os.memfd_create("kvpipe-late-writes"), 0
 
     def open(self, fill: int, wanted: list[tuple[int, int, int]]) -> list[int]:
         """Return the address of each window for fill number `fill`. Raises RuntimeError if the fill was revoked."""
@@ -82,8 +82,10 @@ class Windows:
                 self._revoked.remove(fill)
                 msg = "the read was given up before it began"
                 raise RuntimeError(msg)
-            self._busy[fill] = [(key, self._free.pop(key, 0) or self._map(*key)) for key in wanted]
-            return [at for _, at in self._busy[fill]]
+            opened = self._busy[fill] = []
+            for key in wanted:
+                opened.append((key, self._free.pop(key, 0) or self._map(*key)))  # noqa: PERF401  (if this raises, `close` has the others)
+            return [at for _, at in opened]
 
     def close(self, fill: int, doubtful: list[bool]) -> None:
         """End a fill. `doubtful`: whether a transfer may still write to the window, for each window."""
@@ -109,17 +111,24 @@ class Windows:
     def _map(self, head: int, place: int, size: int) -> int:
         anonymous, fixed = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, MAP_FIXED | mmap.MAP_SHARED | mmap.MAP_POPULATE
         at = _mapped(0, head + size, anonymous, -1, 0)
-        return _mapped(at + head, size, fixed, self._fd, self._offset + place) - head
+        try:
+            return _mapped(at + head, size, fixed, self._fd, self._offset + place) - head
+        except OSError:
+            LIBC.munmap(at, head + size)
+            raise
 
     def _lose(self, key: tuple[int, int, int], at: int) -> None:
-        """Replace the slot in a window by other memory. Later writes to the window's addresses go there.
+        """Replace the slot in a window by memory that all such windows share. Later writes to the window go there.
 
         The addresses are never used again.
         """
         head, _, size = key
         self._lost += 1
         try:
-            _mapped(at + head, size, MAP_FIXED | mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+            if size > self._waste_bytes:
+                os.ftruncate(self._waste, size)
+                self._waste_bytes = size
+            _mapped(at + head, size, MAP_FIXED | mmap.MAP_SHARED, self._waste, 0)
         except OSError:
             os._exit(1)
         if self._lost > LOST_MAX:
