@@ -54,6 +54,21 @@ def test_one_engine_starts_the_holder_when_several_have_lost_it(folder: Path) ->
     assert len(begun) == 1
 
 
+def test_forked_process_does_not_keep_the_turn_to_start(folder: Path) -> None:
+    """An engine may be forked while it starts a holder."""
+    with connect._turn_to_start(folder, WAIT_S):
+        child = os.fork()
+        if not child:
+            signal.pause()
+    try:
+        began = time.monotonic()
+        with connect._turn_to_start(folder, 2 * WAIT_S):
+            assert time.monotonic() - began < WAIT_S
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
 STARTER = """
 import os, signal, sys
 from kvpipe.node.connect import _turn_to_start

@@ -383,6 +383,33 @@ def test_a_tier_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
         assert rank.ended() == [True]
 
 
+class _Shielded(HeldTier):
+    """A tier whose reads write into their buffers until `over` is set, even if they are cancelled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.over = threading.Event(), threading.Event()
+
+    async def read(self, gets: Sequence[Get]) -> list[Read]:
+        self.begun.set()
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self.over.wait)
+        return [Read.MISS for _ in gets]
+
+
+def test_fetch_is_over_only_when_it_writes_no_more_after_a_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise another chunk could be saved into the slot of a read that still runs."""
+    monkeypatch.setattr(carrier, "STOP_S_MAX", 0.05)
+    tier = _Shielded()
+    with rank_of(tier) as rank:
+        rank.carry(stores=False, slot=0)
+        assert tier.begun.wait(WAIT_S)
+        rank.carrier.shutdown()
+        assert rank.carrier.collect() == []
+        tier.over.set()
+        assert rank.ended() == [False]
+
+
 def test_lost_carrier_reports_each_order_once() -> None:
     """A lost carrier reports all its orders as failed. If one of them ends later, it is not reported again."""
     tier = HeldTier()

@@ -9,7 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -231,10 +231,13 @@ def test_client_that_cannot_revoke_a_read_is_ended(rank: Rank) -> None:
             await fails(lambda: tier.read([rank.get(1, 1)]))
             with pytest.raises(ProcessLookupError):
                 os.kill(client, 0)
-            await tried(tier.health)
+            await tier.health()  # starts another client
             assert await tried(tier.read, [get := rank.get(1, 1)]) == [Read.HIT]
             assert _holds(get, 1)
             assert eventually(lambda: rank.pids == {os.getpid(), _pid(tier)})
+            os.kill(_pid(tier), signal.SIGSTOP)
+            await fails(lambda: tier.read([rank.get(1, 1)]))
+            await tier.close()
 
     with master() as of, node(of.address, 64 * MIB):
         run(play, of)

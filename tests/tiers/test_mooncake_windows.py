@@ -55,6 +55,30 @@ def test_revoked_read_does_not_begin(file: int) -> None:
     windows.close(7, [True])
 
 
+def test_windows_of_a_read_that_cannot_begin_lead_to_no_slot(file: int) -> None:
+    """The second slot cannot be mapped, because its place is not a whole number of pages."""
+    windows, key = child.Windows(file, PAGE), (PAGE, 0, PAGE)
+    (first,) = windows.open(1, [key])
+    windows.close(1, [False])
+    with pytest.raises(OSError, match="cannot be mapped"):
+        windows.open(2, [key, (PAGE, 1, PAGE)])
+    windows.close(2, [True, True])
+    _write(first + PAGE, b"late")
+    assert os.pread(file, 4, PAGE) == bytes(4)
+
+
+def test_late_writes_share_memory(file: int) -> None:
+    """Late writes of a cluster that hangs for hours take the memory of one value."""
+    windows, size = child.Windows(file, PAGE), 2 * PAGE
+    (small,), (large,) = windows.open(1, [(PAGE, 0, PAGE)]), windows.open(2, [(PAGE, 2 * PAGE, size)])
+    windows.revoke(1)
+    windows.revoke(2)
+    _write(large + PAGE, b"late")
+    assert ctypes.string_at(small + PAGE, 4) == b"late"
+    _write(large + PAGE + size - 4, b"late")
+    assert os.pread(file, 11 * PAGE, 0) == bytes(11 * PAGE)
+
+
 def test_windows_are_bounded(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest window is unmapped. A client with too many abandoned addresses ends."""
     monkeypatch.setattr(child, "WINDOWS_MAX", 2)
