@@ -20,8 +20,9 @@ from kvpipe.trace.log import Counters
 from tests.rigs.scheduler_world import UNIT, SchedulerWorld
 
 CHUNK = 16
-NOT_THE_ENGINES = {"stats", "machines", "trace_moves", "bind", "adapter_called"}
-"""Calls that touch neither the catalog nor pins. Any thread may make these calls at any time."""
+NOT_THE_ENGINES = {"stats", "machines", "trace_moves", "bind", "adapter_called", "carry_out_orders"}
+"""Calls that touch neither the catalog nor pins, so any thread may make them at any time. The thread that has borrowed
+the turn calls `carry_out_orders`."""
 GIVES_BACK = {"reset"}
 """vLLM may make these calls after it has asked whether anything is pending."""
 
