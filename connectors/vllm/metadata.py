@@ -22,7 +22,7 @@ class PlanMetadata(KVConnectorMetadata):
         self.plan = plan
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return the plan as builtin tuples. The fields that most plans do not use are left out of such plans."""
+        """Return the plan as builtin tuples. The fields that few plans use are left out if all are unused."""
         step, jobs, orders, space, question, claims, wait_ms, computes, used, pool = self.plan
         packed = (step, _plain(jobs), used)
         if orders or question or claims or wait_ms or pool or (jobs and not computes):
