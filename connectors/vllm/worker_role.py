@@ -36,7 +36,7 @@ class WorkerRole:
     """The worker's part of a connector. There is one per rank."""
 
     def __init__(self, door: Door, facts: RoleFacts) -> None:
-        """Set up the parts that a rank needs before it has caches, because vLLM may load adapters before it makes caches.
+        """Set up the parts that a rank needs before it has caches, because vLLM may load adapters before caches exist.
 
         `door` makes the copy engine, the tiers and the hooks, so that tests can replace them.
         """

@@ -147,7 +147,7 @@ def branches_within(config: VllmConfig) -> bool:
 def facts(config: VllmConfig) -> dict[str, Any]:
     """Return the facts, besides tokens and weights, on which a drafter's KV depends.
 
-    Empty without a drafter with KV.
+    The result is empty without a drafter that has KV.
     """
     drafts = config.speculative_config
     if drafts is None or drafts.method in WITHOUT_KV:

@@ -17,7 +17,7 @@ from kvpipe.protocol.geometry import Geometry
 def overrun(step: Step, requests: Iterable[Request], geometry: Geometry) -> set[int]:
     """Return the state blocks that `step` offers for a boundary at which the step leaves no state.
 
-    Decode steps are not checked, because they leave a state after each of their tokens.
+    Decode steps are not checked, because a decode step leaves a state after each token.
     """
     states: OfferedStates | None = getattr(step, "kv_connector_block_state", None)
     offered = states.boundary_state_offloads if states is not None else {}
