@@ -81,7 +81,7 @@ def _growing(side: SchedulerSide) -> list[int]:
 
 
 def held_units(side: SchedulerSide, request: Request, most: int) -> int:
-    """Return the longest prefix, in units and up to `most`, that every group holds as far as its window needs."""
+    """Return the units of the longest prefix, up to `most`, of which every group holds what its window needs."""
     keys, states = keys_of(side, request), _state_keys(side, request)
     return next((units for units in range(most, 0, -1) if _holds(side, keys, states, units)), 0)
 
