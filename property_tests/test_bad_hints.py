@@ -1,4 +1,4 @@
-"""Hints, limits and other parameters of any content raise nothing and are counted. Invalid ones change no answer."""
+"""Hints, limits and parameters of any content raise no exception and are counted. Invalid values change no answer."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class World:
         assert chunk.identity not in {one.before for one in self.catalog.index(0).values()}, "a head before its tail"
 
     def serve(self, keys: list[bytes]) -> int:
-        """Serve a prompt: return the number of held chunks, and save the others."""
+        """Serve a prompt: return the number of held chunks, and save the prompt's other chunks."""
         self.requests += 1
         owner, held = Owner("r", self.requests), list[Chunk]()
         for key in keys:
