@@ -1,7 +1,7 @@
 """Tiers are compared with a dictionary, while two clients make concurrent calls, some cancelled, late or failing.
 
-A fault may cost a miss or an error. A fault never gives wrong bytes, never writes to a buffer after the call has
-returned, and never makes a value disappear, because these stores have room.
+A fault may cause a miss or an error. A fault never gives wrong bytes, and never writes to a buffer after the call has
+returned. No value disappears, because these stores have room.
 """
 
 from __future__ import annotations

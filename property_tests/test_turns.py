@@ -25,7 +25,7 @@ _FILES = {orders_module.__file__, __file__}
 
 
 class Lockstep:
-    """Threads of which one runs at a time. A bytecode in `_FILES` is one move."""
+    """Threads that run one at a time. One bytecode of a file in `_FILES` is one move."""
 
     def __init__(self, *programs: Callable[[], None]) -> None:
         """Start without running threads."""
@@ -127,8 +127,8 @@ class Tried:
     def __init__(self, calls: list[str], ordered: int) -> None:
         """`calls` are the engine's calls.
 
-        `step` carries out orders, and `idle` reports that there is nothing to do. `reset` may come after that report,
-        and then waits for requests.
+        `step` carries out orders, and `idle` reports that there is nothing to do. A `reset` after `idle` uses the
+        catalog, and the engine is idle again after the `reset`.
         """
         self.orders = Orders(Counters())
         self.orders.slice_s_max = float("inf")

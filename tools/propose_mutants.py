@@ -91,7 +91,7 @@ class _Ordered:
 
 
 class _Test(NamedTuple):
-    """A test: name, if it passes without a mutant, if it starts Python processes, and the functions called."""
+    """A test: its name, whether it passes without a mutant and starts Python processes, and the functions it calls."""
 
     name: str
     passes: bool

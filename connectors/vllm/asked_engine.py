@@ -76,7 +76,7 @@ def make_asked_engine(model: str, extra: dict[str, Any], options: Sequence[str],
 
 
 def _choose_executor(config: VllmConfig) -> None:
-    """Let vLLM choose the executor. kvpipe's plug-in checks the engine at this point."""
+    """Make vLLM choose the executor, because kvpipe's plug-in checks the engine when vLLM does so."""
     from vllm.v1.executor import Executor  # noqa: PLC0415  (slow)
 
     Executor.get_class(config)

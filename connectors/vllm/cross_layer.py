@@ -55,7 +55,7 @@ def _one_kind(model: ModelConfig) -> bool:
 
 
 def _asked_by_connector() -> bool:
-    """Whether vLLM's `MultiConnector` is the caller. It refuses connectors that ask for different layouts.
+    """Whether vLLM's `MultiConnector` asks. A `MultiConnector` refuses connectors that ask for different layouts.
 
     Only the call stack shows the caller. `MultiConnector` asks with a copy of the engine's configuration, and this copy
     names kvpipe as the engine's only connector. The engine's core asks before it makes connectors, and sets no current

@@ -164,7 +164,7 @@ class KvEvents:
         return events
 
     def _announce(self, place: BlockPlace, group: int, block: AnnouncedBlock) -> None:
-        """Announce `block`, unless it is announced for another chunk with another version of the same adapter."""
+        """Announce `block`, unless the block is announced for a chunk with another version of the same adapter."""
         chunks, first = self._held.get((place, group, block.hash), (0, block))
         self._held[place, group, block.hash] = chunks + 1, first
         if not chunks:

@@ -118,7 +118,7 @@ def make_geometry(
     cache: KVCacheConfig, settings: Settings, ahead_tokens: int = 0, dcp: int = 1, states_back: int = 0,
     *, branches: bool = False,
 ) -> Geometry:  # fmt: skip
-    """Return the geometry of the engine's cache groups. `ahead_tokens`, `states_back`: see `Geometry`.
+    """Return the geometry of the engine's cache groups. `ahead_tokens` and `states_back` are as in `Geometry`.
 
     `branches` says that an engine which keeps states within blocks also keeps the states at which prompts branch. `dcp`
     is the number of ranks among which decode context parallelism divides the tokens of a block. A block of a divided

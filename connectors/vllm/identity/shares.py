@@ -62,7 +62,7 @@ class CacheLayer(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """The number of rows per page, see `Share.rows`, or 0 if it is not known."""
+        """The number of rows per page (`Share.rows`), or 0 if this number is not known."""
         if self.order.endswith("HNC") and self.cache.lies(1, 2, 3):
             return self.cache.split
         if self.order.endswith("NHC") and self.cache.lies(2, 1, 3):

@@ -25,7 +25,7 @@ KV, WEIGHTS = "kv_cache", "weights"
 ALL: Final = frozenset({KV, WEIGHTS})
 """VLLM's names for the parts of the memory that a sleep can release."""
 _METHODS: Final = ("sleep", "discard", "wake_up")
-"""The calls of vLLM's workers that change their memory.
+"""The calls to vLLM's workers that change the workers' memory.
 
 This is a tuple, not a set, because a call may pass a function that has no hash.
 """
@@ -76,7 +76,7 @@ class Sleep:
         """Follow the sleep of the engine of `config`, and report sleeps to `side`."""
         self.gone: frozenset[str] = frozenset()
         self.keeps = False
-        """Whether vLLM is resetting its caches because the engine falls asleep. The pool is then kept."""
+        """Whether vLLM is resetting its caches because the engine falls asleep. If so, the pool is kept."""
         self._falls, self._side = 0, side  # begun sleeps that have not reset the caches yet
         _SLEEPS[self] = config.cache_config
         core = sys.modules.get("vllm.v1.engine.core")  # imported before the engine makes its scheduler

@@ -143,7 +143,7 @@ def _import_engine() -> None:
 def _two_engines(
     model: str, folder: Path, results: dict[str, list[ScenarioResult]], tick: Callable[[str], None]
 ) -> bool:
-    """Let an engine save a prompt into the node's memory, and another process's engine answer the same prompt.
+    """Make one engine save a prompt into the node's memory, and an engine in another process answer the same prompt.
 
     Returns False and adds no result if the engines cannot share memory here, or if the second process fails.
     """

@@ -234,7 +234,7 @@ class Arrivals(ABC):
         return sequence
 
     def _remember(self, one: Live, sequence: Sequence, wanted: int) -> None:
-        """Record for which tokens each block hash of a prompt and its answer stands."""
+        """Record which tokens each block hash of a prompt and of the prompt's answer covers."""
         hashes = self.answered(one, sequence.prompt, sequence.answer(wanted)).block_hashes
         if self.router is not None:
             self.router.routed(hashes)

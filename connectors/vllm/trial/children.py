@@ -1,7 +1,7 @@
 """Runs trials in forked children, because a connector may kill its process or hang, and shrinks failing sequences.
 
-The child reports each move and each step before it makes them. So the parent knows the moves that were made even if the
-child dies.
+The child reports each move and each step before the move or step begins. So the parent knows the begun moves even if
+the child dies.
 """
 
 from __future__ import annotations

@@ -134,8 +134,8 @@ def promised(
     unit, keys = side.geometry.unit_tokens, keys_of(side, request)
     most = len(keys)
     if (side.geometry.windows or side.geometry.states) and most * unit >= request.num_tokens:
-        # The last token is computed again. The state contains it already, and its attention window begins one position
-        # before the window of the next token.
+        # The last token is computed again. A state already contains this token, and the token's attention window begins
+        # one position before the next token's window.
         most -= 1
     if limit is not None:
         most = min(most, (local_tokens + limit) // unit)

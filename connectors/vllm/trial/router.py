@@ -24,7 +24,7 @@ class Router:
     def __init__(self, adapters: Mapping[str, str], hash_tokens: int = 0) -> None:
         """Start without blocks. `adapters` maps names to paths.
 
-        `hash_tokens` is the number of tokens per block hash. If it is 0, each block has one hash.
+        `hash_tokens` is the number of tokens per block hash; 0: each block has one hash.
         """
         self.adapters, self._hash_tokens = adapters, hash_tokens
         self.index: dict[MediumGroup, set[bytes]] = {}

@@ -1,4 +1,4 @@
-"""The shapes of trials: scheduler, cache groups, ranks, drafts, pool. All are small, so rare events happen often."""
+"""The shapes of trials: scheduler, cache groups, ranks, drafts, pool. All shapes are small, so rare events happen often."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def held_resources() -> MemorySample:
 
 
 class Player:
-    """Sends requests of all kinds to one engine: new and repeated prompts, long and short ones.
+    """Sends requests of all kinds to one engine: with new and repeated, long and short prompts.
 
     Some requests are aborted.
     """

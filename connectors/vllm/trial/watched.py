@@ -27,7 +27,7 @@ Admission = tuple["Request", int]
 
 
 class Final(NamedTuple):
-    """The number of final units of a request when it was last scheduled, in one of its admissions."""
+    """The number of final units of a request when the request was last scheduled, and the request's admission then."""
 
     admission: Admission
     units: int
