@@ -186,7 +186,7 @@ def _own(case: Case, ranks: int, most: int) -> dict[int, int]:
 def test_engine_of_any_layout_finds_stored_chunks_whole_or_not_at_all(case: Case) -> None:
     """Each part is stored once.
 
-    An engine of any layout finds chunks that it can use, complete and right, or nothing.
+    An engine of any layout finds complete and right chunks if it can use them, or else no chunks.
     """
     tier = HeldTier()
     with _ranks(case, case.ranks, case.most, tier) as writers:

@@ -109,7 +109,7 @@ def run(engine: CudaEngine, device: FakeDevice, plan: CopyPlan, case: Case, choi
 
 
 def there_and_back(engine: CudaEngine, device: FakeDevice, case: Case, choices: list[int], kind: Kind) -> None:
-    """Save, load into other blocks, and compare every byte of the pool and the caches with the CPU engine's."""
+    """Save, load into other blocks, and compare every byte of pool and caches with the bytes of the CPU engine."""
     caches, views = make_caches(case)
     pool, wanted_pool = HostPool(case.geometry), HostPool(case.geometry)
     wanted = [torch.as_strided(whole(c).clone(), c.shape, c.stride()) for c in caches]

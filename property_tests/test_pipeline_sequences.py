@@ -60,7 +60,7 @@ class Sequences(RuleBasedStateMachine):
 
     @rule(wanted=st.lists(st.tuples(KINDS, SPOILED), max_size=4))
     def begin(self, wanted: list[tuple[int, str]]) -> None:
-        """Begin a step, whether or not the step before has ended."""
+        """Begin a step. The previous step may not have ended."""
         made = []
         step = Step()
         for kind, spoiled in wanted:

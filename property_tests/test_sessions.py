@@ -15,7 +15,7 @@ SLOTS = 12
 TURNS = st.lists(
     st.tuples(st.integers(0, 4), st.integers(0, 9), st.integers(0, 6), st.floats(0, 1000)), min_size=1, max_size=60
 )
-"""A turn: its session, the chunks kept of the session's last prompt, the new chunks, the seconds until the turn."""
+"""A turn: session, the chunks kept of the session's last prompt, the new chunks, and the seconds before the turn."""
 
 
 class World:

@@ -104,7 +104,7 @@ class Model:
         self.given_back += parts
 
     def untouched(self) -> bool:
-        """Whether all returned buffers are still as they were filled."""
+        """Whether all returned buffers still have the content that `take_back` wrote."""
         return all(bytes(part) == bytes([FILLING]) * part.nbytes for part in self.given_back)
 
     def widen(self, steps: list[Step]) -> None:
@@ -259,7 +259,7 @@ class Play:
 
 
 async def _clean(tier: Tier, model: Model) -> None:
-    """Check that a client without faults finds all values that must exist, complete."""
+    """Check that a client without faults finds each value that must exist, and that each value is complete."""
     await tier.open()
     for i, key in enumerate(model.keys):
         ends: set[Held] = set()

@@ -50,7 +50,7 @@ def _naive_runs(tables: list[list[Row]], group: int) -> list[Run]:
 
 @given(st.lists(TABLES, max_size=4))
 def test_merged_runs_equal_those_of_a_merge_by_rows(tables: list[list[Row]]) -> None:
-    """The vectorised merge gives the runs of a row-by-row merge: adjacent rows of one job and slot, nothing else."""
+    """The vectorised merge gives the runs of a row-by-row merge: it merges only adjacent rows of one job and slot."""
     plan = CopyPlan(Direction.SAVE, _jobs(tables), 2)
     for group in range(2):
         assert plan.run_list(group) == _naive_runs(tables, group)
@@ -87,7 +87,7 @@ def _views(caches: list[torch.Tensor]) -> list[PageView]:
 
 
 def _place(layer: int, slot: int, page: int) -> tuple[int, int]:
-    """Return (slot, byte) of a page, computed from the text of `Geometry`, not with its code."""
+    """Return (slot, byte) of a page, computed independently of the code of `Geometry`."""
     group, index = ((0, 0), (0, 1), (1, 0))[layer]
     pages = (4, 2)[group]
     return slot, sum(LAYER_BYTES[:index] if group == 0 else []) * pages + page * LAYER_BYTES[layer]

@@ -61,7 +61,7 @@ LIMIT_S: Final = 60.0
 NOT_IN_PLACE: Final = 99
 """The exit status when a function's code cannot be changed in place."""
 Where = tuple[str, int]
-"""Where a function begins: the path of its source, and a line."""
+"""The place where a function begins: (path of the source, line)."""
 
 
 class Judged(NamedTuple):
@@ -215,7 +215,7 @@ def _forked(work: Callable[[], int], limit_s: float) -> int | None:
     watched = os.pidfd_open(child)
     try:
         ended = select.select([watched], [], [], limit_s)[0]
-    finally:  # if this process is interrupted, too: end all processes that the tests have left behind
+    finally:  # also if this process is interrupted: end all processes that the tests have left running
         os.close(watched)
         with suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)

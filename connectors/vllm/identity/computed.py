@@ -43,7 +43,7 @@ def settings(config: VllmConfig) -> Computed:
         among_ranks = name in reviewed_variables.OF_RANKS
         if among_ranks or name in reviewed_variables.PART:
             (found.of_ranks if among_ranks else found.alone)[name] = described(functools.partial(getattr, envs, name))
-        elif name not in _VARIABLES and name in os.environ:  # a newer vLLM's variable may be a secret
+        elif name not in _VARIABLES and name in os.environ:  # a digest: an unknown variable may be a secret
             found.alone[name] = hashlib.sha256(os.environ[name].encode()).hexdigest()
     passed_over = frozenset[str]() if drafters.has_kv(config) else frozenset({"speculative_config"})
     for name, among_ranks, read in _walk(config, "", passed_over):

@@ -132,7 +132,7 @@ class _Description:
     def _whole(self, part: Any, depth: int) -> Any:  # noqa: ANN401
         if isinstance(part, list):
             return [self.describe(one, depth) for one in part]
-        if isinstance(part, (set, frozenset)):  # has no order, so members that are not plain data count by type
+        if isinstance(part, (set, frozenset)):  # has no order, so only the types of complex members count
             return {"set": sorted((self.describe(one, DEPTH_MAX + 1) for one in part), key=json.dumps)}
         if isinstance(part, Mapping):
             return {"items": self._pairs(part, depth)}

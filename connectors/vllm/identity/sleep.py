@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 KV, WEIGHTS = "kv_cache", "weights"
 ALL: Final = frozenset({KV, WEIGHTS})
-"""VLLM's names for the parts of the memory that a sleep can release."""
+"""The names in vLLM of the parts of the memory that a sleep can release."""
 _METHODS: Final = ("sleep", "discard", "wake_up")
 """The calls to vLLM's workers that change the workers' memory.
 
@@ -95,7 +95,7 @@ class Sleep:
         self._falls = max(0, self._falls + (1 if falls else -1))
 
     def reset(self, *, begins: bool) -> None:
-        """Record the begin or the end of a reset of all caches that vLLM itself has started."""
+        """Record that a reset of all caches, which vLLM itself has started, begins or ends."""
         self.keeps = begins and self._falls > 0
         if not begins:
             self._falls = max(0, self._falls - 1)

@@ -55,7 +55,7 @@ class Spoiled:
             self.clean.pop(block, None)
 
     def keep(self, held: set[int]) -> None:
-        """Remove the blocks that are not in `held`, because the next request with such a block writes it first."""
+        """Remove the blocks that are not in `held`, because the next holder writes a block before it reads it."""
         self.clean = {block: done for block, done in self.clean.items() if block in held}
 
     def readers(self, parts: list[ScheduledRange]) -> dict[str, list[int]]:

@@ -3,7 +3,7 @@
 If layers write states from within a step, a prefill step that begins within a block need not end at the block's end
 (`use_internal_checkpoint` in `Scheduler._mamba_block_aligned_split`). vLLM still counts that block as full
 (`SingleTypeKVCacheManager.cache_blocks`). If prompts branch after the block, or vLLM keeps all states, the block gets
-the key of its end. But the block holds the state of the position at which the step began.
+the key of the block's end. But the block holds the state of the position at which the step began.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tracks stale requests: requests that continue with KV of old weights after a change of weights.
 
 After such a change vLLM's prefix cache keeps older KV until the prefix cache is reset, and running requests keep their
-KV in any case. If another request reused such blocks, its KV would be saved as KV of the new weights.
+KV in any case. If another request reused such blocks, that request's KV would be saved as KV of the new weights.
 
 If hashes are shorter than blocks, vLLM also keeps the block in which a prompt ends. vLLM offers that block again in
 every step of the answer (`FullAttentionManager._cache_partial_tail_block`). A request that reuses this block gets a
@@ -27,7 +27,7 @@ class CachedBlocks(Blocks, Protocol):
         """Return how many blocks at the beginning of a request's table the prefix cache holds or has held."""
 
     def copied(self) -> Iterable[tuple[int, int]]:
-        """Yield (source, copy) of the blocks that vLLM will copy for requests admitted since the last step."""
+        """Yield (source, copy) for each block that vLLM will copy for a request admitted since the last step."""
 
     def forget_all(self) -> None:
         """Remove every block from the prefix cache."""

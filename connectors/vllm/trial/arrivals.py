@@ -200,7 +200,7 @@ class Arrivals(ABC):
             self._gone()
 
     def _advance(self, one: Live) -> None:
-        """Record that vLLM has begun with the session's next input, if so."""
+        """If vLLM has begun with a later input of a session, make that input the present input of `one`."""
         request = self.scheduler.requests[one.id]
         while one.turns and request.num_prompt_tokens != len(one.sequence.prompt):
             if one.output != one.expected:
@@ -277,7 +277,7 @@ def _operate(trial: Arrivals, index: int, what: int, tokens: int) -> None:
 
     The order pins the prompt for `tokens` steps, ends a pin, or evicts the prompt from token `tokens` on. In a shape
     with `warms`, a pin first fetches the prompt's chunks from tiers. If `tokens` is 0 there, the chunks are fetched and
-    not pinned. The engine's next steps carry out the order. If the engine has nothing to do, this call carries it out.
+    not pinned. The engine's next steps carry out the order. An idle engine carries out the order in this call.
     """
     side, known = trial.side, [*trial.over, *trial.live.values()]
     pins, orders = side.pins, side.orders

@@ -52,7 +52,7 @@ class Sequence:
         return self.hashes[:stop]
 
     def token(self, position: int) -> int:
-        """Return the token at `position`, which is of the prompt, or which the model generates after the prompt."""
+        """Return the token at `position`, in the prompt or in the tokens that the model generates after the prompt."""
         self.upto(position + 1)
         return self.tokens[position]
 

@@ -380,7 +380,7 @@ def the_trace_replays(watched: Watched) -> Iterator[str]:
 
 @invariant(1, sentence="After the last request, the trace has the end of every request and of every job.", when="drain")
 def the_trace_ends(watched: Watched) -> Iterator[str]:
-    """Search the trace for requests and jobs without a last move, and compare the number of held chunks."""
+    """Search the replayed trace for requests, jobs and other cursors that are not in a final state."""
     watched.trial.replay_traces()
     yield from watched.trial.replay.unfinished()
 

@@ -86,7 +86,7 @@ The method is from Groce et al., Swarm Testing, ISSTA 2012.
 """
 
 SHUTDOWNS = 0.1
-"""The share of sequences that end with a shutdown in mid-flight."""
+"""The share of sequences that end with a shutdown while work is in flight."""
 
 
 def random_moves(seed: int | str, count: int, more: Mapping[str, float] = MappingProxyType({})) -> Iterator[Move]:

@@ -1,4 +1,4 @@
-"""The shapes of trials: scheduler, cache groups, ranks, drafts, pool. All shapes are small, so rare events happen often."""
+"""The shapes of trials: scheduler, cache groups, ranks, drafts, pool. Shapes are small, so rare events happen often."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Shape(NamedTuple):
     prompts. `warms`: a pin first fetches the prompt's chunks from tiers. `quotas`: two salts have a quota each, and all
     other requests share a third quota. `exports`: layers write the state at the end of a prompt's last hash during a
     step, if that end is a multiple of `exports` tokens from the step's start. `undropped`: vLLM does not drop the last
-    block of a hit for a drafter that is fed context: always in 0.33, by configuration in 0.32. `long_prefills`: the
+    block of a hit for a drafter that is fed context: always in vLLM 0.33, if configured in 0.32. `long_prefills`: the
     largest number of tokens of one prefill that a step computes if there are other requests; 0: no limit. `branches`:
     vLLM also keeps the state at which prompts branch within a block. `failing`: loads may fail. `failing` is off where
     vLLM's own recovery is known to give wrong answers. `role`: vLLM's `kv_role`. A consumer has a producer, and every

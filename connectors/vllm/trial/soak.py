@@ -149,7 +149,7 @@ class Player:
         self.engine.preemptions.clear()
 
     def sample(self) -> MemorySample:
-        """Return a sample of the resources in use. Nothing is in flight then, and the catalog is consistent."""
+        """Return a sample of the resources in use, and check the catalog when no job is in flight."""
         taken = held_resources()
         taken.requests, taken.preemptions = self.done, self.preempted
         taken.seconds = round(time.monotonic() - self._began, 1)
