@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from property_tests.runs import Runs
 
 register()
-gc.disable()  # until everything is imported: modules are no garbage, and every search through them takes time
+gc.disable()  # until all imports are done: modules are never garbage, and each collection would search through them
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -28,12 +28,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Exclude all objects that exist now from later garbage collections.
 
-    A worker of pytest-xdist first imports the modules that its trials need, which are then excluded, too.
+    A worker of pytest-xdist first imports the modules that its trials need, so that these modules are excluded too.
     """
     if hasattr(session.config, "workerinput") and "kvpipe.connectors.vllm.trial.trial" in sys.modules:
         from kvpipe.connectors.vllm.trial.children import warm_up  # imports vLLM
 
-        with contextlib.suppress(Exception):  # then the tests fail, and name themselves
+        with contextlib.suppress(Exception):  # the tests then fail with the same error
             warm_up()
     gc.collect()
     gc.freeze()

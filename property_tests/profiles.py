@@ -1,7 +1,7 @@
-"""The amount of property tests: `pytest property_tests --hypothesis-profile=default|ci|nightly`.
+"""Profiles with numbers of examples: `pytest property_tests --hypothesis-profile=default|ci|nightly`.
 
-`ci` makes the same examples every time, so that only a change of the code can break it. `default` makes other examples
-in every run and keeps failing examples. `nightly` makes many more examples.
+`ci` makes the same examples in every run, so only a change of the code can make a test fail. `default` makes other
+examples in every run and keeps failing examples. `nightly` makes 20 times as many examples.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ REGRESSIONS = sorted((Path(__file__).parent / "regressions").glob("*.json"))
 
 
 FIRST_SEEDS: Final = range(3)
-"""The seeds of every shape. `make fuzz` tries as many as there is time for, and `make mutants` eight."""
+"""The seeds that are tried for every shape. `make fuzz` tries seeds until its time is over, `make mutants` tries 8."""
 
 
 class Runs:
@@ -28,11 +28,11 @@ class Runs:
         self._folder = folder
 
     def of_seed(self, shape: str, seed: int) -> TrialRun:
-        """Run the moves of a seed."""
+        """Return the result of the moves of a seed, with the shape named `shape`."""
         return self._once(f"{shape}-{seed}", lambda: run_moves(SHAPES[shape], seed))
 
     def of_sequence(self, path: Path) -> TrialRun:
-        """Run a kept sequence."""
+        """Return the result of the kept sequence in the file `path`."""
         kept = json.loads(path.read_text(encoding="utf-8"))
         moves = [tuple(move) for move in kept["moves"]]
         return self._once(path.stem, lambda: run_moves(shape_named(kept["shape"]), kept["seed"], moves))

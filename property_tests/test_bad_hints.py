@@ -1,4 +1,4 @@
-"""Hints, limits and other parameters of any content raise nothing and are counted. Invalid ones change no answer."""
+"""Hints, limits and parameters of any content raise no exception and are counted. Invalid values change no answer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ENVELOPE: st.SearchStrategy[Any] = (
 
 
 def _received(world: SchedulerWorld, name: str, salt: object, envelope: object, parameters: object) -> list[object]:
-    """Run a request with these hints, and a request that continues it. Return the answers and the plans."""
+    """Run a request with these hints, and then a longer request. Return the lookups' answers and the plans."""
     request, side = world.request(name, 6), world.side
     request.kv_hints, request.kv_transfer_params, request.cache_salt = envelope, parameters, salt
     request.all_token_ids = list(range(request.num_tokens))

@@ -84,7 +84,7 @@ class CatalogModel(RuleBasedStateMachine):
 
     @rule(target=pieces, group=st.integers(0, GROUPS - 1), text=LETTERS, keep=st.booleans())
     def write_new(self, group: int, text: str, *, keep: bool) -> Written:
-        """Reserve a slot, evicting a chunk if necessary, and write its first piece."""
+        """Reserve a slot, for which a chunk may be evicted, and write the first piece of the slot's new chunk."""
         held = self._holders()
         before = {id(c): [mark.key for mark in c.marks] for c in held}
         chunk = self.catalog.reserve(group)
@@ -200,7 +200,7 @@ class CatalogModel(RuleBasedStateMachine):
         assert len(set(slots)) == len(slots) <= self.catalog.used
 
     def teardown(self) -> None:
-        """End all pieces and leases, and reset. Nothing is left."""
+        """End all pieces and leases, reset the catalog, and check that nothing is left."""
         for i, (_, piece) in enumerate(self.in_flight):
             if i % 2:
                 self.catalog.landed(piece)
@@ -233,7 +233,7 @@ class SessionsCatalogModel(CatalogModel):
 
 
 class LargeCatalogModel(CatalogModel):
-    """The same test with mappings in pieces, as large pools have them."""
+    """The same test with mappings that are divided into shards, as in large pools."""
 
     policy = "sessions"
 

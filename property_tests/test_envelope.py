@@ -30,7 +30,7 @@ sealers = st.sampled_from([PLAIN, ENCRYPTED])
 
 
 def outcome(sealer: Sealer, key: Key, count: int, header: bytes, body: bytes) -> bool:
-    """Return whether these bytes pass for the value. Any exception except `DamagedError` is a bug."""
+    """Return whether these bytes are accepted as the value. Any exception except `DamagedError` is a bug."""
     parts = filled(header + body, (HEADER_BYTES, len(body)))
     try:
         sealer.unseal(key, count, *parts)
@@ -67,7 +67,7 @@ def test_random_bytes_are_damaged(sealer: Sealer, start: bytes, sign: bool) -> N
     sealers, st.lists(st.tuples(st.integers(0, HEADER_BYTES + BODY - 1), st.integers(1, 255)), min_size=1, max_size=8)
 )
 def test_changed_bytes_are_noticed(sealer: Sealer, changes: list[tuple[int, int]]) -> None:
-    """A changed value passes if and only if the changes restore the original bytes."""
+    """A changed value is accepted if and only if the changes restore the original bytes."""
     key = Key("1" * 32, bytes(range(32)), 1, 2, 3)
     parts = sealer.seal(key, 7, filled(content(7, BODY), (BODY,))[0])
     good = b"".join(parts)
@@ -80,7 +80,7 @@ def test_changed_bytes_are_noticed(sealer: Sealer, changes: list[tuple[int, int]
 @examples(300)
 @given(sealers, st.integers(0, 71), st.binary(min_size=1, max_size=8))
 def test_forged_fields_are_damaged(sealer: Sealer, at: int, forged: bytes) -> None:
-    """A header with overwritten fields and a valid checksum passes only with its original fields."""
+    """A header with overwritten fields and a valid checksum is accepted only if the fields have their old content."""
     key = Key("1" * 32, bytes(range(32)), 1, 2, 3)
     header, body = sealer.seal(key, 7, aligned(BODY))
     good = bytes(header)

@@ -37,7 +37,7 @@ Bytes = npt.NDArray[np.uint8]
 class Lies(NamedTuple):
     """One cache group: the KV `heads` of all ranks, and the size of each layer.
 
-    0 heads: their order is unknown. A layer has (rows, bytes of a head in a row).
+    If `heads` is 0, the order of the heads is unknown. A layer is (number of rows, bytes of a head in a row).
     """
 
     heads: int
@@ -49,15 +49,16 @@ class Lies(NamedTuple):
         return rows * run * self.mine(ranks)
 
     def mine(self, ranks: int) -> int:
-        """Return the heads of a rank, or any number if the order is unknown."""
+        """Return the number of heads of a rank, or an arbitrary number if the order of the heads is unknown."""
         split = split_of(self.heads, ranks)
         return self.heads // split if split else 3
 
 
 class Case(NamedTuple):
-    """`ranks` write and `readers` read. `units` is the length of each chunk, of at most `per_chunk`.
+    """An engine of `ranks` ranks writes, and an engine of `readers` ranks reads. Each chunk has `units` units.
 
-    `most` is the `share_ranks_max` of the writers, and `theirs` that of the readers.
+    The largest chunk has `per_chunk` units. `most` is the `share_ranks_max` of the writing engine, and `theirs` is the
+    `share_ranks_max` of the reading engine.
     """
 
     groups: tuple[Lies, ...]
@@ -106,7 +107,7 @@ class Rank:
         )
 
     def expected(self, group: int, layer: int) -> Bytes:
-        """Return the bytes that this rank holds of a layer's chunk: its part of all heads."""
+        """Return the bytes of a layer's chunk that this rank holds: the rank's part of all heads."""
         lies, pages = self.case.groups[group], self.case.units
         rows, run = lies.layers[layer]
         split = split_of(lies.heads, self.ranks)
@@ -185,7 +186,7 @@ def _own(case: Case, ranks: int, most: int) -> dict[int, int]:
 def test_engine_of_any_layout_finds_stored_chunks_whole_or_not_at_all(case: Case) -> None:
     """Each part is stored once.
 
-    An engine of any layout finds chunks that it can use, complete and right, or nothing.
+    An engine of any layout finds complete and right chunks if it can use them, or else no chunks.
     """
     tier = HeldTier()
     with _ranks(case, case.ranks, case.most, tier) as writers:

@@ -51,7 +51,7 @@ def cases(draw: st.DrawFn) -> Case:
     for tokens in draw(st.sampled_from([[4], [4, 8], [8, 4], [16]])):
         alike = st.builds(lambda size, count: [size] * count, st.sampled_from(SIZES), st.integers(2, 4))
         sizes = draw(alike | st.lists(st.sampled_from(SIZES), min_size=1, max_size=4))
-        padding = draw(st.sampled_from([0, 0, 32]))  # of vLLM's specification: a page's part of a slot is larger
+        padding = draw(st.sampled_from([0, 0, 32]))  # vLLM's specification has padding, and so has a slot
         layers = tuple(Layer(f"{len(groups)}.{i}", size + padding) for i, size in enumerate(sizes))
         paddings += [padding] * len(sizes)
         groups.append(Group(layers, block_tokens=tokens))
@@ -109,7 +109,7 @@ def run(engine: CudaEngine, device: FakeDevice, plan: CopyPlan, case: Case, choi
 
 
 def there_and_back(engine: CudaEngine, device: FakeDevice, case: Case, choices: list[int], kind: Kind) -> None:
-    """Save, load into other blocks, and compare every byte of the pool and the caches with the CPU engine's."""
+    """Save, load into other blocks, and compare every byte of pool and caches with the bytes of the CPU engine."""
     caches, views = make_caches(case)
     pool, wanted_pool = HostPool(case.geometry), HostPool(case.geometry)
     wanted = [torch.as_strided(whole(c).clone(), c.shape, c.stride()) for c in caches]
@@ -180,7 +180,7 @@ def test_whole_chunks_take_few_copies(case: Case) -> None:
 
 
 def test_a_bay_is_filled_with_several_layers_when_not_all_layers_fit() -> None:
-    """Each part costs a launch, two events and a batch, so a save of 80 layers must not become 80 parts."""
+    """Each filling of a bay costs a launch, two events and a batch, so several layers must share a filling."""
     geometry = Geometry((Group(tuple(Layer(str(i), 64) for i in range(5)), block_tokens=8),), CHUNK, SLOTS * 4096)
     views = [view_pages(str(i), torch.zeros(BLOCKS, 64, dtype=torch.uint8), BLOCKS) for i in range(5)]
     layout = Layout(views, geometry, HostPool(geometry))
@@ -192,9 +192,9 @@ def test_a_bay_is_filled_with_several_layers_when_not_all_layers_fit() -> None:
 
 @pytest.mark.parametrize("mover", Mover)
 def test_a_padded_specification_is_copied_like_any_other(mover: Mover) -> None:
-    """VLLM's specification of a page may be larger than the cache's page.
+    """A page of vLLM's specification may be larger than a page of the cache.
 
-    Then there are gaps between the layers of a slot.
+    If so, there are gaps between the layers of a slot.
     """
     geometry = Geometry((Group(tuple(Layer(str(i), 96) for i in range(3)), block_tokens=8),), CHUNK, SLOTS * 4096)
     rows_ = [(0, 1, page, 2 * page) for page in range(geometry.pages_per_chunk[0])]

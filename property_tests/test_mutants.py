@@ -22,7 +22,7 @@ KEPT = sequences(Path(__file__).parent / "regressions")
 KILLERS = killers(Path(__file__).parent / "killers.jsonl")
 
 TRIALS_MAX = 5
-"""The most trials of a mutant. One more trial takes about as long as the test of another mutant."""
+"""The largest number of trials of a mutant. One trial takes about as long as the test of another mutant."""
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def bench() -> Iterator[CaseRunner]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTANTS)
 def test_each_mutant_is_found(name: str, bench: CaseRunner) -> None:
-    """A broken invariant (or the invariant that the mutant names) finds each mutant within a few trials."""
+    """Each mutant breaks an invariant, or the invariant that the mutant names, within `TRIALS_MAX` trials."""
     verdict = judge(name, KEPT, KILLERS, bench)
     assert verdict.by, f"{name} lives: {MUTANTS[name].does}"
     remedy = f"keep a sequence: python -m {mutate.__name__} {name} --killers property_tests/killers.jsonl"
@@ -60,7 +60,7 @@ def test_mutant_whose_text_does_not_exist_is_an_error(method: str) -> None:
 
 
 def test_a_function_is_mutated_wherever_it_was_imported() -> None:
-    """The function is mutated in every module that has imported it."""
+    """A mutated function is also mutated in each module that has imported the function."""
     page = "<!-- a:begin -->\nold<!-- a:end -->"
     bug = Mutant(
         "Nothing is filled in.",
@@ -72,7 +72,7 @@ def test_a_function_is_mutated_wherever_it_was_imported() -> None:
 
 
 def alive() -> None:
-    """Fail if the reason of a miss is not the expected reason."""
+    """Pass, unless a mutant has replaced the assertion."""
     assert EVICTED
 
 

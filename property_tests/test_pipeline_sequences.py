@@ -1,4 +1,4 @@
-"""With any calls and any engine that keeps its order, nothing raises, and each job is reported once and truthfully."""
+"""With any calls, and copies that end in order, nothing raises, and each job is reported once and truthfully."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SPOILED = st.sampled_from(["", "", "", "", "slot", "cut"])
 
 @dataclass
 class Step:
-    """One step as the test knows it."""
+    """One step: the ids of the step's jobs, the layers whose hooks were called, and whether the step has ended."""
 
     saves: set[int] = field(default_factory=set)
     syncs: set[int] = field(default_factory=set)
@@ -29,7 +29,7 @@ class Step:
 
 
 class Sequences(RuleBasedStateMachine):
-    """vLLM's thread makes random calls while copies complete in order at any time, some of them failing."""
+    """vLLM's thread makes random calls while copies complete in order at any time. Some copies fail."""
 
     layerwise = True
 
@@ -60,7 +60,7 @@ class Sequences(RuleBasedStateMachine):
 
     @rule(wanted=st.lists(st.tuples(KINDS, SPOILED), max_size=4))
     def begin(self, wanted: list[tuple[int, str]]) -> None:
-        """Begin a step, whether or not the step before has ended."""
+        """Begin a step. The previous step may not have ended."""
         made = []
         step = Step()
         for kind, spoiled in wanted:
@@ -153,23 +153,23 @@ class Sequences(RuleBasedStateMachine):
 
     @rule(waiting=st.sampled_from(Waiting))
     def change_waiting(self, waiting: Waiting) -> None:
-        """From now on waits succeed, time out, or are left to the device."""
+        """From now on, waits succeed, time out, or are made by the device."""
         self.rig.engine.waiting = waiting
 
     @rule(who=st.integers(1, 2))
     def fail_the_next_copy(self, who: int) -> None:
-        """Let the next submission fail, for odd jobs or for all jobs."""
+        """Make the next submission fail: for the jobs with odd ids if `who` is 1, for all jobs if `who` is 2."""
         self.fail_next = who
 
     @rule()
     def refuse_the_next_copy(self) -> None:
-        """Let the next submission raise, though an engine should not raise."""
+        """Make the next submission raise an exception, although a transfer engine should not raise."""
         self.refuse_next = True
 
     @precondition(lambda self: not self.down and len(self.steps) > 4)
     @rule()
     def shutdown(self) -> None:
-        """Shut down in the middle. Calls continue."""
+        """Shut the pipeline down. Later rules still call the pipeline."""
         self.rig.pipeline.shutdown()
         self.down = True
 
@@ -183,7 +183,7 @@ class Sequences(RuleBasedStateMachine):
         assert self.rig.counters["loop_did_not_settle"] == 0
 
     def teardown(self) -> None:
-        """After shutdown every job was reported once. No save succeeded if its step's load failed."""
+        """Check that every job was reported once after a shutdown, and that no save succeeded beside a failed load."""
         self.rig.pipeline.shutdown()
         self.down = True
         self.collect()

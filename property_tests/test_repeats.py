@@ -57,6 +57,6 @@ def test_evictions_do_not_depend_on_the_speed_of_the_machine(shape: str) -> None
 
 @pytest.mark.parametrize(("shape", "dense"), REFUSED)
 def test_state_that_an_earlier_stage_lacks_is_refused(shape: str, *, dense: bool) -> None:
-    """VLLM offers states of answers with drafts to stages that do not have them."""
+    """With drafts, vLLM offers states of answers, and an earlier pipeline stage does not have these states."""
     with pytest.raises(UnsupportedError, match=r"prefix_cache_retention_interval=None .*; set it to 0$"):
         Trial(SHAPES[shape]._replace(dense=dense, failing=False), seed=3)

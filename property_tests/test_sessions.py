@@ -15,7 +15,7 @@ SLOTS = 12
 TURNS = st.lists(
     st.tuples(st.integers(0, 4), st.integers(0, 9), st.integers(0, 6), st.floats(0, 1000)), min_size=1, max_size=60
 )
-"""A turn: its session, the chunks kept of the session's last prompt, the new chunks, the seconds until the turn."""
+"""A turn: session, the chunks kept of the session's last prompt, the new chunks, and the seconds before the turn."""
 
 
 class World:
@@ -33,7 +33,7 @@ class World:
         assert chunk.identity not in {one.before for one in self.catalog.index(0).values()}, "a head before its tail"
 
     def serve(self, keys: list[bytes]) -> int:
-        """Serve a prompt: return the number of held chunks, and save the others."""
+        """Serve a prompt: return the number of held chunks, and save the prompt's other chunks."""
         self.requests += 1
         owner, held = Owner("r", self.requests), list[Chunk]()
         for key in keys:

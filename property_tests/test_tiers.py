@@ -1,7 +1,7 @@
-"""Tiers are compared with a dictionary, under any concurrent calls of two clients that are cancelled, late or failing.
+"""Tiers are compared with a dictionary, while two clients make concurrent calls, some cancelled, late or failing.
 
-A fault may cost a miss or an error. A fault never gives wrong bytes, never writes to a buffer after the call has
-returned, and never makes a value disappear, because these stores have room.
+A fault may cause a miss or an error. A fault never gives wrong bytes, and never writes to a buffer after the call has
+returned. No value disappears, because these stores have room.
 """
 
 from __future__ import annotations
@@ -44,11 +44,14 @@ LATE = {"disk"}
 """Kinds whose clients remember lookups, so that `exists` sees the calls of another client only after some time."""
 
 Held = bytes | None
-"""The possible content of a key: a whole value, or None."""
+"""The possible content of a key: a whole value, or None if the key has no value."""
 
 
 class Step(NamedTuple):
-    """A call by a client. `cancel_s` is the time of its cancellation; `fault` is the fault that it meets."""
+    """A call by a client.
+
+    The call is cancelled after `cancel_s` seconds; None: never. `fault` is the fault that the call meets, or None.
+    """
 
     what: str
     client: int
@@ -95,13 +98,13 @@ class Model:
         return SEALER.seal(self.keys[key], 1, body)
 
     def take_back(self, parts: tuple[memoryview, ...]) -> None:
-        """Fill buffers that a call has returned, whether it has succeeded or not."""
+        """Overwrite the buffers of a call that has returned. The call may have failed."""
         for part in parts:
             part[:] = bytes([FILLING]) * part.nbytes
         self.given_back += parts
 
     def untouched(self) -> bool:
-        """Whether all returned buffers are still as they were filled."""
+        """Whether all returned buffers still have the content that `take_back` wrote."""
         return all(bytes(part) == bytes([FILLING]) * part.nbytes for part in self.given_back)
 
     def widen(self, steps: list[Step]) -> None:
@@ -114,9 +117,9 @@ class Model:
                 self.may[key] |= {self.values[key, step.seed] for step in mine if step.what == "write"}
 
     def see(self, key: int, ends: set[Held], *, alone: bool) -> None:
-        """Record that a call has seen one of `ends`. At least one end must be possible.
+        """Record that a call has seen one of the contents `ends`. At least one of these contents must be possible.
 
-        Without concurrent calls it is now certain.
+        If the call was `alone`, only contents in `ends` remain possible.
         """
         assert self.may[key] & ends, f"key {key}: it cannot be so"
         if alone:
@@ -131,7 +134,7 @@ class Play:
     """The clients of one world, and the results that they see."""
 
     def __init__(self, world: TierWorld, namespace: str, seed: int) -> None:
-        """Make the clients. `seed` determines their faults."""
+        """Make the clients. `seed` determines the faults of the clients."""
         self.model, self.alone = Model(namespace), True
         self.late = world.spec.kind in LATE
         self.before: list[Counter[TierFault]] = []
@@ -256,7 +259,7 @@ class Play:
 
 
 async def _clean(tier: Tier, model: Model) -> None:
-    """Check that a client without faults finds all values that must exist, complete."""
+    """Check that a client without faults finds each value that must exist, and that each value is complete."""
     await tier.open()
     for i, key in enumerate(model.keys):
         ends: set[Held] = set()
@@ -299,7 +302,7 @@ def test_tier_returns_written_values_or_fails(name: str, tmp_path: Path) -> None
 
 
 def test_the_same_seed_makes_the_same_faults() -> None:
-    """A seed repeats its faults. Each fault occurs with its probability, and never if that is 0."""
+    """A seed repeats its faults. Each fault occurs with its probability, and never with probability 0."""
     draw = [[fault for fault, _ in zip(seeded(seed, CHANCES), range(2000), strict=False)] for seed in (1, 1, 2)]
     assert draw[0] == draw[1] != draw[2]
     assert {fault for fault in draw[0] if fault} == set(CHANCES)

@@ -50,7 +50,7 @@ def _naive_runs(tables: list[list[Row]], group: int) -> list[Run]:
 
 @given(st.lists(TABLES, max_size=4))
 def test_merged_runs_equal_those_of_a_merge_by_rows(tables: list[list[Row]]) -> None:
-    """The vectorised merge gives the runs of a row-by-row merge: adjacent rows of one job and slot, nothing else."""
+    """The vectorised merge gives the runs of a row-by-row merge: it merges only adjacent rows of one job and slot."""
     plan = CopyPlan(Direction.SAVE, _jobs(tables), 2)
     for group in range(2):
         assert plan.run_list(group) == _naive_runs(tables, group)
@@ -87,7 +87,7 @@ def _views(caches: list[torch.Tensor]) -> list[PageView]:
 
 
 def _place(layer: int, slot: int, page: int) -> tuple[int, int]:
-    """Return (slot, byte) of a page, written out anew from the geometry's prose."""
+    """Return (slot, byte) of a page, computed independently of the code of `Geometry`."""
     group, index = ((0, 0), (0, 1), (1, 0))[layer]
     pages = (4, 2)[group]
     return slot, sum(LAYER_BYTES[:index] if group == 0 else []) * pages + page * LAYER_BYTES[layer]
@@ -106,13 +106,13 @@ def _naive_copy(direction: Direction, table: list[Row], caches: list[torch.Tenso
 
 
 def _whole(cache: torch.Tensor) -> torch.Tensor:
-    """Return every byte of a cache's storage, the padding too."""
+    """Return every byte of a cache's storage, including padding."""
     return torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
 
 
 @st.composite
 def _tables(draw: st.DrawFn) -> tuple[list[list[Row]], list[list[Row]]]:
-    """Draw the rows of two save jobs, and rows that load all of it into other blocks."""
+    """Draw the rows of two save jobs, and rows that load all saved pages into other blocks."""
     saves: list[Row] = []
     loads: list[Row] = []
     for group, pages, slots in ((0, 4, (0, 2)), (1, 2, (1, 3))):  # a slot belongs to one group
@@ -202,7 +202,7 @@ def test_a_copy_that_raises_fails_every_job_of_its_plan(threads: int, monkeypatc
 
 @pytest.mark.parametrize("threads", [0, 1])
 def test_shutdown_completes_earlier_tickets_and_fails_later_tickets(threads: int) -> None:
-    """After shutdown every earlier ticket is complete, a later one fails at once, and a second shutdown is fine."""
+    """After shutdown every earlier ticket is complete, a later ticket fails, and a second shutdown changes nothing."""
     engine, pool = CpuEngine(threads), HostPool(GEOMETRY)
     caches = [_cache(size, 0) for size in LAYER_BYTES]
     engine.attach(_views(caches), GEOMETRY, pool)

@@ -43,7 +43,7 @@ class Trials(RuleBasedStateMachine):
         self.watched = Watched(self.trial)
 
     def make(self, move: Move) -> None:
-        """Make one move; every invariant is checked after each step of it."""
+        """Make one move. Every invariant is checked after each step of the move."""
         self.moves.append(move)
         self.trial.do(move)
         if self.watched.broken:
@@ -114,9 +114,9 @@ def never_reached(shape: Shape, counters: Counter[str]) -> list[str]:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_invariants_hold_under_random_moves(shape: str, runs: Runs) -> None:
-    """Under weighted random moves every invariant holds, and the moves do what they are for.
+    """Under weighted random moves every invariant holds, and the moves cause what `never_reached` lists.
 
-    If the first seeds do not reach all that is wanted, more seeds follow.
+    If the first seeds do not cause all of this, more seeds follow.
     """
     counters: Counter[str] = Counter()
     for seed in SEEDS:
@@ -142,9 +142,9 @@ def test_invariants_hold_in_a_kept_sequence(path: Path, runs: Runs) -> None:
 
 @pytest.mark.parametrize("shape", ["async-load", "two-tiers", "states", "hints", "operators", "quotas"])
 def test_chunks_from_before_a_reset_are_never_found(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reset drops all chunks at once, and their entries are removed one by one long afterwards.
+    """A reset drops all chunks at once, and the chunks' entries are removed one by one much later.
 
-    Meanwhile every invariant holds.
+    Before all entries are removed, every invariant holds too.
     """
     monkeypatch.setattr(catalog, "SWEEP_SLOTS", 1)
     for seed in SEEDS[:3]:

@@ -1,6 +1,6 @@
-"""An engine's and an operator's thread are switched at any bytecode.
+"""The threads of an engine and of an operator are switched at any bytecode.
 
-Only one uses the catalog, and no order is lost.
+Only one thread at a time uses the catalog, and no order is lost.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FILES = {orders_module.__file__, __file__}
 
 
 class Lockstep:
-    """Threads of which one runs at a time. A bytecode in `_FILES` is one move."""
+    """Threads that run one at a time. One bytecode of a file in `_FILES` is one move."""
 
     def __init__(self, *programs: Callable[[], None]) -> None:
         """Start without running threads."""
@@ -41,7 +41,7 @@ class Lockstep:
 
     @property
     def me(self) -> int:
-        """Return the program of the calling thread."""
+        """Return the index of the program that the calling thread runs."""
         return self._ids[threading.get_ident()]
 
     def _run(self, index: int, program: Callable[[], None]) -> None:
@@ -66,13 +66,13 @@ class Lockstep:
         return self._traced
 
     def point(self) -> None:
-        """Let the other thread continue, if it is its turn."""
+        """Return control to `run`, and wait until `run` gives this thread another move."""
         index = self.me
         self._back.release()
         self._go[index].acquire()
 
     def move(self, index: int) -> bool:
-        """Let a program run one bytecode. False: it has ended, or waits for the other program."""
+        """Run one bytecode of a program. Return False if the program has ended or waits for the other program."""
         waits = self.waits[index]
         if not self.alive[index] or (waits is not None and waits()):
             return False
@@ -81,7 +81,7 @@ class Lockstep:
         return True
 
     def run(self, runs: list[int]) -> None:
-        """Run all programs to their end, by turns of `moves` moves, repeated. AssertionError: all programs wait."""
+        """Run all programs to their end, in turns of `runs` moves, repeatedly. AssertionError: all programs wait."""
         for turn, count in enumerate(itertools.cycle(runs)):
             moved = [self.move(turn % 2) for _ in range(count)]
             if not any(self.alive):
@@ -97,7 +97,7 @@ class SteppedLock:
     """A lock of programs in lockstep."""
 
     def __init__(self) -> None:
-        """The engine has the lock. `passed_over` counts how often others got it while the engine waited."""
+        """The engine has the lock. `passed_over` counts how often an operator got the lock while the engine waited."""
         self.taken, self.steps = True, Lockstep()
         self.borrowed = self.passed_over = 0
 
@@ -127,8 +127,8 @@ class Tried:
     def __init__(self, calls: list[str], ordered: int) -> None:
         """`calls` are the engine's calls.
 
-        `step` carries out orders, and `idle` reports that there is nothing to do. `reset` may come after that report,
-        and then waits for requests.
+        `step` carries out orders, and `idle` reports that there is nothing to do. A `reset` after `idle` uses the
+        catalog, and the engine is idle again after the `reset`.
         """
         self.orders = Orders(Counters())
         self.orders.slice_s_max = float("inf")

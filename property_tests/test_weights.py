@@ -1,4 +1,4 @@
-"""Weights change at any time: no request reads KV that other weights have computed, and no chunk keeps it."""
+"""Weights change at any time: no request reads KV that other weights have computed, and no chunk keeps such KV."""
 
 from __future__ import annotations
 

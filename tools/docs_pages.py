@@ -26,7 +26,7 @@ from kvpipe.trace.timeline_html import write_html  # noqa: E402
 OUT: Final = ROOT / "docs" / "generated"
 SAMPLE: Final = ROOT / "docs" / "sample-trace.jsonl"
 LEFT_OUT: Final = "kvpipe.connectors"
-"""It needs an engine to be imported, and is called by the engine alone."""
+"""This package gets no page, because only the engine calls it, and because its import needs the engine."""
 
 
 def rooms() -> Iterator[tuple[str, list[str]]]:

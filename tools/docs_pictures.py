@@ -15,7 +15,7 @@ _ARROW = re.compile(r"^(\[\*\]|\w+) --> (\[\*\]|\w+)(?:: (.*))?$")
 
 
 def svg(width: float, height: float, body: Iterable[str], *, background: str = "") -> str:
-    """Return a whole picture of `width` x `height` pixels. Without a `background` it has the page's colours."""
+    """Return a whole picture of `width` x `height` pixels. Without a `background` the page's colours show through."""
     paper = f'<rect width="100%" height="100%" fill="{background}"/>' if background else ""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" '

@@ -12,7 +12,7 @@ _LINK = re.compile(r"\[([^\]]+)\]\((?![a-z]+:|#)([^)]+)\)")
 
 
 def absolute(text: str, repository: str, version: str) -> str:
-    """Return a page whose relative links lead to the repository at the version's tag; without a URL, to nowhere."""
+    """Return a page whose relative links lead to `repository` at the version's tag, or are removed if this is empty."""
     return _LINK.sub(rf"[\1]({repository}/blob/v{version}/\2)" if repository else r"\1", text)
 
 

@@ -15,7 +15,7 @@ from cosmic_ray.plugins import get_operator, operator_names
 
 
 class Proposal(NamedTuple):
-    """A change that cosmic-ray makes: the `occurrence` of an operator in a file, at a line."""
+    """A change that cosmic-ray makes: of the place with number `occurrence` that `operator` can change in a file."""
 
     file: str
     line: int
@@ -27,7 +27,7 @@ def proposals(root: Path, folder: str, sample: int, seed: int) -> Iterator[tuple
     """Yield `sample` proposals for `folder` with the mutated source.
 
     First a place is drawn, then a change of this place. So a place that many operators can change is not drawn more
-    often. Changes of annotations alone are left out.
+    often than other places. Changes of annotations alone are left out.
     """
     random_ = random.Random(seed)  # noqa: S311  (a sample)
     places: defaultdict[tuple[str, tuple[int, int]], list[Proposal]] = defaultdict(list)

@@ -1,7 +1,7 @@
 """Runs the quick tests on mutants that cosmic-ray proposes: `make propose-mutants`.
 
-One process collects the tests in a temporary copy of the sources. It runs them once to learn
-which functions each test calls. If a mutant changes a function's body, a fork of that process replaces the body and
+One process collects the tests in a temporary copy of the sources. The process runs the tests once to learn which
+functions each test calls. If a mutant changes a function's body, a fork of that process replaces the body and
 runs the tests that call the function. For any other mutant, such as a constant's, the file is imported again, and all
 tests that call its functions run. Each mutant is also written to the copy, for tests that start Python processes. These
 tests also judge functions that no test calls.
@@ -55,23 +55,23 @@ IMPORTED: Final = (
 )  # fmt: skip
 LEFT_OUT: Final = ("*.egg-info", "__pycache__", ".git", ".venv", ".cache", ".*_cache", ".hypothesis", "site")
 FAILED_MAX: Final = 10
-"""With more tests that fail without a mutant, nothing is tried."""
+"""If more tests than these fail without a mutant, no mutant is tried."""
 LIMIT_S: Final = 60.0
-"""A mutant has this time, and three times what the tests take without one."""
+"""A mutant's time limit in seconds is this, plus three times the time of the tests without a mutant."""
 NOT_IN_PLACE: Final = 99
 """The exit status when a function's code cannot be changed in place."""
 Where = tuple[str, int]
-"""Where a function begins: the path of its source, and a line."""
+"""The place where a function begins: (path of the source, line)."""
 
 
 class Judged(NamedTuple):
-    """How a proposal fared: "killed", "timed out" or "survived"."""
+    """The result of a proposal. `outcome` is "killed", "timed out" or "survived"."""
 
     proposal: Proposal
     outcome: str
     diff: str
     tests: int
-    """How many tests call what it changes."""
+    """The number of tests that call the changed code."""
 
 
 class _Ordered:
@@ -91,7 +91,7 @@ class _Ordered:
 
 
 class _Test(NamedTuple):
-    """A test: its name, whether it passes without a mutant, starts Python processes, and the functions it calls."""
+    """A test: its name, whether it passes without a mutant and starts Python processes, and the functions it calls."""
 
     name: str
     passes: bool
@@ -116,7 +116,7 @@ class _Tests(_Ordered):
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config: pytest.Config) -> None:
-        """Record what the imports call. Print no progress, because this needs a thread, which a fork lacks."""
+        """Record what the imports call. Print no progress, because printing needs a thread that a fork lacks."""
         config.pluginmanager.unregister(name="kvpipe-progress")
         sys.addaudithook(self._audit)
         self._trace(self._note)
@@ -162,7 +162,7 @@ class _Tests(_Ordered):
                 if function.__code__.co_qualname == changed.co_qualname:
                     try:
                         function.__code__ = changed
-                    except ValueError:  # it has other free variables
+                    except ValueError:  # the changed code has other free variables
                         return NOT_IN_PLACE
         items = [session.items[number] for number in numbers]
         for number in range(len(items)):
@@ -215,7 +215,7 @@ def _forked(work: Callable[[], int], limit_s: float) -> int | None:
     watched = os.pidfd_open(child)
     try:
         ended = select.select([watched], [], [], limit_s)[0]
-    finally:  # if this process is interrupted, too: end all processes that the tests have left behind
+    finally:  # also if this process is interrupted: end all processes that the tests have left running
         os.close(watched)
         with suppress(ProcessLookupError):
             os.killpg(child, signal.SIGKILL)
@@ -247,10 +247,10 @@ def _stop(*_: object) -> None:
 
 
 class Bench:
-    """A copy of the sources in `root`, in which mutants are tried in turn."""
+    """A copy of the sources in `root`, in which mutants are tried one after the other."""
 
     def __init__(self, root: Path, file_seconds_max: float) -> None:
-        """Run the tests once without a mutant. Tests that fail then are left out, and named.
+        """Run the tests once without a mutant. Print and leave out the tests that fail.
 
         Raises:
             RuntimeError: the tests cannot be collected, or too many of them fail.
@@ -365,7 +365,7 @@ def main() -> None:
     unknown = [one for one in asked.folders if re.sub("/$", "", one) not in FOLDERS]
     if unknown:
         parser.error(f"folder {unknown[0]!r} is unknown; name one of {', '.join(FOLDERS)}")
-    signal.signal(signal.SIGTERM, _stop)  # it also ends the tests' process
+    signal.signal(signal.SIGTERM, _stop)  # so that the tests' process ends too
     for name in IMPORTED:
         importlib.import_module(name)
     results = json.loads(asked.json.read_text("utf-8")) if asked.json.exists() else {}
@@ -374,7 +374,7 @@ def main() -> None:
         root = Path(made) / "copy"
         shutil.copytree(ROOT, root, symlinks=True, ignore=shutil.ignore_patterns(*LEFT_OUT))
         (root / ".venv").symlink_to((ROOT / ".venv").resolve())
-        for folder in folders:  # by hash: a mutant may be as long and as old
+        for folder in folders:  # by hash: a mutant may have the file's size and time
             compileall.compile_dir(root / folder, quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
         with closing(Bench(root, asked.file_seconds_max)) as bench:
             for folder in folders:
@@ -383,7 +383,7 @@ def main() -> None:
 
 
 def _tried(bench: Bench, root: Path, folder: str, sample: int, seed: int) -> dict[str, Any]:
-    """Try the sample of a folder, and print how each mutant fares. Returns the counts and the survivors."""
+    """Try the sample of a folder, and print the result of each mutant. Returns the counts and the survivors."""
     judged = []
     for one, changed in proposals(root, folder, sample, seed):
         judged.append(bench.judge(one, changed))

@@ -17,7 +17,7 @@ def git(*words: str) -> str:
 
 
 def notes(version: str) -> str:
-    """Return the changelog's section of a version; empty if there is none."""
+    """Return the changelog's section of a version, or "" if the changelog has no such section."""
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     found = re.search(
         rf"^## \[{re.escape(version)}\] - \d{{4}}-\d\d-\d\d\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL

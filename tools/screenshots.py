@@ -36,7 +36,7 @@ TALL: Final = 540
 _ASKED_AT: Final = 18
 _USERS: Final = ("team-search", "team-support", "nightly-batch")
 _FONT: Final = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
-"""Rich's picture loads its font from elsewhere; the reader's monospace font does as well."""
+"""The part of Rich's picture that would load a font from another site. The reader's monospace font is used instead."""
 
 
 def top() -> None:

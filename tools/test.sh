@@ -1,18 +1,19 @@
 #!/usr/bin/env bash
-# Every test, in parts, one part after the other, each on all cores.
+# Runs every test, in parts: one part after the other, each part on all cores.
 # usage: tools/test.sh default|ci|nightly   every test, with this profile of Hypothesis
 #        tools/test.sh quick                the tests that need no vLLM, of files that take at most 2.5 seconds
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export PYTHONHASHSEED=${PYTHONHASHSEED:-0}
-# Setup leaves bytecode to the first import. Where this variable is set, as in many containers, no import writes it, and
-# every process that imports vLLM compiles thousands of modules, which doubles its time.
+# Setup writes no bytecode; the first import of a module writes the module's bytecode. If this variable is set, as in
+# many containers, no import writes bytecode. Every process that imports vLLM then compiles thousands of modules, and
+# takes twice as long.
 unset PYTHONDONTWRITEBYTECODE
 profile=$1
 failed=() # parts
 lists=()  # files with the names of their tests
 
-part() { # part NAME ARGUMENTS…; a test that hangs says where after ten minutes
+part() { # part NAME ARGUMENTS…; after ten minutes, a test that hangs prints its stacks
   local name=$1 status
   shift
   rm -f ".cache/tests/$name.failed"
@@ -31,13 +32,13 @@ part() { # part NAME ARGUMENTS…; a test that hangs says where after ten minute
 
 # a worker takes whole files, in the order of tests/progress.py
 spread=(-n auto --dist loadfile --no-loadscope-reorder)
-waiting=("${spread[@]}" -n "$((2 * $(nproc)))" --maxprocesses 16) # its tests wait for servers half of their time
-# three workers for two cores, because a test waits now and then: for threads, forked ranks or servers
+waiting=("${spread[@]}" -n "$((2 * $(nproc)))" --maxprocesses 16) # these tests wait for servers half of their time
+# three workers for two cores, because a test sometimes waits for threads, forked ranks or servers
 workers=$((3 * $(nproc) / 2))
 for_memory=$(awk '/MemAvailable/ { print int($2 / (3 * 1024 * 1024)) }' /proc/meminfo) # 3 GiB each
 [ "$workers" -gt "$for_memory" ] && workers=$((for_memory > 1 ? for_memory : 1))
 more=(-n "$workers" --maxprocesses 16)
-clock=tests/contract/test_conformance.py # its tests tell hangs by the clock, so they run alone
+clock=tests/contract/test_conformance.py # these tests detect hangs by the clock, so they run alone
 with_vllm=(
   tests/contract tests/packages tests/second_engine tests/site tests/trials tests/vllm
   tests/manage/test_threads.py tests/node/test_metrics.py tests/scheduler/test_grouped_saves.py tests/transfer/test_whole_blocks.py
@@ -61,6 +62,6 @@ else
   part clock "$clock"
 fi
 [ ${#failed[@]} = 0 ] && exit
-cat "${lists[@]}" # a log that was cut still has its end
+cat "${lists[@]}" # printed last, because a log that is cut keeps its end
 printf 'failed: %s\n' "${failed[@]}"
 exit 1

@@ -55,7 +55,7 @@ def make_asked_engine(model: str, extra: dict[str, Any], options: Sequence[str],
             return known, []
 
         def error(self, message: str) -> NoReturn:
-            """Raise UsageError. The parser's own method prints every option first."""
+            """Raise UsageError. argparse's own method would print every option first."""
             raise UsageError(f"kvpipe: vLLM refuses an option: {message}")
 
     parser = AsyncEngineArgs.add_cli_args(ServeOptions(prog="kvpipe check", allow_abbrev=False))
@@ -76,14 +76,14 @@ def make_asked_engine(model: str, extra: dict[str, Any], options: Sequence[str],
 
 
 def _choose_executor(config: VllmConfig) -> None:
-    """Let vLLM choose the executor. kvpipe's plug-in checks the engine at this point."""
+    """Make vLLM choose the executor, because kvpipe's plug-in checks the engine when vLLM does so."""
     from vllm.v1.executor import Executor  # noqa: PLC0415  (slow)
 
     Executor.get_class(config)
 
 
 def _refused(model: str, error: Exception) -> UsageError:
-    """Return kvpipe's own refusal within `error`, or an error with the reason of vLLM in one line."""
+    """Return the refusal by kvpipe if `error` contains one, or else an error with vLLM's reason in one line."""
     reason = str(error)
     if callable(errors := getattr(error, "errors", None)):  # pydantic's ValidationError contains the error of a check
         first = errors()[0]

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from kvpipe.protocol.geometry import Geometry
 
 ANNOUNCED_MAX: Final = 128
-"""The most noted blocks that one step announces. A block takes about 50 us."""
+"""The largest number of noted blocks that one step announces. Announcing one block takes about 50 us."""
 
 
 class AnnouncedBlock(NamedTuple):
-    """A chunk's tokens up to one of its marks, and everything else that the block's hash covers."""
+    """The tokens of a chunk up to one of the chunk's marks, and everything else that the block's hash covers."""
 
     hash: BlockHash
     parent: BlockHash | None
@@ -39,7 +39,7 @@ class AnnouncedBlock(NamedTuple):
 
 
 class _Note(msgspec.Struct, frozen=True, array_like=True):
-    """An `AnnouncedBlock` as it is encoded."""
+    """The encoded form of an `AnnouncedBlock`."""
 
     hash: bytes
     parent: bytes | None
@@ -85,7 +85,7 @@ class BlockMaker:
         )
 
     def note(self, request: Request, chunk: Chunk, base: int) -> bytes:
-        """Return the note of a chunk that has one mark. See `kvpipe.scheduler.hooks.NoteOf`.
+        """Return the note of a chunk that has one mark. This method is a `kvpipe.scheduler.hooks.NoteOf`.
 
         As with private pools, a chunk is not announced if its salt is too long.
         """
@@ -128,7 +128,7 @@ class NotedBlocks:
         self._named[chunk.group, block.hash] = chunk
 
     def pop(self, chunk: Chunk) -> None:
-        """Remove the block of a chunk, if the chunk has one here."""
+        """Remove the block of a chunk, if that block is waiting here."""
         if (block := self._waiting.pop(chunk, None)) is not None and self._named[chunk.group, block.hash] is chunk:
             del self._named[chunk.group, block.hash]
 
@@ -137,7 +137,7 @@ class NotedBlocks:
         taken: list[tuple[Chunk, AnnouncedBlock]] = []
         while self._waiting and len(taken) < ANNOUNCED_MAX:
             chunk: Chunk | None = next(iter(self._waiting))
-            chain: dict[Chunk, None] = {}  # the chunk, and those before it that wait, too
+            chain: dict[Chunk, None] = {}  # the chunk and the waiting chunks before it
             while chunk is not None and chunk not in chain:
                 chain[chunk] = None
                 parent = self._waiting[chunk].parent

@@ -65,7 +65,7 @@ def _nothing() -> None:
     return None
 
 
-watch_packing()  # for processes that import this module before the model is loaded; elsewhere vLLM's plugin calls it
+watch_packing()  # for processes in which vLLM's plugin has not called it before the model is loaded
 
 
 class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
@@ -145,12 +145,12 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Whether vLLM must not use CUDA graphs of whole steps. Only the mode `layerwise` requires that."""
+        """Whether vLLM must not use CUDA graphs of whole steps. Only the mode `layerwise` forbids such graphs."""
         return load_settings(extra_config).mode == "layerwise"
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Return the cache layout to ask vLLM for, or None for vLLM's own choice. vLLM may lack the layout."""
+        """Return the cache layout to ask vLLM for, or None for vLLM's own choice. vLLM may ignore the result."""
         assert vllm_config.kv_transfer_config is not None  # noqa: S101  (vLLM asks only an engine with a connector)
         settings = load_settings(vllm_config.kv_transfer_config.kv_connector_extra_config)
         if settings.mover == "staged":  # a block of all layers may not fit a bay
@@ -159,14 +159,14 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:  # noqa: ARG003
-        """Whether vLLM may release and restore the memory of its KV caches. kvpipe supports that, see `sleep`."""
+        """Return True: vLLM may release and restore the memory of its KV caches (`identity/sleep.py`)."""
         return True
 
     @property
     def requires_kv_delivery(self) -> bool:
         """Whether vLLM must recompute a preempted request to deliver its KV.
 
-        This is False, because a dropped save is a miss.
+        Returns False, because a dropped save only causes a later miss.
         """
         return False
 
@@ -208,7 +208,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Make the worker side over the rank's paged caches.
 
-        If vLLM registers caches again without a sleep in between, the pool is given up and nothing is copied any more.
+        If vLLM registers other caches without a sleep before, the rank stops using its pool and copies nothing more.
 
         Raises:
             UnsupportedError: the caches have a layout that kvpipe does not know.
@@ -274,7 +274,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:  # noqa: ARG002
-        """Report every ended async load exactly once. Loads of aborted requests count, because vLLM waits for them."""
+        """Report every ended async load exactly once, also of an aborted request, because vLLM waits for the report."""
         return self.worker_role.get_transfer_results()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -293,7 +293,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(_nothing)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:  # noqa: ARG002
-        """Set the fence of the last step's saves, if this call has to set the fence: see `hooks.fences_late`."""
+        """Set the fence of the last step's saves if `hooks.fences_late` is true for this engine."""
         self.worker_role.handle_preemptions()
 
     # ---- both roles -----------------------------------------------------------------------------------------------
@@ -340,7 +340,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(dict)
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        """Return how many of the hit's tokens come from memory, disk and elsewhere. Called after the admission."""
+        """Return how many of the hit's tokens come from memory, disk and elsewhere, after the request's admission."""
         return self.scheduler_role.get_external_cache_hit_sources(request, num_external_tokens)
 
     @contained(lambda: PlanMetadata(EMPTY_PLAN))
@@ -355,7 +355,7 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(lambda: (False, None))
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:  # noqa: ARG002
-        """Stop tracking a request. vLLM may free its blocks at once, because later writes wait for its last save."""
+        """Stop tracking a request. vLLM may free the blocks at once: later writes wait for the request's last save."""
         return self.scheduler_role.request_finished(request)
 
     def request_finished_all_groups(
@@ -378,5 +378,5 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(lambda: False)
     def reset_cache(self) -> bool | None:
-        """Forget every chunk, including chunks in tiers, unless vLLM resets its caches to fall asleep. Returns True."""
+        """Forget every chunk, including chunks in tiers. A reset for a sleep forgets nothing. Returns True."""
         return self.scheduler_role.reset_cache()

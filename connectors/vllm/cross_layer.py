@@ -1,8 +1,8 @@
 """Decides whether kvpipe asks vLLM for a cross-layer layout, in which the pages of all layers of a block are adjacent.
 
-If no layer's hook is used, `kvpipe.transfer.whole_blocks` then copies a block of all layers as one run of bytes. vLLM
-uses the layout that a connector asks for only if every attention backend supports this layout. The variable
-`VLLM_KV_CACHE_LAYOUT` takes precedence.
+With this layout, `kvpipe.transfer.whole_blocks` copies a block of all layers as one run of bytes, if no layer's hook is
+used. vLLM uses the layout that a connector asks for only if every attention backend supports the layout. The variable
+`VLLM_KV_CACHE_LAYOUT` takes precedence over the connector.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def _one_kind(model: ModelConfig) -> bool:
 
 
 def _asked_by_connector() -> bool:
-    """Whether another connector asks. vLLM's `MultiConnector` refuses connectors that ask for different layouts.
+    """Whether vLLM's `MultiConnector` asks. A `MultiConnector` refuses connectors that ask for different layouts.
 
-    Only the call stack shows this. `MultiConnector` asks with a copy of the engine's configuration, and this copy names
-    kvpipe as the engine's only connector. The engine's core asks before it makes connectors, and sets no current
+    Only the call stack shows the caller. `MultiConnector` asks with a copy of the engine's configuration, and this copy
+    names kvpipe as the engine's only connector. The engine's core asks before it makes connectors, and sets no current
     configuration.
     """
     return [frame.function for frame in inspect.stack(0)].count("get_required_kvcache_layout") > 1

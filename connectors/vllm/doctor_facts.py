@@ -65,7 +65,7 @@ def hash_seeds() -> tuple[str, frozenset[str]]:
 def first_hash(algorithm: str) -> str:
     """Return the algorithm's name and a digest of the seed with which every chain of vLLM's block hashes begins.
 
-    PYTHONHASHSEED sets the seed, for sha256 too. Two engines share block hashes only if both have the same value.
+    PYTHONHASHSEED sets the seed, also for sha256. Two engines share block hashes only if the variable is equal in both.
     """
     from vllm.utils.hashing import get_hash_fn_by_name  # noqa: PLC0415
     from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed  # noqa: PLC0415

@@ -57,7 +57,7 @@ class ManagedBlocks:
         return known is not None and get_block_hash(known) == key
 
     def copied(self) -> Iterable[tuple[int, int]]:
-        """Yield (source, copy) of the blocks that vLLM will copy for requests admitted since the last step."""
+        """Yield (source, copy) for each block that vLLM will copy for a request admitted since the last step."""
         for manager in self._of_group:
             for source, copy in manager._pending_cow_copies:  # noqa: SLF001
                 yield source.block_id, copy.block_id
@@ -140,7 +140,7 @@ class Remedies(Recovery):
             self._invalid.failed(block_ids, requests, self._blocks)
 
     def given_away(self, block_ids: set[int]) -> None:
-        """Stop counting these blocks as spoiled, because their new holders write the blocks before they read them."""
+        """Stop counting these blocks as spoiled, because each new holder writes a block before it reads the block."""
         self.planned(block_ids)
 
     def begin_step(self, step: Step, requests: Iterable[Request], *, loading: bool) -> Mapping[str, Sequence[int]]:
@@ -160,11 +160,11 @@ class Remedies(Recovery):
                 self._stale.plan_step(step.preempted_req_ids or (), requests, blocks)
             except Exception as e:  # noqa: BLE001  (the spoiled blocks must be returned nevertheless)
                 self._counters.fault("stale_blocks_not_forgotten", error=repr(e))
-                self._stale.weights_changed(self._stale.requests, None)  # the next step removes all their blocks
+                self._stale.weights_changed(self._stale.requests, None)  # their blocks are removed in the next step
         return self._invalid.failing_loads(step, requests, blocks) if self._invalid.spoiled.clean else {}
 
     def weights_changed(self, requests: Collection[str]) -> None:
-        """Empty vLLM's prefix cache, because all its KV is of earlier weights."""
+        """Empty vLLM's prefix cache, because all KV in the cache is of earlier weights."""
         self.encoded.weights_changed()
         self._stale.weights_changed(requests, self._blocks)
 

@@ -58,7 +58,7 @@ def _load(held: HeldAdapters, original: Callable[[Any, Any], Any], manager: Any,
 
 
 def _marks(manager: Any) -> Callable[[], dict[int, bytes]]:  # noqa: ANN401
-    """Return a function that returns the digests of the manager's adapters, by number; empty after its deletion."""
+    """Return a function that returns the digests of the manager's adapters by number, or {} without the manager."""
     known = weakref.ref(manager)
 
     def now() -> dict[int, bytes]:

@@ -76,7 +76,7 @@ def replays(config: VllmConfig) -> bool:
 
 
 def is_replayed(context: ForwardContext) -> bool:
-    """Whether the step replays a CUDA graph. Runner V2 then gives an empty context, V1 a context with mode FULL."""
+    """Whether the step replays a CUDA graph: runner V2 gives an empty context, runner V1 a context of mode FULL."""
     graphs = getattr(context, "cudagraph_runtime_mode", None)
     return getattr(context, "attn_metadata", None) is None or graphs == CUDAGraphMode.FULL
 

@@ -1,11 +1,12 @@
 """vLLM's KV cache events for the chunks that kvpipe holds, for prefix-aware routers.
 
-Chunks in memory have the medium ``CPU``. Chunks in tiers have ``STORAGE``, the tier's locality, and its name as owner.
+Chunks in memory have the medium ``CPU``. Chunks in tiers have the medium ``STORAGE``, the tier's locality, and the
+tier's name as owner.
 
 A lookup finds a chunk only at the chunk's marks: at its end, and at each position where a prompt or an answer has
 ended. So each mark is announced as one block, from the chunk's first token to the mark. The announced block may be
-longer than the engine's blocks. The block is removed when its mark is removed. Events contain everything that a block's
-hash covers, as vLLM's own events do. A consumer that receives all events has the catalog's index.
+longer than the engine's blocks. The block is removed when its mark is removed. Like vLLM's own events, events contain
+everything that a block's hash covers. A consumer that receives all events can rebuild the catalog's index.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ MEMORY: Final = BlockPlace(MEDIUM_CPU)
 
 
 def place_of(tier: GuardedTier) -> BlockPlace:
-    """Return the place of a tier's blocks. The locality is None if it is unknown."""
+    """Return the place of a tier's blocks. An unknown locality is None."""
     return BlockPlace(MEDIUM_STORAGE, tier.spec.locality.upper() or None, tier.name)
 
 
@@ -116,7 +117,7 @@ class KvEvents:
                 self._announce(MEMORY, chunk.group, block)
 
     def noted(self, chunk: Chunk, note: bytes) -> None:
-        """Wait with the block of a published chunk of a node's memory until `announce`."""
+        """Keep the block of a published chunk of a node's memory until `announce` is called."""
         block = read_note(note)
         if block is not None and chunk.tail.startswith(block.hash):
             self._noted.add(chunk, block)
@@ -133,7 +134,7 @@ class KvEvents:
         self._remove(MEMORY, chunk.group, self._of.pop(chunk, {}).values())
 
     def block(self, chunk: Chunk, key: bytes) -> AnnouncedBlock | None:
-        """See `Published.block`."""
+        """Return the block that was announced for `key`, a mark's key of `chunk`, or None."""
         return self._of.get(chunk, {}).get(key)
 
     def stored(self, tier: int, group: int, block: AnnouncedBlock) -> None:
@@ -145,7 +146,7 @@ class KvEvents:
         self._remove(self._tiers[tier], group, blocks)
 
     def kept(self, request: Request) -> Request | None:
-        """Return the fields that events need after the request's end, or None for media, embeddings or a long salt."""
+        """Return the fields that events need after the request's end, or None with media, embeddings or a long salt."""
         long = len(request.cache_salt or "") > SALT_KEPT_CHARS_MAX
         if request.mm_features or request.prompt_embeds is not None or long:
             return None
@@ -163,7 +164,7 @@ class KvEvents:
         return events
 
     def _announce(self, place: BlockPlace, group: int, block: AnnouncedBlock) -> None:
-        """Announce `block`, unless it is announced for another chunk with another version of the same adapter."""
+        """Announce `block`, unless the block is announced for a chunk with another version of the same adapter."""
         chunks, first = self._held.get((place, group, block.hash), (0, block))
         self._held[place, group, block.hash] = chunks + 1, first
         if not chunks:

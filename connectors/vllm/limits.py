@@ -20,7 +20,7 @@ _MATCHERS: Final = {
     for medium in (None, *get_args(Medium))
     for locality in (None, *get_args(Locality))
 }
-"""By matcher, the texts in capital letters that a request states for it."""
+"""By matcher: the matcher's medium and locality in capital letters, as they are compared with a request's texts."""
 
 Ignore = Callable[[str], object]
 
@@ -60,7 +60,7 @@ def _matchers(value: object, ignore: Ignore) -> frozenset[TierMatcher] | None:
 
 
 def _matcher(value: object) -> TierMatcher | None:
-    """Return the matcher, or None if it is invalid. As in vLLM, unknown keys are ignored."""
+    """Return the matcher, or None if `value` is invalid. As in vLLM, unknown keys are ignored."""
     if not isinstance(value, dict):
         return None
     wanted = tuple(one.upper() if isinstance(one, str) else one for one in map(value.get, TierMatcher._fields))

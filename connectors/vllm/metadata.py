@@ -22,7 +22,7 @@ class PlanMetadata(KVConnectorMetadata):
         self.plan = plan
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return the plan as builtin tuples. The fields that most plans do not use are left out of such plans."""
+        """Return the plan as builtin tuples. The fields that most plans do not use are left out if none is set."""
         step, jobs, orders, space, question, claims, wait_ms, computes, used, pool = self.plan
         packed = (step, _plain(jobs), used)
         if orders or question or claims or wait_ms or pool or (jobs and not computes):
@@ -58,7 +58,7 @@ class Introduction(NamedTuple):
     """A rank's first report: the facts on which its chunks depend. The rank sends the report with its first step.
 
     `rank` is the rank's number in the engine. `digest` is the digest of everything that the rank's bytes depend on, or
-    "" without tiers. `weights` is the digest of the weights, or "" if it is not known. `slots` is the number of slots
+    "" without tiers. `weights` is the digest of the weights, or "" if unknown. `slots` is the number of slots
     of the rank's pool, ready or not. `heads` has the KV heads of each group, see `kvpipe.tiers.parts`. `common` is a
     digest that does not depend on the number of ranks, or "". `numerics` is a digest of how the rank computes, see
     `numerics_digest`. `pool` is the token of the node's memory that the rank uses, or b"" with a private

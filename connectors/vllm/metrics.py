@@ -34,7 +34,7 @@ SELDOM_S = 0.5
 class Metric(NamedTuple):
     """One metric: its kind, the name of its only label, and its documentation.
 
-    An empty name means that it has no label.
+    An empty name of the label means that the metric has no label.
     """
 
     kind: Literal["counter", "gauge", "histogram"]
@@ -165,7 +165,7 @@ class KVPipeStats(KVConnectorStats):
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add the changes of another rank or of a later interval.
 
-        A gauge takes the value in `other`. All else is added.
+        A gauge takes the value in `other`. Counters are added, and the values of histograms are appended.
 
         A histogram keeps its last `KEPT_MAX` values, because a program that embeds the engine may never log them.
         """
@@ -205,18 +205,18 @@ class Meter:
         *,
         can_wait: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Compute changes of `totals`, which returns totals.
+        """Compute changes of the totals that `totals` returns.
 
-        `seldom` returns totals that cost more time, so it is called at most every 0.5 s. `durations` returns the new
-        values of histograms. `can_wait()` returns whether a later step will report the present changes. In this case a
-        step reports nothing if another step has reported less than 0.1 s before.
+        `seldom` returns totals that cost more time, so `seldom` is called at most every 0.5 s. `durations` returns the
+        new values of histograms. `can_wait()` returns whether a later step will report the present changes. If so, a
+        step reports nothing in the 0.1 s after another step's report.
         """
         self._totals, self._seldom, self._durations, self._can_wait = totals, seldom, durations, can_wait
         self._last: dict[str, dict[str, float]] = {}
         self._asked = self._taken = 0.0
 
     def take(self) -> KVPipeStats | None:
-        """Return the changes since the last report, or None if nothing has changed or a later step reports it."""
+        """Return the changes since the last report, or None if nothing has changed or a later step reports them."""
         now = time.monotonic()
         if now - self._taken < OFTEN_S and self._can_wait():
             return None

@@ -1,8 +1,8 @@
 """Stands in for the worker side before vLLM has registered the caches.
 
-vLLM makes a rank's connector before it allocates the caches, and registers the caches before the first step. Meanwhile
-warm-up runs may call the hooks of layers without a step. A plan has no jobs until every rank has reported its slots,
-and a rank has slots only after it has caches.
+vLLM makes a rank's connector before it allocates the caches, and registers the caches before the first step. Before the
+caches are registered, warm-up runs may call the hooks of layers without a step. A plan has no jobs until every rank has
+reported its slots, and a rank has slots only after the rank has caches.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 NAME = "KVPipeConnector"
 MODULE = "kvpipe.connectors.vllm.connector"
 _SNAPSHOTS: Final = "vllm.snapshot.server"
-"""The module of the program that `vllm snapshot create` starts and takes a snapshot of."""
+"""The module of the program that `vllm snapshot create` starts. The snapshot is of this program's process."""
 _CHECKS: Final = "_kvpipe_checks"
 _EXTRA: Final = "kv_connector_extra_config"
 _GIB: Final = 1 << 30
@@ -76,7 +76,7 @@ def _check_before_workers() -> None:
 
 
 def _take_no_embeddings() -> None:
-    """Prevent vLLM from letting clients send embeddings instead of images, unless the user has enabled this.
+    """Make vLLM refuse embeddings that clients send instead of images, unless the user has enabled such embeddings.
 
     vLLM assumes that an engine which loads KV gets all KV from another engine, so that clients may even leave out the
     embeddings. An engine with a cache computes the KV that it does not find, and a missing or wrong input crashes the
@@ -151,7 +151,7 @@ def _with_pool(extra: dict[str, Any], *, pool_bytes: int, given: str) -> dict[st
 
 
 def _warn_of_failed_loads(transfer: KVTransferConfig) -> None:
-    """Warn if vLLM fails requests whose load fails. `fail` is vLLM's default, so the user may not have chosen it."""
+    """Warn if vLLM ends requests whose load fails. This is vLLM's default, so the user may not have chosen it."""
     if transfer.is_kv_consumer and transfer.kv_load_failure_policy == "fail":
         warn(
             "failed_loads_end_requests",
@@ -175,7 +175,7 @@ def _check(config: VllmConfig) -> None:
     _warn_of_failed_loads(transfer)
     settings = load_settings(_extra_of(transfer))
     check_stores(settings, loads=transfer.is_kv_consumer)
-    if config.parallel_config.data_parallel_size == 1:  # with more, the scheduler may run on another machine
+    if config.parallel_config.data_parallel_size == 1:  # otherwise the scheduler may run on another machine
         check_settings(settings)
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def attach_node(facts: RoleFacts, *, rank: int | None) -> RoleFacts:
-    """Return `facts` with the node's memory, if it is configured. `rank` is None on the scheduler.
+    """Return `facts`, with the node's memory if `pool: node` is configured. `rank` is None on the scheduler.
 
     With `pool_or_private`, an engine that cannot use the memory gets a private pool, and a warning is logged. If the
     scheduler and a rank decide differently, the rank fails the scheduler's jobs.
@@ -114,6 +114,6 @@ def node_engine(facts: RoleFacts) -> NodeEngine:
 
 
 def check_rank(facts: RoleFacts, geometry: Geometry) -> None:
-    """Raise `UnsupportedError` if this rank's chunks have another size than the slots' parts."""
+    """Raise `UnsupportedError` if this rank's chunks have another size than the node's memory assumes."""
     if facts.node is not None and geometry.slot_bytes != facts.geometry.slot_bytes:
         models.refuse("pool='node' with caches of another size than their specification", "set pool='private'")

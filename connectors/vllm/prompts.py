@@ -48,7 +48,7 @@ class PromptBlocks:
 
 
 def prompt_request(prompt: Prompt, hashes: Sequence[bytes]) -> Request:
-    """Return a request with these hashes, which is never served. KV events of an operator's prompt need it."""
+    """Return a request with these hashes for the KV events of an operator's prompt. The request is never served."""
     request = _request(prompt)
     request.block_hashes = [BlockHash(key) for key in hashes]
     return request

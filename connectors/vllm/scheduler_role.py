@@ -95,7 +95,7 @@ class SchedulerRole:
         if config.model_config.enable_prompt_embeds:
             mixed_prompts.extend_hashes()
         often, seldom = (functools.partial(one, self.scheduler) for one in (gauges.totals, gauges.quota_totals))
-        requests = self.scheduler.requests  # a request has more steps, but a session may wait for more input
+        requests = self.scheduler.requests  # a request computes in a later step; a session may wait for input
         self.meter = Meter(
             often, seldom, self.counters.durations.take,
             can_wait=lambda: len(requests.tracked) > len(requests.sessions),
@@ -254,7 +254,7 @@ class SchedulerRole:
             warn("weights_not_known", remedy=f"{unused}: {what}")
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        """Stop tracking a request. vLLM may free its blocks at once, because later writes wait for its last save."""
+        """Stop tracking a request. vLLM may free the blocks at once: later writes wait for the request's last save."""
         self.scheduler.finished(request)
         return False, None
 
@@ -274,7 +274,7 @@ class SchedulerRole:
         return self.meter.take()
 
     def reset_cache(self) -> bool:
-        """Forget every chunk, including chunks in tiers, unless vLLM resets its caches to fall asleep. Returns True."""
+        """Forget every chunk, including chunks in tiers. A reset for a sleep forgets nothing. Returns True."""
         return self._watch.sleep.forget()
 
     def shutdown(self) -> None:

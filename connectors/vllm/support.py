@@ -35,11 +35,11 @@ _SPECS = (
     MambaSpec,
 )
 _STATES = ("GDN_ATTN", "MAMBA1", "MAMBA2", "SHORT_CONV")
-"""VLLM's names for the kinds of recurrent states with which kvpipe is tested."""
+"""The names in vLLM of the kinds of recurrent states with which kvpipe is tested."""
 _MAMBA2_TENSORS = 2
 """The number of tensors of a complete Mamba 2 state. ReplaySSM has more tensors: an older state and later inputs."""
 _SLEEP_BACKEND = "cumem"
-"""The sleep backend that kvpipe supports. It keeps addresses, and releases only its own allocator's memory."""
+"""The sleep backend that kvpipe supports. This backend keeps addresses, and releases only its allocator's memory."""
 _MADE_UP_KV = "DecodeBenchConnector"
 """A connector of vLLM for benchmarks, which fills the caches with made-up KV."""
 _DRAFTED_STATES = ("GDN_ATTN",)
@@ -107,7 +107,7 @@ def _check_stages(config: VllmConfig) -> None:
         return
     if not config.use_v2_model_runner:  # V1 ends and clears steps on the last stage only
         refuse("pipeline parallelism with speculative decoding by vLLM's runner V1", "unset speculative_config")
-    if not config.scheduler_config.async_scheduling:  # then vLLM's scheduler receives the next step's drafts
+    if not config.scheduler_config.async_scheduling:  # otherwise the scheduler receives the next step's drafts
         refuse(
             "pipeline parallelism with speculative decoding without asynchronous scheduling",
             "set async_scheduling to True",
@@ -118,7 +118,7 @@ def make_geometry(
     cache: KVCacheConfig, settings: Settings, ahead_tokens: int = 0, dcp: int = 1, states_back: int = 0,
     *, branches: bool = False,
 ) -> Geometry:  # fmt: skip
-    """Return the geometry of the engine's cache groups. `ahead_tokens`, `states_back`: see `Geometry`.
+    """Return the geometry of the engine's cache groups. `ahead_tokens` and `states_back` are as in `Geometry`.
 
     `branches` says that an engine which keeps states within blocks also keeps the states at which prompts branch. `dcp`
     is the number of ranks among which decode context parallelism divides the tokens of a block. A block of a divided
@@ -193,7 +193,7 @@ def _check_sizes(geometry: Geometry, settings: Settings) -> None:
 
 
 def _window(spec: KVCacheSpec) -> int | None:
-    """Return the largest number of tokens to which a token attends, or None if it attends to all tokens before it.
+    """Return the largest number of tokens to which a token attends, or None if the token attends to all earlier tokens.
 
     A full-attention cache counts as full even if the model reads only a part of the cache.
     """

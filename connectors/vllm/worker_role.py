@@ -36,7 +36,7 @@ class WorkerRole:
     """The worker's part of a connector. There is one per rank."""
 
     def __init__(self, door: Door, facts: RoleFacts) -> None:
-        """Set up the parts that a rank needs before it has caches, because vLLM may load adapters earlier than caches.
+        """Set up the parts that a rank needs before it has caches, because vLLM may load adapters before caches exist.
 
         `door` makes the copy engine, the tiers and the hooks, so that tests can replace them.
         """
@@ -79,7 +79,7 @@ class WorkerRole:
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Make the worker side over the rank's paged caches.
 
-        If vLLM registers caches again without a sleep in between, the pool is given up and nothing is copied any more.
+        If vLLM registers other caches without a sleep before, the rank stops using its pool and copies nothing more.
 
         Raises:
             UnsupportedError: the caches have a layout that kvpipe does not know.
@@ -184,7 +184,7 @@ class WorkerRole:
             self._contain("wait_for_save", e)
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
-        """Report every ended async load exactly once. Loads of aborted requests count, because vLLM waits for them."""
+        """Report every ended async load exactly once, also of an aborted request, because vLLM waits for the report."""
         received, failed = self.worker.collect()
         return KVConnectorTransferResults(finished_recving=received, failed_recving=failed)
 
@@ -208,11 +208,11 @@ class WorkerRole:
         return self.meter.take()
 
     def handle_preemptions(self) -> None:
-        """Set the fence of the last step's saves, if this call has to set the fence: see `hooks.fences_late`."""
+        """Set the fence of the last step's saves if `hooks.fences_late` is true for this engine."""
         self.counters["handle_preemptions"] += 1
         self.worker.handle_preemptions()
 
     def shutdown(self) -> None:
         """End all threads and release the engine's name. Idempotent."""
-        with self._ends:  # in reverse order; every part is ended even if one raises
+        with self._ends:  # in reverse order; every part is ended even if ending another part raises
             self._ends.callback(self.worker.shutdown)

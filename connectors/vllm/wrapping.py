@@ -29,7 +29,7 @@ def wrap(owner: Any, name: str, around: Callable[..., Any]) -> bool:  # noqa: AN
 
 
 def contained(miss: Callable[[], Any]) -> Callable[[F], F]:
-    """Decorate a method of the connector: count an exception, and return `miss()` to vLLM instead."""
+    """Decorate a method of the connector: an exception is counted, and vLLM gets the result of `miss()`."""
 
     def decorate(method: F) -> F:
         @functools.wraps(method)

@@ -29,7 +29,7 @@ _FIELDS: Final = frozenset[str]().union(*reviewed_fields.IRRELEVANT.values())
 class Computed(NamedTuple):
     """Settings by name, as plain data.
 
-    `of_ranks` has the settings of how ranks divide work and add up results. `alone` has all other settings.
+    `of_ranks` has the settings that choose how ranks divide work and add up results. `alone` has all other settings.
     """
 
     alone: dict[str, str]
@@ -37,13 +37,13 @@ class Computed(NamedTuple):
 
 
 def settings(config: VllmConfig) -> Computed:
-    """Return all settings that are not known to be irrelevant to KV. Equal engines have equal settings in every run."""
+    """Return all settings that are not listed as irrelevant to KV. Equal engines have equal settings in every run."""
     found = Computed({}, {})
     for name in sorted(envs.environment_variables):
         among_ranks = name in reviewed_variables.OF_RANKS
         if among_ranks or name in reviewed_variables.PART:
             (found.of_ranks if among_ranks else found.alone)[name] = described(functools.partial(getattr, envs, name))
-        elif name not in _VARIABLES and name in os.environ:  # a newer vLLM's variable may be a secret
+        elif name not in _VARIABLES and name in os.environ:  # a digest: an unknown variable may be a secret
             found.alone[name] = hashlib.sha256(os.environ[name].encode()).hexdigest()
     passed_over = frozenset[str]() if drafters.has_kv(config) else frozenset({"speculative_config"})
     for name, among_ranks, read in _walk(config, "", passed_over):

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from kvpipe.trace.log import log
 
 PIECE_BYTES: Final = 32 << 20
-"""The most bytes that are digested at once."""
+"""The largest number of bytes that are digested at once."""
 _WORD_BYTES: Final = 8
 _LANES: Final = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F)
 _MIXES: Final = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
@@ -42,7 +42,7 @@ def facts_digest(facts: Iterable[tuple[str, ...]]) -> str:
 def tensor_facts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, ...]]:
     """Yield (name, shape with strides and dtype, digest) of a tensor.
 
-    For a wrapper, yield this for each inner tensor.
+    For a wrapper, yield one such tuple for each inner tensor.
     """
     whole: Any = tensor
     parts = getattr(whole, "partitions", None)  # vLLM's wrapper of weights that several layers share
@@ -108,7 +108,7 @@ def _adder(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor, int], 
 
 
 _CASES: Final = tuple(itertools.product((0, 1), (0, 1 << 33)))
-"""(first word, number of words before) of test cases: the kernel is compiled for each alignment and integer size."""
+"""Test cases, as (first word, number of words before): Triton compiles for each alignment and each integer size."""
 
 
 def _agree(
@@ -141,7 +141,7 @@ def _signed(word: int) -> int:
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensor's bytes in memory order as uint8 tensors. A tensor with gaps is copied piece by piece."""
+    """Yield the tensor's bytes in memory order as uint8 tensors. A tensor with gaps is copied, some rows at a time."""
     strides = tensor.stride()
     order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
     dense = tensor.permute(order)  # a transposed matrix is read in memory order

@@ -1,7 +1,7 @@
 """A kernel that adds up a device's words for `device_digest`, in one pass over the memory.
 
-PyTorch's operations need some fifty passes for the same sums. On an H200 they took 19 ms per GB, and a first form of
-this kernel took 0.7 ms (`docs/notes/gpu-h200.md`).
+PyTorch's operations need about 50 passes for the same sums. On an H200 these operations took 19 ms per GB, and a first
+form of this kernel took 0.7 ms per GB (`docs/notes/gpu-h200.md`).
 """
 
 from __future__ import annotations

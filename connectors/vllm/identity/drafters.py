@@ -1,9 +1,9 @@
 """Checks which drafters with their own KV kvpipe serves, and states the facts on which that KV depends.
 
-EAGLE, EAGLE3 and MTP drafters read the model's hidden states. They compute the KV of position i from the hidden state
-of position i and the token at i + 1 (`SpecDecodeBaseProposer.set_inputs_first_pass` in vLLM). The key of a prefix
-therefore has to cover the token at i + 1. If there are several MTP modules, module j reads token i + j. A draft model
-computes its KV like any other model.
+EAGLE, EAGLE3 and MTP drafters read the model's hidden states. Such a drafter computes the KV of position i from the
+hidden state of position i and the token at i + 1 (`SpecDecodeBaseProposer.set_inputs_first_pass` in vLLM). The key of a
+prefix therefore has to cover the token at i + 1. If there are several MTP modules, module j reads token i + j. A draft
+model computes its KV like any other model.
 
 A drafter that drafts a whole block at once (DFlash, DSpark) computes the KV of position i from the hidden states of
 position i alone. Such a drafter computes after the accepted tokens are known (`DFlashSpeculator.propose`). After the
@@ -147,7 +147,7 @@ def branches_within(config: VllmConfig) -> bool:
 def facts(config: VllmConfig) -> dict[str, Any]:
     """Return the facts, besides tokens and weights, on which a drafter's KV depends.
 
-    Empty without a drafter with KV.
+    The result is empty without a drafter that has KV.
     """
     drafts = config.speculative_config
     if drafts is None or drafts.method in WITHOUT_KV:

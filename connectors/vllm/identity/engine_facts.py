@@ -36,7 +36,7 @@ def identity(config: VllmConfig, cache: KVCacheConfig, geometry: Geometry) -> di
         "vllm": compat.installed_version().partition("+")[0],
         "model_config": models.config_digest(model.hf_config),
         "model_dtype": str(model.dtype),
-        # rotary factors (LongRoPE) and attention temperature (Llama 4) depend on the length; -1: vLLM fits it to memory
+        # rotary factors (LongRoPE) and attention temperature (Llama 4) depend on the length; -1: vLLM chooses it
         "max_model_len": [model.max_model_len, getattr(model, "original_max_model_len", None) == -1],
         "quantization": str(model.quantization),
         **({"quantized": str(wanted)} if (wanted := model.quantization_config) else {}),
@@ -69,7 +69,7 @@ def identity(config: VllmConfig, cache: KVCacheConfig, geometry: Geometry) -> di
 def _context_facts(config: VllmConfig) -> dict[str, Any]:
     """Return the facts about how decode context parallelism divides a block's tokens.
 
-    Empty without such parallelism.
+    The result is empty without such parallelism.
     """
     parallel = config.parallel_config
     ranks = parallel.decode_context_parallel_size
@@ -92,7 +92,7 @@ def _adapter_facts(config: VllmConfig) -> dict[str, Any]:
 
 
 def _state_facts(cache: KVCacheConfig, geometry: Geometry) -> dict[str, Any]:
-    """Return the tensors of a page of states in their order. The order also depends on vLLM's settings."""
+    """Return the tensors of a page of states, in the order in the page, which also depends on vLLM's settings."""
     specs = [cache.kv_cache_groups[i] for i in sorted(geometry.states)]
     layers = [(n, one) for g in specs for n, one in models.layer_specs(g.kv_cache_spec, g.layer_names).items()]
     facts = [

@@ -30,7 +30,7 @@ DEPTH_MAX: Final = 24
 """The deepest nesting of parts that are described. Deeper parts are described by their types alone."""
 
 _NOT_OF_MEDIA: Final = frozenset(("cache", "hasher", "ipc", "limit", "profiling", "shm"))
-"""Words in the names of those multimodal settings of vLLM that do not change a model's input."""
+"""A multimodal setting of vLLM does not change a model's input if one of these words is in the setting's name."""
 
 _TYPE_IS_ENOUGH: Final = frozenset(("Logger", "PreTrainedTokenizerBase", "Tokenizer", "TokenizerLike", "VllmConfig"))
 """Classes that are described by their type alone, because other facts cover tokens and the engine's settings."""
@@ -58,7 +58,7 @@ def media_facts(config: VllmConfig) -> str:
     settings = {name: value for name, value in vars(multimodal).items() if not _NOT_OF_MEDIA & {*name.split("_")}}
     code = model.revision, getattr(model.hf_config, "_commit_hash", None)
     texts = [described(lambda: settings), described(lambda: (*code, _files(Path(model.model)))), described(processor)]
-    if model.is_mm_prefix_lm:  # a mark: older versions of kvpipe stored KV of images that were split over steps
+    if model.is_mm_prefix_lm:  # excludes KV of older versions of kvpipe, in which steps could split an image
         texts.append(_UNCUT)
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
 
@@ -110,7 +110,7 @@ _DESCRIBED_AS: Final[tuple[tuple[Any, Callable[[Any], object]], ...]] = (
 
 
 class _Description:
-    """Describes a part and all parts inside it. A part that occurs again is described by its number."""
+    """Describes a part and all parts inside it. If a part occurs again, only its number is repeated."""
 
     def __init__(self) -> None:
         self._described: dict[int, tuple[int, object]] = {}
@@ -132,7 +132,7 @@ class _Description:
     def _whole(self, part: Any, depth: int) -> Any:  # noqa: ANN401
         if isinstance(part, list):
             return [self.describe(one, depth) for one in part]
-        if isinstance(part, (set, frozenset)):  # unordered: other than plain data, members count by type
+        if isinstance(part, (set, frozenset)):  # has no order, so only the types of complex members count
             return {"set": sorted((self.describe(one, DEPTH_MAX + 1) for one in part), key=json.dumps)}
         if isinstance(part, Mapping):
             return {"items": self._pairs(part, depth)}

@@ -60,7 +60,7 @@ def _pack_layer(pack: Callable[..., object], layer: torch.nn.Module, *args: obje
     try:
         own = list(_own(layer))
         names = frozenset(name for name, tensor in own if tensor.numel())
-        if names and (layer not in _PACKED or names >= _PACKED[layer].names):  # a smaller set: packed already
+        if names and (layer not in _PACKED or names >= _PACKED[layer].names):  # a smaller set: already packed
             _PACKED[layer] = LayerDigest(tensors_digest(own), names)
     except Exception as error:  # noqa: BLE001  (the model must be loaded nevertheless)
         _PACKED.pop(layer, None)
@@ -81,8 +81,8 @@ class LoadedModel:
 
         `changed` is called when weights are loaded in this process. vLLM passes no model to a connector, and its
         runners keep the model in different places. Therefore the model is searched among the objects of the garbage
-        collector. It is the module that contains the layers and is in no other module. Make this object before vLLM
-        freezes its objects, because the collector does not list frozen objects.
+        collector. The model is the module that contains the layers and is in no other module. Make this object before
+        vLLM freezes its objects, because the collector does not list frozen objects.
         """
         wanted = {id(layer) for layer in layers.values() if isinstance(layer, torch.nn.Module)}
         modules = [] if not wanted else [one for one in gc.get_objects() if issubclass(type(one), torch.nn.Module)]

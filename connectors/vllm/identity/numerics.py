@@ -33,7 +33,7 @@ NAMES: Final = frozenset(
         "TORCH_BLAS_PREFER_HIPBLASLT",
     }
 )
-"""More variables that set how libraries compute. Other variables with the same prefixes do not change results."""
+"""More variables that set how libraries compute. Other variables that begin like these do not change results."""
 
 IGNORED: Final[dict[str, frozenset[str]]] = {
     "It configures logs, profiles and dumps.": frozenset(
@@ -52,7 +52,7 @@ IGNORED: Final[dict[str, frozenset[str]]] = {
 _ROWS, _INNER, _OUTER = 48, 256, 512
 """The sizes of the multiplied matrices. No library divides a sum of only `_INNER` products among threads."""
 _GEMM_BYTES_MIN: Final = 2 << 20
-"""The least size of the multiplied weight on a CPU, because vLLM multiplies smaller weights by another kernel."""
+"""The least size of the multiplied weight on a CPU, because vLLM uses another kernel for smaller weights."""
 
 
 def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 WHOLE: Final = "whole blocks"
-"""The fact that a rank copies blocks whole. Its chunks are ``[page][layer]``, and all others ``[layer][page]``."""
+"""The fact that a rank copies blocks whole. Its chunks are ``[page][layer]``, other chunks ``[layer][page]``."""
 
 
 class RankFacts(NamedTuple):

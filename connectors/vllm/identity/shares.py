@@ -1,8 +1,8 @@
 """Finds how each cache group's KV is divided among tensor-parallel ranks, and the facts of the common namespace.
 
-If a group's division is not known for certain, the engine's chunks are bound to the engine's layout: engines with
-another number of ranks do not find the chunks. The number of heads is read from the model's own layer that computes
-queries, keys and values, not from a configuration. As in vLLM's own canonical mapping
+If a group's division is not known for certain, the engine's chunks are bound to the engine's layout. Engines with
+another number of ranks then do not find the chunks. The number of heads is read from the model's own layer that
+computes queries, keys and values, not from a configuration. As in vLLM's own canonical mapping
 (`kv_connector/v1/offloading/canonical_mapping.py`), pages keep the order and encoding of their attention backend. The
 namespace depends on this order and encoding.
 """
@@ -62,7 +62,7 @@ class CacheLayer(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """The number of rows per page, see `Share.rows`, or 0 if it is not known."""
+        """The number of rows per page (`Share.rows`), or 0 if this number is not known."""
         if self.order.endswith("HNC") and self.cache.lies(1, 2, 3):
             return self.cache.split
         if self.order.endswith("NHC") and self.cache.lies(2, 1, 3):

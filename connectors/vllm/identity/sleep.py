@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 KV, WEIGHTS = "kv_cache", "weights"
 ALL: Final = frozenset({KV, WEIGHTS})
-"""VLLM's names for the parts of the memory that a sleep can release."""
+"""The names in vLLM of the parts of the memory that a sleep can release."""
 _METHODS: Final = ("sleep", "discard", "wake_up")
-"""The calls of vLLM's workers that change their memory.
+"""The calls to vLLM's workers that change the workers' memory.
 
 This is a tuple, not a set, because a call may pass a function that has no hash.
 """
@@ -65,7 +65,7 @@ All parts of an engine in one process share the `cache_config`, so this object i
 
 
 def join(config: VllmConfig, rank: _Sleeper, adapters: HeldAdapters) -> None:
-    """Register `rank`, a connector of this process: its caches and adapters follow the engine's sleep."""
+    """Register `rank`, a connector of this process, so that its caches and `adapters` follow the engine's sleep."""
     _RANKS[rank] = _ADAPTERS[adapters] = config.cache_config
 
 
@@ -76,7 +76,7 @@ class Sleep:
         """Follow the sleep of the engine of `config`, and report sleeps to `side`."""
         self.gone: frozenset[str] = frozenset()
         self.keeps = False
-        """Whether vLLM is resetting its caches because the engine falls asleep. The pool is then kept."""
+        """Whether vLLM is resetting its caches because the engine falls asleep. If so, the pool is kept."""
         self._falls, self._side = 0, side  # begun sleeps that have not reset the caches yet
         _SLEEPS[self] = config.cache_config
         core = sys.modules.get("vllm.v1.engine.core")  # imported before the engine makes its scheduler
@@ -88,14 +88,14 @@ class Sleep:
     def fall(self, *, falls: bool = True) -> None:
         """Record that a sleep begins, for which vLLM will reset all caches.
 
-        `falls=False` takes this back, because the sleep has failed.
+        `falls=False` takes the record back, because the sleep has failed.
 
         A client may request a sleep again before the engine is idle. vLLM then resets the caches once for each request.
         """
         self._falls = max(0, self._falls + (1 if falls else -1))
 
     def reset(self, *, begins: bool) -> None:
-        """Record the begin or the end of a reset of all caches that vLLM itself has started."""
+        """Record that a reset of all caches, which vLLM itself has started, begins or ends."""
         self.keeps = begins and self._falls > 0
         if not begins:
             self._falls = max(0, self._falls - 1)
@@ -123,7 +123,7 @@ def around(rpc: Callable[..., Any], executor: Any, method: Any, *args: Any, **kw
     """
     try:
         change = _change(method, *args, **kwargs)
-    except (TypeError, ValueError):  # another kind of call: vLLM's workers check the arguments
+    except (TypeError, ValueError):  # the arguments do not fit the method, so vLLM's workers refuse the call
         change = None
     sleeps = _of(_SLEEPS, executor.vllm_config) if change is not None else []
     if change is None or not sleeps:
@@ -135,7 +135,7 @@ def around(rpc: Callable[..., Any], executor: Any, method: Any, *args: Any, **kw
     try:
         result = rpc(executor, method, *args, **kwargs)
     except Exception:
-        if method == "sleep":  # vLLM then continues awake; after a failed `discard` it treats the memory as released
+        if method == "sleep":  # the engine stays awake; after a failed `discard` vLLM treats the memory as released
             _wake(rpc, executor, sleeps, _Change(comes=change.goes))
         raise
     _wake(rpc, executor, sleeps, change)
@@ -175,7 +175,7 @@ def _change(
 
 
 def _of(those: Mapping[T, object], config: VllmConfig | None) -> list[T]:
-    """Return the objects of the engine of `config`. Without a `config`, as in some of vLLM's own tests, return none."""
+    """Return the objects of the engine of `config`, or [] if `config` is None, as in some of vLLM's own tests."""
     return [one for one, engine in list(those.items()) if config is not None and engine is config.cache_config]
 
 
@@ -199,7 +199,7 @@ def _sleep(call: Callable[..., Any], core: Any, level: int = 1, *args: Any, **kw
 
 
 def _fall(call: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-    """Put an engine to sleep, or release its KV caches. vLLM resets all caches for that, perhaps much later."""
+    """Put an engine to sleep, or release its KV caches. To do so, vLLM resets all caches, perhaps much later."""
     sleeps = _of(_SLEEPS, getattr(core, "vllm_config", None))
     for sleep in sleeps:
         sleep.fall()
@@ -212,7 +212,7 @@ def _fall(call: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any
 
 
 def _reset(reset: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-    """Reset an engine's caches. vLLM itself does so at a pause and when the engine falls asleep."""
+    """Reset an engine's caches. vLLM itself resets the caches at a pause and when the engine falls asleep."""
     sleeps = _of(_SLEEPS, getattr(core, "vllm_config", None))
     for sleep in sleeps:
         sleep.reset(begins=True)

@@ -46,7 +46,7 @@ def loaded_from(reports: str) -> LoadedFrom:
 
 
 class Source:
-    """Reports the tensors from which a rank's models were loaded, as long as the weights are unchanged since."""
+    """Reports the tensors from which a rank's models were loaded, until the weights change."""
 
     def __init__(self, loaded: list[str]) -> None:
         """Start with `loaded`, the result of `end_observing` for each model."""
@@ -95,8 +95,8 @@ def _is_of_use(config: VllmConfig, model: ModelConfig) -> bool:
     """Whether the engine uses tiers and the loaded tensors determine the KV for every number of ranks.
 
     Quantized models are excluded, because a scale that a rank computes from its part of the weights depends on the
-    number of ranks. Loaders and workers outside of vLLM are excluded, because they may change a model while loading,
-    unobserved. Engines in which a rank skips the weights of other ranks' experts are excluded too.
+    number of ranks. Loaders and workers outside of vLLM are excluded, because they may change a model unobserved while
+    it is loaded. Engines in which a rank skips the weights of other ranks' experts are excluded too.
     """
     transfer, parallel = config.kv_transfer_config, config.parallel_config
     if transfer is None or transfer.kv_connector != CONNECTOR or model.quantization is not None:

@@ -63,7 +63,7 @@ class Spaces:
         return self._facts | {"weights": loaded_from(digest).memory}
 
     def space(self, digest: str) -> str:
-        """Return the namespace of chunks computed with these weights, or "" before every rank has reported."""
+        """Return the namespace of chunks that these weights compute, or "" before every rank has reported."""
         if not self.agreed:
             return ""
         source = loaded_from(digest).source

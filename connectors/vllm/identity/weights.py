@@ -93,7 +93,7 @@ class WeightCalls:
         self.side.weights.suspect(why)
 
     def watch_resets(self, manager: KVCacheManager) -> None:
-        """Suspect changed weights when vLLM's prefix cache is reset, because trainers reset it after changes."""
+        """Suspect changed weights when vLLM's prefix cache is reset, because trainers do so after a change."""
 
         def watched(reset: Callable[[], bool]) -> bool:
             self.suspect("reset_prefix_cache")

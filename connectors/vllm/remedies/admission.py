@@ -6,7 +6,7 @@ blocks outside of a sliding window as held. The reservation ignores that a reque
 blocks again.
 
 vLLM does not preempt a session that waits for its next input, or that is queued behind a request whose load has ended.
-Such a session counts with the most tokens that a request may have.
+So such a session counts as if it had the largest number of tokens that a request may have.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class LoadAdmission:
         needed, reserved = 0, min(own + self._reserved_tokens, self._request_tokens_max)
         for i, group in enumerate(self._groups):
             table = blocks.table(request.request_id, i)
-            if group.state:  # held and later states, at any place in the table
+            if group.state:  # held states and later states, wherever they are in the table
                 held = sum(1 for block in table if not block.is_null)
                 more = -(-own // group.block_tokens) + self._beside - len(table)
                 needed += max(0, min(more, self._state_blocks_max - held))

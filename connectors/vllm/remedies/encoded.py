@@ -1,7 +1,7 @@
 """Tracks whether vLLM's encoder cache may hold embeddings of media that old weights have computed.
 
-The encoder cache keeps an image's embeddings after the image's requests have ended, until they are evicted or the cache
-is reset. KV computed from embeddings of old weights depends on the old weights, even if its request arrived later.
+The encoder cache keeps an image's embeddings after the image's requests have ended, until an eviction or a reset. KV
+computed from embeddings of old weights depends on the old weights, even if the KV's request arrived after the change.
 
 If LoRA adapters apply to the encoder, the cache identifies embeddings by the adapter's name. The cache may then return
 embeddings of another adapter that had this name before, or of an older version of the adapter's files.

@@ -2,8 +2,8 @@
 
 If several requests share a spoiled block, vLLM makes the first request recompute the block, and counts the block as
 computed for the other requests (`Scheduler._update_requests_with_invalid_blocks`). If the first request is aborted or
-preempted before that, no request recomputes the block, and the other requests would read wrong KV. So kvpipe plans a
-load that fails for each of these requests, and vLLM recomputes their blocks.
+preempted too early, no request recomputes the block, and the other requests would read wrong KV. So kvpipe plans a
+load that fails for each of the other requests, and vLLM recomputes the blocks.
 
 vLLM also offers a sync load's blocks to other requests as soon as the blocks are allocated. With the policy
 `recompute`, vLLM leaves these blocks in its prefix cache when the load fails. If the request is then preempted or
@@ -55,7 +55,7 @@ class Spoiled:
             self.clean.pop(block, None)
 
     def keep(self, held: set[int]) -> None:
-        """Remove the blocks that are not in `held`, because the next request with such a block writes it first."""
+        """Remove the blocks that are not in `held`, because the next holder writes a block before it reads it."""
         self.clean = {block: done for block, done in self.clean.items() if block in held}
 
     def readers(self, parts: list[ScheduledRange]) -> dict[str, list[int]]:
@@ -93,7 +93,7 @@ class InvalidBlocks:
         self.left: set[int] = set()
         """Blocks of requests that ended while a sync load was not reported yet.
 
-        They are kept until all loads are reported.
+        The blocks are kept here until all loads are reported.
         """
 
     def failed(self, block_ids: set[int], requests: Collection[str], blocks: Blocks) -> None:

@@ -21,7 +21,7 @@ Keys = list[tuple[str, bytes]]
 
 
 def extend_hashes() -> None:
-    """Make block hashes in this process cover which positions are embeddings, and their dtype. Idempotent."""
+    """Make block hashes in this process cover which positions are embeddings, and the embeddings' dtype. Idempotent."""
     from vllm.v1.core import kv_cache_utils  # noqa: PLC0415  (slow)
 
     wrap(kv_cache_utils, "_gen_prompt_embeds_extra_hash_keys", _keys)

@@ -3,7 +3,7 @@
 If layers write states from within a step, a prefill step that begins within a block need not end at the block's end
 (`use_internal_checkpoint` in `Scheduler._mamba_block_aligned_split`). vLLM still counts that block as full
 (`SingleTypeKVCacheManager.cache_blocks`). If prompts branch after the block, or vLLM keeps all states, the block gets
-the key of its end. But the block holds the state of the position at which the step began.
+the key of the block's end. But the block holds the state of the position at which the step began.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvpipe.protocol.geometry import Geometry
 def overrun(step: Step, requests: Iterable[Request], geometry: Geometry) -> set[int]:
     """Return the state blocks that `step` offers for a boundary at which the step leaves no state.
 
-    Decode steps are not checked, because they leave a state after each of their tokens.
+    Decode steps are not checked, because a decode step leaves a state after each token.
     """
     states: OfferedStates | None = getattr(step, "kv_connector_block_state", None)
     offered = states.boundary_state_offloads if states is not None else {}

@@ -1,8 +1,8 @@
 """Initializes the scales per token and head that vLLM keeps in the pages of a quantized KV cache.
 
 vLLM sets all scales of a layer to 1 when the layer attends for the first time (`TritonAttentionImpl`). Without CUDA
-graphs no warm-up attends, so vLLM sets the scales in the first request's step. All KV that was loaded before then would
-lose its scales.
+graphs no warm-up attends, so vLLM sets the scales in the first request's step. KV that was loaded before that step
+would lose its scales.
 """
 
 from __future__ import annotations

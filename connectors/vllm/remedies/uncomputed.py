@@ -30,7 +30,7 @@ def forget_uncomputed(manager: KVCacheManager, blocks: Blocks, block_tokens: Seq
     """
 
     def free(freed: Callable[[Request], None], request: Request) -> None:
-        if request.status == RequestStatus.RUNNING:  # other requests have ended or have no keys yet
+        if request.status == RequestStatus.RUNNING:  # any other request has ended or has no keys yet
             try:
                 blocks.forget(_uncomputed(request, blocks, block_tokens))
             except Exception as error:  # noqa: BLE001  (vLLM's call must continue)

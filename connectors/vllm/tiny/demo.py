@@ -97,7 +97,7 @@ class _ScenarioRunner:
         return int(self.engine.connector.stats().get("tokens_loaded", 0)) if connector is not None else 0
 
     def all(self) -> list[ScenarioResult]:
-        """Run every scenario but the restart, and return the results."""
+        """Run every scenario except the restart, and return the results."""
         self.engine.generate([_prompt(64, 0)], 2)  # warms the engine up; no scenario uses this prompt
         document = _prompt(PROMPT_TOKENS, 1)
         self.play("cold", [document], ANSWER_TOKENS)
@@ -143,9 +143,9 @@ def _import_engine() -> None:
 def _two_engines(
     model: str, folder: Path, results: dict[str, list[ScenarioResult]], tick: Callable[[str], None]
 ) -> bool:
-    """Let an engine save a prompt into the node's memory, and another process's engine answer the same prompt.
+    """Make one engine save a prompt into the node's memory, and an engine in another process answer the same prompt.
 
-    Returns False, without a result, if the engines cannot share memory here, or if the second process fails.
+    Returns False and adds no result if the engines cannot share memory here, or if the second process fails.
     """
     shared = {
         "pool": "node", "pool_dir": str(folder), "pool_bytes_max": "256MiB", "keep_s": 1, "pool_or_private": True,

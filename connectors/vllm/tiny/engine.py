@@ -31,7 +31,7 @@ for _key, _value in ENVIRONMENT.items():
 import torch  # noqa: E402
 
 _set_num_threads = torch.set_num_threads
-"""PyTorch's own function. VLLM's first engine on a CPU replaces it with one that does nothing."""
+"""PyTorch's own function. The first engine on a CPU replaces the attribute of torch by a function without effect."""
 
 DEFAULTS: Final[dict[str, Any]] = {
     "skip_tokenizer_init": True,
@@ -71,7 +71,7 @@ _collect = gc.collect
 def _freeze_modules(_when: str) -> None:
     """Exclude all objects that exist now from later garbage collections, because imported modules are never freed.
 
-    This is not done after every engine: parts of an engine that a caller still holds would never be freed.
+    This happens only once, because parts of a later engine that a caller still holds would never be freed.
     """
     gc.freeze()
     atexit.register(gc.unfreeze)
@@ -79,10 +79,10 @@ def _freeze_modules(_when: str) -> None:
 
 @contextmanager
 def _own_garbage() -> Iterator[None]:
-    """Make vLLM's garbage collections, freezes and unfreezes do nothing, because they take long.
+    """Make vLLM's garbage collections, freezes and unfreezes do nothing, because these calls take long.
 
     At an engine's end vLLM would traverse the objects of all modules four times. The objects of an engine are not
-    frozen, so a single quick collection afterwards finds them all.
+    frozen, so one quick collection after the end finds all objects of the engine.
     """
     with ExitStack() as stack:
         for name in ("freeze", "unfreeze", "collect"):
@@ -92,7 +92,7 @@ def _own_garbage() -> Iterator[None]:
 
 @contextmanager
 def models_inspected_here() -> Iterator[None]:
-    """On a CPU, make vLLM inspect a model's class in this process instead of a subprocess, which takes seconds.
+    """On a CPU, make vLLM inspect a model's class in this process, because vLLM's subprocess takes seconds.
 
     vLLM uses a subprocess so that CUDA is not initialized early.
     """

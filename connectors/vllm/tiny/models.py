@@ -407,7 +407,7 @@ def _random(*shape: int) -> torch.Tensor:
 
 
 def make_adapter(folder: Path, seed: int) -> Path:
-    """Write a random LoRA adapter for "llama" into `folder`. All adapters have the same file sizes and times."""
+    """Write a random LoRA adapter for "llama" into `folder`. All adapters' files have equal sizes and times."""
     import torch
     from safetensors.torch import save_file
 

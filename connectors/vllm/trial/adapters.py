@@ -39,7 +39,7 @@ class AdapterFake:
     def change(self, kind: str) -> dict[int, dict[int, bytes]]:
         """Change all adapters in the way `kind`, one of `CHANGES`.
 
-        Returns, by rank, the digests of the adapters it holds now.
+        Returns, by rank, the digests of the adapters that the rank holds now.
         """
         if kind != "evicted":
             self.files = {number: 1 - version for number, version in self.files.items()}
@@ -57,7 +57,7 @@ class AdapterFake:
         return there.get(number, self.files.get(number, 0))
 
     def key(self, block_hash: bytes, number: int) -> bytes:
-        """Return the key of a block of a request that arrives now."""
+        """Return the key of a block of a request that arrives now and uses the adapter `number`; 0: no adapter."""
         return block_hash + version_digest(number, self.version(number)) if number else block_hash
 
     def other_keys(self, block_hash: bytes, number: int) -> list[bytes]:
@@ -70,26 +70,26 @@ class AdapterFake:
     # ---- in place of `AdapterReader` ------------------------------------------------------------------------------
 
     def digest(self, where: str, since_s: float) -> bytes:  # noqa: ARG002  (the files are always read at once)
-        """See `AdapterReader.digest`."""
+        """Return the digest of the files of the adapter whose path is `where`, as `AdapterReader.digest` does."""
         number = next(number for number in NUMBERS if path(number) == where)
         return version_digest(number, self.files[number])
 
     def stop(self) -> None:
-        """See `AdapterReader.stop`."""
+        """Do nothing: there is no thread as in `AdapterReader`."""
 
 
 def adapter_name(number: int) -> str:
-    """Return the adapter's name."""
+    """Return the name of the adapter `number`."""
     return f"lora{number}"
 
 
 def path(number: int) -> str:
-    """Return the path of the adapter's files."""
+    """Return the path of the files of the adapter `number`."""
     return f"/{adapter_name(number)}"
 
 
 def version_digest(number: int, version: int) -> bytes:
-    """Return the digest of the bytes of one version."""
+    """Return the digest of the bytes of one version of the adapter `number`."""
     return b"%016d" % (number * 10 + version)
 
 

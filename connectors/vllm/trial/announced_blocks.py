@@ -22,7 +22,7 @@ ASKED_S_MAX = 60.0
 
 
 def _receive(watched: Watched) -> Iterator[str]:
-    """Pass events to the router that no step has published yet, and yield the problems that the router finds."""
+    """Pass the events that no step has published yet to the router, and yield the problems that the router finds."""
     trial, router = watched.trial, watched.trial.router
     events = trial.kvpipe.scheduler_role.events
     assert router is not None  # noqa: S101
@@ -82,7 +82,7 @@ def what_is_announced_is_found(watched: Watched) -> Iterator[str]:
 
 
 def _parts(staging: Staging, name: tuple[int, bytes]) -> set[str]:
-    """Return the names of the values of a chunk."""
+    """Return the names of a chunk's values in a tier."""
     group, chunk = name
     keys = part_keys(staging.space.name, chunk, group, staging.finder.split(group), staging.finder.parts(group))
     return {key.text for key in keys}

@@ -107,11 +107,11 @@ class Arrivals(ABC):
             self._limits = LIMITS[which](tokens)
 
     def allowed(self, request_id: str) -> Allowed:
-        """Return what a request may load and save."""
+        """Return the limits of a request."""
         return self.live[request_id].allowed if request_id in self.live else Allowed()
 
     def begin_hints(self) -> None:
-        """Count the catalog's clock in steps. Otherwise evictions would depend on time, and a sequence on the machine.
+        """Make the catalog's clock count steps. Otherwise evictions would depend on the speed of the machine.
 
         Each account starts as if its earlier announcements had been useful, because a small pool would otherwise have
         room for only one announced chunk.
@@ -145,7 +145,7 @@ class Arrivals(ABC):
 
     def _session(self, document: int, take: int, answer: int) -> None:
         if self.shape.drafts or sum(one.turns is not None for one in self.live.values()) >= SESSIONS_MAX:
-            return  # vLLM takes the KV of drafts accepted after an answer's end for the KV of the next input
+            return  # vLLM mistakes the KV of drafts accepted after an answer's end for the KV of the next input
         if self.careful and (self.kvpipe is None or self.shape.sibling or self.shape.behind):
             return  # another connector's asynchronous load and a later session wait for each other's blocks
         if self.careful and self.shape.asynchronous and self.shape.role == PRODUCER:
@@ -164,7 +164,7 @@ class Arrivals(ABC):
         assert one.turns is not None  # noqa: S101
         last, wanted = one.turns[-1] if one.turns else (one.sequence, one.wanted)
         new = self._own(max(1, own))
-        # vLLM leaves out the answer's last token, because it has not computed it
+        # vLLM leaves out the answer's last token, because vLLM has not computed this token
         prompt = last.prompt + last.answer(wanted)[:-1] + new
         turn = self._sequence(prompt, one.salt, one.lora), 1 + answer % ANSWER_TOKENS_MAX
         if len(prompt) > PROMPT_TOKENS_MAX or not self._sessions_fit(one, len(prompt) + turn[1]):
@@ -200,7 +200,7 @@ class Arrivals(ABC):
             self._gone()
 
     def _advance(self, one: Live) -> None:
-        """Continue with the session's next input if vLLM has begun with this input."""
+        """If vLLM has begun with a later input of a session, make that input the present input of `one`."""
         request = self.scheduler.requests[one.id]
         while one.turns and request.num_prompt_tokens != len(one.sequence.prompt):
             if one.output != one.expected:
@@ -234,7 +234,7 @@ class Arrivals(ABC):
         return sequence
 
     def _remember(self, one: Live, sequence: Sequence, wanted: int) -> None:
-        """Record for which tokens each block hash of a prompt and its answer stands."""
+        """Record which tokens each block hash of a prompt and of the prompt's answer covers."""
         hashes = self.answered(one, sequence.prompt, sequence.answer(wanted)).block_hashes
         if self.router is not None:
             self.router.routed(hashes)
@@ -276,8 +276,8 @@ def _operate(trial: Arrivals, index: int, what: int, tokens: int) -> None:
     """Queue an operator's order for a prompt.
 
     The order pins the prompt for `tokens` steps, ends a pin, or evicts the prompt from token `tokens` on. In a shape
-    with `warms`, a pin first fetches the prompt's chunks from tiers, and is left out if `tokens` is 0. The
-    engine's next steps carry out the order. If the engine has nothing to do, this call carries it out.
+    with `warms`, a pin first fetches the prompt's chunks from tiers. If `tokens` is 0 there, the chunks are fetched and
+    not pinned. The engine's next steps carry out the order. An idle engine carries out the order in this call.
     """
     side, known = trial.side, [*trial.over, *trial.live.values()]
     pins, orders = side.pins, side.orders
@@ -300,7 +300,7 @@ def _operate(trial: Arrivals, index: int, what: int, tokens: int) -> None:
 
 
 def _known(side: SchedulerSide, asked: Request) -> KnownPrompt:
-    """Return a request's prompt in the form in which an operator gives it."""
+    """Return a request's prompt in the form in which an operator names a prompt."""
     tenant = side.prefixes.tenant(asked)
     return KnownPrompt(side.prefixes.hashes(asked), asked.num_tokens, tenant.salt, tenant.adapter)
 

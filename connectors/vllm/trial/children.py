@@ -1,7 +1,7 @@
 """Runs trials in forked children, because a connector may kill its process or hang, and shrinks failing sequences.
 
-The child reports each move and each step before it makes them. So the parent knows the moves that were made even if the
-child dies.
+The child reports each move and each step before the move or step begins. So the parent knows the begun moves even if
+the child dies.
 """
 
 from __future__ import annotations
@@ -151,9 +151,9 @@ class CaseRunner:
         return connector._replace(module=module, extra=connector.extra.replace(TMP, str(self._store)))
 
     def _watch(self, pid: int, reader: int, stuck_seconds: float) -> tuple[bytes, int | None]:
-        """Return the output of the child and its exit status.
+        """Return (output of the child, exit status of the child).
 
-        If the child was stuck, it is killed and the status is None.
+        A child that is stuck is killed, and the status is None.
         """
         message, last, open_ = bytearray(), time.monotonic(), True
         while True:
@@ -235,7 +235,7 @@ class CaseRunner:
 
 
 def _fewer(moves: tuple[Move, ...], same: Callable[[tuple[Move, ...]], bool], deadline: float) -> tuple[Move, ...]:
-    """Drop moves, at first many at once."""
+    """Drop moves as long as `same` holds without them: at first many moves at once, at last one by one."""
     size = max(1, len(moves) // 2)
     while time.monotonic() < deadline:
         start, dropped = 0, False
@@ -252,7 +252,7 @@ def _fewer(moves: tuple[Move, ...], same: Callable[[tuple[Move, ...]], bool], de
 
 
 def _simplify(moves: tuple[Move, ...], same: Callable[[tuple[Move, ...]], bool], deadline: float) -> tuple[Move, ...]:
-    """Make arguments smaller, one at a time."""
+    """Make the moves' arguments smaller, one argument at a time, as long as `same` holds."""
     for i in range(len(moves)):
         for j in range(1, len(moves[i])):
             while moves[i][j] and time.monotonic() < deadline:

@@ -152,7 +152,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def replay_finding(path: Path, limits: CaseLimits) -> int:
-    """Run a finding again. Return 1 if the same finding, or another finding, occurs."""
+    """Run the case of a finding again. Return 1 if this finding or another finding occurs, otherwise 0."""
     case, signature = read_finding(path)
     _make_importable(case.connector)
     with CaseRunner(limits) as bench:
@@ -176,7 +176,7 @@ class _Hunt:
         self._trials = self._steps = 0
 
     def go(self, shapes: list[str]) -> int:
-        """Run seeds until a limit is reached."""
+        """Run seeds on all `shapes` until a limit is reached. Return 1 if something was found, otherwise 0."""
         args, left = self._args, list(shapes)
         deadline = time.monotonic() + args.seconds
         seed = 0

@@ -52,7 +52,7 @@ class Sequence:
         return self.hashes[:stop]
 
     def token(self, position: int) -> int:
-        """Return the token at `position`: one of the prompt, or one that the model generates after the prompt."""
+        """Return the token at `position`, in the prompt or in the tokens that the model generates after the prompt."""
         self.upto(position + 1)
         return self.tokens[position]
 
@@ -71,7 +71,7 @@ class Live:
         self.output: list[int] = []
         self.aborted = self.closed = False
         self.allowed = Allowed()
-        self.turns: deque[tuple[Sequence, int]] | None = None  # of a session: its inputs that vLLM has not begun with
+        self.turns: deque[tuple[Sequence, int]] | None = None  # a session's inputs that vLLM has not begun
 
     @property
     def expected(self) -> list[int]:

@@ -98,9 +98,9 @@ class Disturbances(Steps):
             self.side.staging.expire()
 
     def _adapter(self, kind: int) -> None:
-        """Change the adapters. First abort the requests that use them, and empty vLLM's own prefix cache.
+        """Change the adapters. Before this, abort the requests that use adapters, and empty vLLM's own prefix cache.
 
-        kvpipe does not handle requests and hits of vLLM that began with other bytes.
+        Without this, a request or a hit of vLLM could begin with other bytes, which kvpipe does not handle.
         """
         if self.kvpipe is None:
             return

@@ -28,7 +28,7 @@ class Drafter:
 
 
 def accepted(sequence: Sequence, stop: int, drafts: list[int]) -> int:
-    """Return how many of `drafts`, which end before position `stop`, are the tokens that the model generates."""
+    """Return how many drafts, from the first on, the model would generate. The last draft is at `stop` - 1."""
     first = stop - len(drafts)
     for i, token in enumerate(drafts):
         if token != sequence.token(first + i):

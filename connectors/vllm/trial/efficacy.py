@@ -81,7 +81,7 @@ def _growing(side: SchedulerSide) -> list[int]:
 
 
 def held_units(side: SchedulerSide, request: Request, most: int) -> int:
-    """Return the longest prefix, in units and up to `most`, that every group holds as far as its window needs."""
+    """Return the units of the longest prefix, up to `most`, of which every group holds what its window needs."""
     keys, states = keys_of(side, request), _state_keys(side, request)
     return next((units for units in range(most, 0, -1) if _holds(side, keys, states, units)), 0)
 
@@ -134,8 +134,8 @@ def promised(
     unit, keys = side.geometry.unit_tokens, keys_of(side, request)
     most = len(keys)
     if (side.geometry.windows or side.geometry.states) and most * unit >= request.num_tokens:
-        # The last token is computed again. The state contains it already, and its attention window begins one position
-        # before the window of the next token.
+        # The last token is computed again. A state already contains this token, and the token's attention window begins
+        # one position before the next token's window.
         most -= 1
     if limit is not None:
         most = min(most, (local_tokens + limit) // unit)

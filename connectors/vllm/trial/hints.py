@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 Hints = tuple[Any, Any]
-"""A request's hints: its `KvHintsEnvelope`, and the value of its hint parameter."""
+"""A request's hints: the request's `KvHintsEnvelope`, and the value of kvpipe's own parameter."""
 
 
 def _envelope(**payloads: dict[str, Any]) -> KvHintsEnvelope:
@@ -35,7 +35,7 @@ HINTS: Final[tuple[Callable[[int], Hints], ...]] = (
     lambda _: ("kv.retain", ["retain"]),
     lambda seconds: (KvHintsEnvelope("9", "", [None] * (ACTIONS_MAX - 4 + seconds)), {"retain": {}}),  # type: ignore[list-item]
 )
-"""Functions that return hints, from a number of seconds."""
+"""Functions from a number of seconds to hints."""
 RESUME: Final = 1
 """The index in `HINTS` of a well-formed `resume`."""
 

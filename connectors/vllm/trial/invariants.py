@@ -63,7 +63,7 @@ def only_faults_that_were_caused(watched: Watched) -> Iterator[str]:
 def findable_chunks_are_whole_and_true(watched: Watched) -> Iterator[str]:
     """Compare every byte of the chunks that became findable since the last check.
 
-    The holder of a node's memory may have evicted a chunk that the engine still lists. Then a lookup misses it.
+    The holder of a node's memory may have evicted a chunk that the engine still lists. A lookup then misses the chunk.
     """
     catalog, geometry, node = watched.trial.side.catalog, watched.trial.side.geometry, watched.trial.side.node
     now: dict[tuple[int, bytes], tuple[int, int]] = {}
@@ -80,7 +80,7 @@ def findable_chunks_are_whole_and_true(watched: Watched) -> Iterator[str]:
 def _false_bytes(watched: Watched, group: int, key: bytes, chunk: Chunk, units: int) -> Iterator[str]:
     known = watched.trial.prefixes.get(key)
     if known is None:
-        if not watched.trial.shape.engines:  # otherwise it may be a key of the other engine's requests
+        if not watched.trial.shape.engines:  # otherwise the other engine's requests have keys too
             yield f"a key that no request has: slot {chunk.slot}, group {group}"
         return
     whole = watched.trial.side.geometry
@@ -155,7 +155,7 @@ def confirmed_tokens_only(watched: Watched) -> Iterator[str]:
     when="schedule",
 )
 def what_becomes_final_is_saved(watched: Watched) -> Iterator[str]:
-    """Compare the catalog with vLLM's own counts, in steps in which nothing is evicted, frozen or failed."""
+    """Compare the catalog with vLLM's own counts, in steps without an eviction, a freeze or a failed save."""
     side = watched.trial.side
     before, watched.dropped = watched.dropped, watched.drops
     if watched.dropped != before or _saves_nothing(watched):
@@ -190,9 +190,9 @@ def _saves_nothing(watched: Watched) -> bool:
 
 
 def _ending_a_block(geometry: Geometry, request: Request, units: int, back: int) -> int:
-    """Return how many of `units` units end a block, or end the last whole unit of the prompt whose state is kept.
+    """Return `units`, rounded down to a block's end, unless the state after `units` units is the prompt's last state.
 
-    If `back` is 1, the state of the unit before the last is kept, because vLLM drops the last unit of a hit
+    If `back` is 1, the prompt's last state is one unit earlier, because vLLM drops the last unit of a hit
     (`get_mamba_prefill_checkpoint_position`).
     """
     last = (request.num_prompt_tokens - (0 if back else 1)) // geometry.unit_tokens - back
@@ -252,9 +252,9 @@ def work_is_bounded_by_what_is_new(watched: Watched) -> Iterator[str]:
 def _newly_final(watched: Watched, *, waiting: bool = False) -> Iterator[tuple[Request, int, int]]:
     """Yield (request, units final before, units final now) for the requests that this step computes.
 
-    In a step that saves no answers, requests that only generate are left out, except with `waiting`. The units of these
-    requests count in the next step that saves answers. Some of these units may be saved earlier, for example before
-    they leave a window. So a bound that uses these numbers is loose.
+    In a step that saves no answers, requests that only generate are left out unless `waiting` is true. The units of
+    these requests count in the next step that saves answers. Some of these units may be saved earlier, for example
+    before the units leave a window. So a bound that uses these numbers is loose.
     """
     assert watched.output is not None  # noqa: S101
     unit, prefixes = watched.trial.side.geometry.unit_tokens, watched.trial.side.prefixes
@@ -284,9 +284,9 @@ def _newly_final(watched: Watched, *, waiting: bool = False) -> Iterator[tuple[R
     when="schedule",
 )
 def frozen_saves_nothing(watched: Watched) -> Iterator[str]:
-    """Check the step's plan.
+    """Check the step's plan, and record how many units of each request are final.
 
-    This check is the last check of a plan, so it also records how many units of each request are final.
+    No check of a plan comes after this check.
     """
     side = watched.trial.side
     if _saves_nothing(watched):
@@ -380,7 +380,7 @@ def the_trace_replays(watched: Watched) -> Iterator[str]:
 
 @invariant(1, sentence="After the last request, the trace has the end of every request and of every job.", when="drain")
 def the_trace_ends(watched: Watched) -> Iterator[str]:
-    """Search the trace for requests and jobs without a last move, and compare the number of held chunks."""
+    """Search the replayed trace for requests, jobs and other cursors that are not in a final state."""
     watched.trial.replay_traces()
     yield from watched.trial.replay.unfinished()
 

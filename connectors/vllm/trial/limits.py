@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 class Allowed(NamedTuple):
     """The limits of one request: tokens that it may load and save, and indices of its tiers.
 
-    None stands for no limit.
+    A field that is None sets no limit.
     """
 
     load_tokens: int | None = None
@@ -32,4 +32,4 @@ LIMITS: Final[tuple[Callable[[int], tuple[dict[str, Any], Allowed]], ...]] = (
         Allowed(),
     ),
 )
-"""Functions that return a request's parameters and the limits that they set, from a number of tokens."""
+"""Functions from a number of tokens to a request's parameters and the limits that these parameters set."""

@@ -80,13 +80,13 @@ FAIL = 8
 """The relative frequency of failing copies, in shapes in which vLLM ends a request whose load has failed."""
 
 SWARM = (0.3, 1.0, 1.0, 3.0)
-"""A sequence makes each move more or less often, by one of these factors, because similar sequences reach less.
+"""Each sequence multiplies the frequency of each move by one of these factors: similar sequences reach fewer cells.
 
-See Groce et al., Swarm Testing, ISSTA 2012.
+The method is from Groce et al., Swarm Testing, ISSTA 2012.
 """
 
 SHUTDOWNS = 0.1
-"""The share of sequences that end with a shutdown in mid-flight."""
+"""The share of sequences that end with a shutdown while work is in flight."""
 
 
 def random_moves(seed: int | str, count: int, more: Mapping[str, float] = MappingProxyType({})) -> Iterator[Move]:

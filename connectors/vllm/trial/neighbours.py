@@ -25,7 +25,7 @@ MOVES_PER_HOLDER: Final = 20
 
 
 class TrialMemory:
-    """The memory that the engines of a trial share. The first engine makes it."""
+    """The memory that the engines of a trial share. The first engine makes the memory."""
 
     def __init__(self) -> None:
         """Begin without a memory."""
@@ -33,7 +33,7 @@ class TrialMemory:
         self._moves = 0
 
     def attaching(self, rank: int) -> AbstractContextManager[Any]:
-        """Let the connectors that are made now use this memory. All ranks of a trial have the same configuration."""
+        """Return a context in which new connectors use this memory. All ranks of a trial are configured equally."""
         attach_rank = functools.partial(self._rank, index=rank)
         return patch.multiple(pooled, attach_scheduler=self._scheduler, attach_rank=attach_rank)
 
@@ -52,7 +52,7 @@ class TrialMemory:
         return None, shared_slots(Segment(self._node.fd), part * geometry.slot_bytes, saves=part == index)
 
     def count_move(self) -> None:
-        """Let another holder take over after every `MOVES_PER_HOLDER` moves."""
+        """Count a move. After every `MOVES_PER_HOLDER` moves, another holder takes over."""
         self._moves += 1
         if self._node is not None and not self._moves % MOVES_PER_HOLDER:
             self._node.take_over()

@@ -133,7 +133,7 @@ class Night:
     def go(
         self, names: list[str], first: list[TrialSeed], seconds: float, seed_stop: int, steps_stop: int, drawn: int
     ) -> None:
-        """Run the trials of `first`. Then, for each seed, try every shape and `drawn` random worlds, up to a limit."""
+        """Run the trials of `first`. Then, for each seed, try every shape and `drawn` random worlds, until a limit."""
         begin = last = time.monotonic()
         seeds, steps, earlier = self.seed, self.steps, self.seconds
         with make_pool(self._jobs, forks=True) as pool:
@@ -202,7 +202,7 @@ def start_process(free: multiprocessing.SimpleQueue[int]) -> None:
 
     import torch
 
-    # the threads of a trial alternate, and on one core they do so without waking another core
+    # the threads of a trial alternate; on one core, no other core has to wake up
     if hasattr(os, "sched_setaffinity"):
         core = free.get()
         free.put(core)  # the core goes to the end of the queue, for the successor of a process that dies
@@ -214,8 +214,8 @@ def start_process(free: multiprocessing.SimpleQueue[int]) -> None:
 def make_pool(processes: int, *, forks: bool = False) -> Pool:
     """Return a pool with one process per core, in which a seed always leads to the same trial.
 
-    A trial depends on the order of vLLM's sets of request ids, so its process needs the hash seed 0. With `forks`, a
-    process that has this seed forks the pool's processes, which then need no import of vLLM of their own.
+    A trial depends on the order of vLLM's sets of request ids, so its process needs the hash seed 0. If `forks` is true
+    and this process has that seed, this process imports vLLM once and forks the pool's processes.
     """
     os.environ["PYTHONHASHSEED"] = "0"
     if forks := forks and not sys.flags.hash_randomization:

@@ -42,7 +42,7 @@ class PagedLayer(NamedTuple):
         return positions[positions // INTERLEAVE % self.shards == self.shard]
 
     def mine(self, start: int, stop: int) -> slice | Positions:
-        """Return an index of those of the positions [start, stop) that this rank holds."""
+        """Return an index into the positions [start, stop) that selects the positions that this rank holds."""
         return self.held(start, stop) if self.shards > 1 else slice(start, stop)
 
     def places(self, table: npt.ArrayLike) -> Positions:
@@ -74,7 +74,7 @@ def _offsets(words: int, shards: int) -> Positions:
 
 
 def make_caches(shape: Shape, names: list[list[str]]) -> list[torch.Tensor]:
-    """Return an empty cache ``[block, 1, token, 2]`` for each of the layers `names`, which are in groups."""
+    """Return an empty cache ``[block, 1, token, 2]`` for each layer. `names` has the layers of each group."""
     tokens = [size // shape.shards(group) for group, size in enumerate(shape.block_tokens)]
     if not shape.cross:
         return [torch.zeros(shape.blocks, 1, tokens[group], 2) for group, named in enumerate(names) for _ in named]

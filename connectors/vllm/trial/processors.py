@@ -51,7 +51,7 @@ def runs_here(kind: Processor) -> bool:
 
 @contextmanager
 def _told(features: frozenset[str]) -> Iterator[None]:
-    """Make torch report these AMX and AVX-512 instructions, and no other ones."""
+    """Make torch report exactly these AMX and AVX-512 instructions."""
     import vllm._custom_ops  # noqa: F401  (the kernels are those of this machine, and are loaded once)
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.attention import selector
@@ -96,9 +96,9 @@ def _decides() -> classmethod[Any, Any, None]:
 
 @contextmanager
 def lent(kind: Processor) -> Iterator[None]:
-    """Make vLLM's platform decide as on `kind`. The kernels are this machine's kernels, but never AMX kernels.
+    """Make vLLM's platform decide as on `kind`, while layers compute with this machine's kernels without AMX.
 
-    The kernel of latent attention accepts only one block size, so engines on a lent "amx" have that block size.
+    Without AMX, the kernel of latent attention accepts only one block size, and engines with it have that size.
     """
     from vllm.platforms.cpu import CpuPlatform
 
@@ -122,7 +122,7 @@ def lent(kind: Processor) -> Iterator[None]:
 def complete(kind: Processor | None) -> Iterator[None]:
     """Make engines run as on `kind`.
 
-    Engines use that kind's kernels if this machine can run them, otherwise lent kernels.
+    If this machine can run the kernels of `kind`, engines use these kernels, otherwise the kernels of `lent`.
 
     An engine with lent kernels still makes the platform's decisions: block size, prefix caching, types of states. If
     `kind` is None, engines run as on this machine's own processor.
@@ -183,7 +183,7 @@ def _groups_of_ranks() -> Iterator[None]:
 
 
 def _planning() -> Any:  # noqa: ANN401  (a module)
-    """Return the module that forms cache groups. vLLM 0.33 has moved it to a file of its own."""
+    """Return the module that forms cache groups. In vLLM 0.33 the code is in a file of its own."""
     places = (f"vllm.v1.core.kv_cache_{name}" for name in ("planning", "utils"))
     return importlib.import_module(next(place for place in places if importlib.util.find_spec(place)))
 
@@ -213,7 +213,7 @@ def _decided(config: VllmConfig, kvpipe: dict[str, Any] | None) -> Plan:
 def build(config: VllmConfig) -> None:
     """Build the model of `config` without memory for its weights.
 
-    Afterwards the configuration contains the model's layers.
+    When this function returns, the configuration contains the model's layers.
     """
     from vllm.config import set_current_vllm_config
     from vllm.distributed import parallel_state

@@ -1,4 +1,4 @@
-"""The check of quotas. The check counts slots from the chunks, at each reservation and after each processed step."""
+"""The check of quotas, which counts the slots of all chunks at each reservation and after each processed step."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Runner V1 (`v1/worker/kv_connector_model_runner_mixin.py`) calls `handle_preemptions` before it zeroes new blocks.
 Runner V2 (`v1/worker/gpu/kv_connector.py`) calls `handle_preemptions` after it has zeroed new blocks. V2 also passes
 keyword arguments, and calls `finish_forward` after the forward. Sync loads start before the forward, other loads after
-it. With a draft model, a step is finalized after its reports.
+the forward. With a draft model, a step is finalized after its reports.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ QUIRKS = {
 STOPS = ("", "first_stop", "early_stop", "mid_stop", "late_stop")
 """The moments of a step at which a shutdown may happen.
 
-These are: between steps, before the metadata is bound, before the forward, in the forward, after the results were
-requested.
+The moments are: between steps, before the metadata is bound, before the forward, in the forward, after the results
+were requested.
 """
 
 
@@ -80,7 +80,7 @@ class TrialStep(NamedTuple):
 
 
 class Access(NamedTuple):
-    """The positions that a step writes and reads for one request, in the layers of a group, and what they must hold."""
+    """The positions that a step writes and reads for a request in a group's layers, and the positions' true content."""
 
     request: str
     start: int
@@ -124,7 +124,7 @@ class Runner(ABC):
         return {block for table in self._tables.get(request, ()) for block in table}
 
     def holders(self, blocks: set[int]) -> set[str]:
-        """Return the requests that had one of `blocks` when they were last scheduled."""
+        """Return each request that had one of `blocks` when the request was last scheduled."""
         return {request for request in self._tables if blocks & self.table(request)}
 
     def _update_states(self, output: SchedulerOutput) -> None:
@@ -192,7 +192,7 @@ class Rank(Runner):
     ) -> None:
         """Make the paged caches and register them.
 
-        `names` has the layers of each group. By default these are the shape's.
+        `names` has the layers of each group; None: the layers of the shape.
         """
         super().__init__(shape)
         self.index, self.connector = index, connector
@@ -384,7 +384,7 @@ class Rank(Runner):
             if hooked and not quirks & {"no_waits", "no_layers"}:
                 for _ in range(times):
                     connector.wait_for_layer_load(layer.name)
-            # this layer is run when the accepted drafts are known
+            # `_draft` runs this layer later, when the accepted drafts are known
             fed = self.shape.masks and self._drafts and layer is self.layers[-1]
             if not fed:
                 kind = layer.group, layer.ahead
@@ -401,7 +401,7 @@ class Rank(Runner):
         return wrong
 
     def _accesses(self, layer: PagedLayer, step: TrialStep, drafts: dict[str, list[int]]) -> list[Access]:
-        """Return what a step writes and reads in `layer`, and in the layers of its group that look as far ahead."""
+        """Return a step's accesses to `layer`, which are the same in each layer of the group with the same `ahead`."""
         return [self._access(layer, step, request, drafts) for request in step.output.num_scheduled_tokens]
 
     def _access(self, layer: PagedLayer, step: TrialStep, request: str, drafts: dict[str, list[int]]) -> Access:
@@ -423,7 +423,7 @@ class Rank(Runner):
         return Access(request, start, content[written], hashes[read], len(mine), places[written], places[read], read)
 
     def _attend(self, layer: PagedLayer, accesses: list[Access], bad: set[str]) -> Iterator[Wrong]:
-        """Write what each request computes, then check what it reads.
+        """Write the content that each request computes, then check the content that each request reads.
 
         After a wrong read, a request writes wrong content.
         """
@@ -467,7 +467,7 @@ class Rank(Runner):
         layer.flat[layer.places(table)[positions]] = content[positions - start]
 
     def _go_on(self, layer: PagedLayer, one: Access, content: Words) -> Wrong | None:
-        """Read the state after the first tokens, and write the states that follow from `content`."""
+        """Check the state before the step's tokens, and write the states after the tokens, which are in `content`."""
         table, start = self._tables[one.request][layer.group], one.start
         words, block = self._states.read(layer, one.request, table)
         right = not start or bool((words == (one.expected[start - 1] ^ layer.key)).all())

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
 
 MediumGroup = tuple[str, int]
-"""(medium, cache group). If the medium has an owner, the owner follows after a slash."""
+"""(medium, cache group). If the medium has an owner, the text is "medium/owner"."""
 
 
 class Router:
@@ -24,7 +24,7 @@ class Router:
     def __init__(self, adapters: Mapping[str, str], hash_tokens: int = 0) -> None:
         """Start without blocks. `adapters` maps names to paths.
 
-        `hash_tokens` is the number of tokens per block hash. If it is 0, each block has one hash.
+        `hash_tokens` is the number of tokens per block hash; 0: each block has one hash.
         """
         self.adapters, self._hash_tokens = adapters, hash_tokens
         self.index: dict[MediumGroup, set[bytes]] = {}
@@ -46,7 +46,7 @@ class Router:
         self._routed.update((maybe_convert_block_hash(BlockHash(one)), one) for one in hashes)
 
     def share(self, other: Router) -> None:
-        """Remember the prompts that were routed to the engine of `other`, too, and tell `other` of this engine's."""
+        """Share one record of routed prompts with `other`, the router of another engine."""
         self._routed = other._routed
 
     def apply(self, events: Iterable[KVCacheEvent]) -> None:
@@ -75,7 +75,7 @@ class Router:
         size, parent = event.block_size, None
         if event.parent_block_hash is not None:
             parent = self._full.get(event.parent_block_hash)
-            if parent is None:  # its parent was not saved, or lies before vLLM's window
+            if parent is None:  # the parent was not saved, or lies before vLLM's window
                 parent = self._routed.get(event.parent_block_hash)
             if parent is None:
                 self.problems.append(f"group {event.group_idx} of {event.medium}: a parent that nobody has announced")
@@ -102,7 +102,7 @@ class Router:
             held.add(parent)
 
     def promised(self, place: MediumGroup, hashes: Sequence[bytes]) -> int:
-        """Return the largest n such that the block that ends at hash n and all blocks before it are held, or 0."""
+        """Return the largest n, or 0, for which the block that ends at hash n and all blocks before that are held."""
         held = self.index.get(place, set())
         for many in range(len(hashes), 0, -1):
             block: bytes | None = hashes[many - 1]

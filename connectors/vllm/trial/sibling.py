@@ -1,7 +1,7 @@
 """A connector that imitates other connectors. Trials place it beside kvpipe in vLLM's MultiConnector. For tests only.
 
-The key `does` of its configuration names what it does (`DEEDS`). The sibling never loads anything, because each of its
-loads fails a few steps later.
+The key `does` of the sibling's configuration lists the sibling's actions (`DEEDS`). The sibling never loads anything:
+each of its loads fails a few steps later.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ DEEDS: Final = {
     PREFILLS: "marks every third request with `do_remote_prefill`, as a proxy does, and promises its whole prompt",
 }
 STEPS: Final = 2
-"""The number of steps until a load fails, an answer comes, or kept blocks are released."""
+"""The number of steps until a load fails, a lookup is answered, or kept blocks are released."""
 BLOCK: Final = 32
 PARAMETERS: Final = (
     REMOTE_PREFILL, "do_remote_decode", "remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host",
@@ -53,7 +53,7 @@ class Begun(KVConnectorMetadata):
     """The requests whose loads begin with a step, and the requests whose blocks are kept from this step on."""
 
     def __init__(self, requests: tuple[str, ...], kept: tuple[str, ...] = ()) -> None:
-        """Set the requests."""
+        """Keep the ids of the requests."""
         self.requests, self.kept = requests, kept
 
 

@@ -107,7 +107,7 @@ def held_resources() -> MemorySample:
 
 
 class Player:
-    """Sends requests of all kinds to one engine: new and repeated prompts, long and short ones.
+    """Sends requests of all kinds to one engine: with new and repeated, long and short prompts.
 
     Some requests are aborted.
     """
@@ -149,7 +149,7 @@ class Player:
         self.engine.preemptions.clear()
 
     def sample(self) -> MemorySample:
-        """Return a sample of the resources in use. Nothing is in flight then, and the catalog is consistent."""
+        """Return a sample of the resources in use, and check the catalog when no job is in flight."""
         taken = held_resources()
         taken.requests, taken.preemptions = self.done, self.preempted
         taken.seconds = round(time.monotonic() - self._began, 1)

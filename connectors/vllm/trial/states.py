@@ -1,12 +1,12 @@
 """Recurrent states as vLLM's runners keep them: one running state per request, which moves from block to block.
 
 With drafts, a step writes the state after each token to which a request may have to return. Each of these states has a
-block of its own, after the request's running block. Once tokens are accepted, the state of a boundary among them is
-copied to the block that ends there (`preprocess_mamba` and `postprocess_mamba_fused_kernel` in
+block of its own, after the request's running block. If a boundary lies among the accepted tokens, its state is copied
+to the block that ends at the boundary (`preprocess_mamba` and `postprocess_mamba_fused_kernel` in
 `v1/worker/mamba_utils.py`).
 
 If a pipeline has n stages, every stage except the last gets the accepted tokens n steps later. A stage gets these
-tokens before a step (`update_pp_decode_requests`), except for requests that have ended by then.
+tokens before a step (`update_pp_decode_requests`), but not for requests that have already ended.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RunningStates:
                 self._end(request, tables[request], computed[request], kept)
 
     def begin(self, scheduled: dict[str, int], tables: BlockTables, computed: dict[str, int]) -> None:
-        """Move each state to the block in which it will end. Called before the forward over `scheduled` tokens."""
+        """Move each state to the block of the step's last token. Called before the forward over `scheduled` tokens."""
         for request, tokens in scheduled.items() if self._layers else ():
             self._begin(request, tables[request], computed[request], tokens)
 
@@ -102,7 +102,7 @@ class RunningStates:
 
 
 def exported(shape: Shape, start: int, stop: int, *, drops: bool) -> tuple[int, int]:
-    """Return the number of the step's tokens after which a state is written, and the state's index in the block table.
+    """Return (number of the step's tokens before the written state, index of that state's block in the block table).
 
     The result is (0, -1) if no state is written within the step. `drops` says that vLLM drops the last block of a hit.
     The layers, vLLM's scheduler and `MambaManager` call the same function for this computation. A state without a

@@ -47,7 +47,7 @@ class TraceTap:
         side.counters.watcher = lambda name, fields: self.faults.append(CountedFault(name, fields))
 
     def count_layers(self, side: KVPipeConnector, rank: int) -> None:
-        """Set the number of layers that copies of `rank` have in the replay. The rank has its caches now."""
+        """Set the number of layers that copies of `rank` have in the replay. Called when the rank has its caches."""
         if isinstance(worker := side.worker, WorkerSide):
             self.replay.feed(Started(0, rank, "", 0, 0, layers=len(worker.geometry.layers), part=1))
 
@@ -63,7 +63,7 @@ class TraceTap:
 
 
 def kvpipe_in(connector: object) -> KVPipeConnector | None:
-    """Return kvpipe's connector: `connector` itself, or the only one among the connectors that it wraps."""
+    """Return kvpipe's connector: `connector`, or a connector in `connector`. None: there is none, or more than one."""
     from kvpipe.connectors.vllm.connector import KVPipeConnector
 
     inside = [one for one in getattr(connector, "sub_connectors", [connector]) if isinstance(one, KVPipeConnector)]

@@ -191,7 +191,7 @@ class Trial(Disturbances):
                 self.adapters.join(index, mine.worker.adapters)
 
     def _hooks(self, hooks: Callable[[Any], Any], caches: Any) -> Any:  # noqa: ANN401
-        """Return the hooks that the shape's runner calls, if they differ from the hooks of this machine's runner."""
+        """Return the hooks that this machine's runner calls, with the changes that the shape's runner needs."""
         from kvpipe.connectors.vllm.hooks import is_replayed
 
         fences_late = self.shape.device and not self.shape.v2
@@ -317,11 +317,11 @@ class Trial(Disturbances):
 
 
 def _listen_to_lookups(trial: Trial) -> None:
-    """Make lookups return None while `deferrals` lasts, as with a slow tier. Repeat some of kvpipe's lookups."""
+    """Make the next `deferrals` lookups return None, as with a slow tier. Repeat some of kvpipe's lookups."""
     if trial.kvpipe is not None:
         _report_lookups(trial, trial.kvpipe)
     shape = trial.shape
-    if shape.drafter and shape.states and not shape.masks:  # vLLM caches states, but must not find its own states
+    if shape.drafter and shape.states and not shape.masks:  # vLLM caches states, but its lookups must find none
         trial.scheduler.kv_cache_manager.prefix_cache_lookup_enabled = lambda _: False  # type: ignore[method-assign]
     lookups = 0
     connector: Any = trial.scheduler.connector

@@ -27,7 +27,7 @@ Admission = tuple["Request", int]
 
 
 class Final(NamedTuple):
-    """The number of final units of a request when it was last scheduled, in one of its admissions."""
+    """The number of final units of a request when the request was last scheduled, and the request's admission then."""
 
     admission: Admission
     units: int
@@ -56,7 +56,7 @@ class Watched:
         self.found: dict[Live, FoundPrefix] = {}  # for the last finished requests
         # for each finished request, the chunks that held its end when it finished
         self.ends: dict[Live, frozenset[tuple[Chunk, bytes]]] = {}
-        self._requests: dict[tuple[Live, Sequence, int], Request] = {}  # by what `request_of` makes them from
+        self._requests: dict[tuple[Live, Sequence, int], Request] = {}  # by the facts on which they depend
         self.unfair = (
             _watch_quotas(trial.side.catalog) if trial.shape.quotas and trial.kvpipe is not None else list[str]()
         )
@@ -110,7 +110,7 @@ class Watched:
             self.short.append(f"{request.request_id} beyond {computed}: {answer[0]} tokens instead of {wanted}")
 
     def after_leave(self, one: Live) -> None:
-        """Remember in which chunks a finished request has ended."""
+        """Remember the chunks that hold the end of a finished request."""
         last = self.final.pop(one.id, None)
         if self.trial.kvpipe is not None:
             saved = last.units if last is not None and last.admission == admission(last.admission[0]) else 0
@@ -119,7 +119,7 @@ class Watched:
     def request_of(self, one: Live) -> Request:
         """Return a request that continues `one`.
 
-        The request is made once. Several checks need it after every step, and hashing its blocks takes long.
+        The request is made only once, because several checks use it in each step, and hashing its blocks takes long.
         """
         made_from = one, one.sequence, len(one.output)
         if made_from not in self._requests:

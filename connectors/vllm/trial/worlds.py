@@ -134,7 +134,7 @@ CANDIDATES = 6
 
 
 def _of_axis() -> dict[str, list[dict[str, frozenset[str]]]]:
-    """Return, for each axis, the conflicts in which it takes part."""
+    """Return, for each axis, the conflicts that list a value of the axis."""
     found: dict[str, list[dict[str, frozenset[str]]]] = {axis: [] for axis in AXES}
     for _, one in CONFLICTS:
         for axis in one:
@@ -175,7 +175,7 @@ def pairs(world: DrawnWorld) -> Iterator[AxisPair]:
 
 @functools.cache
 def possible() -> frozenset[AxisPair]:
-    """Return all pairs of values that some world has."""
+    """Return every pair of values that occurs together in at least one world."""
     rng, found = random.Random(0), set[AxisPair]()  # noqa: S311
     for axis, other in itertools.combinations(AXES, 2):
         for value, beside in itertools.product(AXES[axis], AXES[other]):
@@ -209,7 +209,7 @@ def default_worlds() -> tuple[DrawnWorld, ...]:
 
 
 def shape_of(world: DrawnWorld) -> Shape:
-    """Return the shape of a world."""
+    """Return the shape with the fields that the values of a world set."""
     fields: dict[str, Any] = {}
     for axis, value in world:
         fields |= AXES[axis][value]

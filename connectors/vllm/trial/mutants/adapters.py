@@ -1,4 +1,4 @@
-"""LoRA adapters whose bytes change under one name."""
+"""Bugs with LoRA adapters whose bytes change while their names stay the same."""
 
 from __future__ import annotations
 

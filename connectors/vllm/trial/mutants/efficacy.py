@@ -1,4 +1,4 @@
-"""Bugs that lose hits, though no answer is wrong: saved chunks are not found, or only in part."""
+"""Bugs that lose hits, though no answer is wrong: saved chunks are not found, or are found only in part."""
 
 from __future__ import annotations
 

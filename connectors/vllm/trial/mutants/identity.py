@@ -1,4 +1,4 @@
-"""Bugs that mistake stored bytes for those of another computation: weights that change, resets that do not last."""
+"""Bugs that use stored bytes of another computation: weights change, or a reset does not last."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def keys(kind: str) -> tuple[Patch, ...]:
-    """Make all code use `keys` instead of the keys of vLLM and of the adapter."""
+    """Make all code use the function named `kind` instead of the keys of vLLM and of the adapter."""
     other = f"__import__({__name__!r}, fromlist=['']).{kind}"
     return one(ADAPTERS, "keys", "hashes: Sequence[bytes] = request.block_hashes", f"return {other}(request)")
 

@@ -1,4 +1,4 @@
-"""Limits of requests: how much is loaded and saved, and which tiers are asked."""
+"""Bugs in the limits of requests: how much is loaded and saved, and which tiers are asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bugs that serve models and requests for which vLLM itself refuses prefixes."""
+"""Bugs in which kvpipe serves models and requests for which vLLM itself caches no prefixes."""
 
 from __future__ import annotations
 

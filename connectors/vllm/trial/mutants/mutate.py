@@ -52,9 +52,9 @@ TEST_SECONDS_MAX = 600.0
 
 @contextmanager
 def mutated(mutant: Mutant) -> Iterator[None]:
-    """Put `mutant` into this process, and remove it at the end.
+    """Put `mutant` into this process, and remove `mutant` at the end.
 
-    Modules that have imported a function get the mutant, too.
+    A mutated function also changes in the modules that have imported the function.
 
     Raises:
         LookupError: the text that the mutant replaces does not exist, or exists more than once.
@@ -132,7 +132,7 @@ class Verdict(NamedTuple):
 
 
 def killers(file: Path) -> dict[str, TrialSeed]:
-    """Return, by mutant, the sequence that is known to find the mutant, as `keep_killers` has written it."""
+    """Return, by mutant, the sequence that is known to find the mutant. `keep_killers` has written `file`."""
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     return {one["name"]: TrialSeed(one["shape"], one["seed"], _moves(one["moves"])) for one in map(json.loads, lines)}
 
@@ -161,10 +161,10 @@ def judge(
     *,
     shrink_seconds: float = 0.0,
 ) -> Verdict:
-    """Try the sequence that is `known` to find a mutant, then the cases of the default profile, until one finds it.
+    """Try the sequence that is `known` to find a mutant, and then cases of the default profile, until a case finds it.
 
-    `bench` is an entered runner for all cases that a process judges. If it is None, a new runner is made. A shorter
-    sequence that finds the mutant is then searched for `shrink_seconds` seconds.
+    `bench` is an entered runner for all cases that a process judges. If `bench` is None, a new runner is made. At last,
+    a shorter sequence that finds the mutant is sought, for at most `shrink_seconds`.
     """
     began, trials, steps = time.monotonic(), 0, 0
     mutant = MUTANTS[name]
@@ -319,7 +319,7 @@ def main(arguments: list[str] | None = None) -> int:
 def keep(file: Path, verdicts: list[Verdict]) -> None:
     """Write `verdicts` into `file`.
 
-    Older verdicts on the same mutants are replaced, and those on missing mutants dropped.
+    Older verdicts on the same mutants are replaced. Verdicts on mutants that do not exist any more are dropped.
     """
     known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
     every = {one["name"]: one for one in known} | {

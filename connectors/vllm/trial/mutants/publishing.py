@@ -1,4 +1,4 @@
-"""Bugs in when saved chunks can be found."""
+"""Bugs in which lookups find saved chunks at a wrong time."""
 
 from __future__ import annotations
 

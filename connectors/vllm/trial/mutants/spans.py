@@ -1,4 +1,4 @@
-"""Bugs with images whose tokens attend in both directions, and that a hit or a step cuts."""
+"""Bugs in which a hit or a step cuts an image whose tokens attend to each other in both directions."""
 
 from __future__ import annotations
 
