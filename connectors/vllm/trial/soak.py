@@ -150,12 +150,14 @@ class Player:
 
     def sample(self) -> MemorySample:
         """Return a sample of the resources in use, and check the catalog when no job is in flight."""
+        with_kvpipe = self.engine.scheduler.connector is not None
+        if with_kvpipe:
+            self.engine.settle()  # jobs in flight would use memory
         taken = held_resources()
         taken.requests, taken.preemptions = self.done, self.preempted
         taken.seconds = round(time.monotonic() - self._began, 1)
-        if self.engine.scheduler.connector is None:
+        if not with_kvpipe:
             return taken
-        self.engine.settle()
         side = self.engine.connector.scheduler
         assert side is not None  # noqa: S101
         check_integrity(side.catalog)
