@@ -120,9 +120,9 @@ class Settings(BaseSettings):
     lookup_ms_max: Annotated[int, BeforeValidator(no_bool), Field(ge=1, le=600_000)] = Field(
         1000,
         description="With tiers: longest time that a request waits for a lookup and for chunks from tiers. A "
-        "request waits longer while its chunks arrive sooner than the engine would compute them. After "
-        "that the request loads the chunks that have arrived and computes the rest. If the engine then "
-        "keeps the request waiting for the same time again, tiers are asked once more.",
+        "request waits longer while its chunks arrive sooner than the engine would compute them. Then the "
+        "request loads the chunks that have arrived, and computes the rest. If chunks were missing, and the engine "
+        "keeps the request waiting for another `lookup_ms_max`, kvpipe asks the tiers again.",
     )
     lookup_slow_ms_max: Annotated[int, BeforeValidator(no_bool), Field(ge=0, le=600_000)] = Field(
         0,
