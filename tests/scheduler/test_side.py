@@ -51,8 +51,7 @@ def test_chunk_is_continued_only_from_the_prefix_at_its_end(apart: bool) -> None
     world.grow(first, 5)
     (j4,) = world.step(first)
     assert not set(slots_of(j3)) & set(slots_of(j4))
-    # the fork continues the chunk only if the chunk ends at the fork's prefix
-    assert (set(slots_of(j1)) == set(slots_of(j3))) is apart
+    assert (set(slots_of(j1)) == set(slots_of(j3))) is apart  # the fork uses only a chunk that ends at its prefix
     world.succeed(j3, j4)
     assert world.side.catalog.find(0, fork.block_hashes[3]) is not None
     assert world.side.catalog.find(0, first.block_hashes[4]) is not None
@@ -322,10 +321,7 @@ def test_saves_planned_after_a_failed_load_are_not_published(order: Callable[[Sc
 
 
 def test_nothing_is_saved_between_the_first_failed_report_and_the_last() -> None:
-    """After a load has failed on one rank, its request saves nothing more.
-
-    Other ranks have not reported the load yet.
-    """
+    """One rank has reported that a load failed, and other ranks have not reported. Its request saves nothing."""
     world = SchedulerWorld(ranks=2)
     world.publish(world.request("old", 4, shared=4))
     request = world.request("new", 6, shared=4)
