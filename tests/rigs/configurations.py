@@ -52,7 +52,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
             "beta_slow": 1,
         },
     },
-    # Kimi delta attention in the place of gated delta nets; see `tests/engine/kda.py`
+    # like "qwen3-next", but with Kimi delta attention instead of gated delta nets; see `tests/engine/kda.py`
     "qwen3-next-kda": {
         **QWEN3_NEXT,
         "architectures": ["Qwen3NextForCausalLM"],
@@ -66,7 +66,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         },
     },
 }
-"""Configurations in vLLM's form of models that transformers cannot make. Their weights are random."""
+"""Configurations, in vLLM's form, of models that transformers cannot make. VLLM makes random weights for them."""
 
 
 def make_configuration(recipe: str) -> Path:
