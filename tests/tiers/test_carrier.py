@@ -218,10 +218,7 @@ def test_failing_tier_is_not_used_until_a_probe_succeeds() -> None:
 
 
 def test_a_tier_that_hangs() -> None:
-    """Orders at a hanging tier, and orders that wait behind them, fail within their limits.
-
-    Then their slots are free.
-    """
+    """Orders at a hanging tier, and orders behind these, fail within their limits. Then their slots are free."""
     tier = HeldTier()
     with rank_of(tier, lanes=1) as rank:
         rank.carry(stores=True, slot=0)
