@@ -130,7 +130,7 @@ def _fill(case: _Case, drawn: random.Random) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_hits_are_as_long_as_if_all_states_were_looked_up(ranks: int) -> None:
-    """Whatever is held, a lookup needs at most two calls, and no more keys than a lookup of all states."""
+    """With any held chunks, a lookup needs at most two calls, and no more keys than a lookup of all states."""
     hits = 0
     for seed in range(60):
         case = _make(ranks)

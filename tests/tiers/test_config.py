@@ -283,7 +283,7 @@ cut off
 def test_a_folder_is_local_if_no_other_host_sees_its_file_system(
     tmp_path: Path, folder: str, *, local: bool | None
 ) -> None:
-    """The mount with the longest matching path counts. Of mounts with equal paths, the last mount counts."""
+    """The mount with the longest matching path counts. If several mounts have this path, the last one counts."""
     (tmp_path / "mountinfo").write_text(MOUNTS)
     assert mounts.is_on_this_host(Path(folder), tmp_path / "mountinfo") is local
 

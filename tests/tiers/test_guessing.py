@@ -134,7 +134,7 @@ def test_guesses_of_a_plain_tier_are_confirmed(world: TierWorld) -> None:
 
 
 def test_guesses_of_an_encrypted_tier_are_not(world: TierWorld) -> None:
-    """The attack recognizes nothing. Of two parts of one chunk, only the mark of their key is equal."""
+    """The attack recognizes nothing. Two parts of one chunk have only the mark of their key in common."""
     body = store(world, OLD)
     assert confirmed(world, body) == []
     (one, first), (other, second) = read_all(world).items()

@@ -137,7 +137,7 @@ def test_every_layer_of_a_save_is_reported() -> None:
 
 
 def test_only_failures_are_recorded_of_a_request_outside_the_sample() -> None:
-    """Of a request outside the sample, only failures are recorded."""
+    """For a request outside the sample, only failures are recorded."""
     rig = Noted(sample=0.0)
     rig.pipeline.begin(plan(job(1, SAVE, [(0, 0, 0, 3)])))
     rig.save_all()

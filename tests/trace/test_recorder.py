@@ -393,7 +393,7 @@ def test_sink_drops_events_below_its_level() -> None:
 
 
 def test_every_thousandth_event_of_a_frequent_kind_is_logged() -> None:
-    """Of a frequent kind, the first event and every thousandth event are logged."""
+    """For a frequent kind, the first event and every thousandth event are logged."""
     with capture_logs() as lines:
         LogSink(logging.INFO).write([e.Dropped(1, 0, "", 0, 0, count=i) for i in range(1, 2002)])
     assert [line["count"] for line in lines] == [1, 1001, 2001]
