@@ -22,7 +22,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude all objects that exist now from later collections of garbage. They exist until the process ends."""
+    """Exclude all present objects from later collections of garbage. These objects live as long as the process."""
     gc.collect()
     gc.freeze()
     gc.enable()

@@ -164,7 +164,7 @@ def test_a_tiny_pool_has_room_for_one() -> None:
 
 
 def _shared() -> SharedCatalog:
-    """Return a pool of which `a` has a quarter, `b` at most a quarter, and others the rest."""
+    """Return a pool. The salt `a` has a quarter of the pool, `b` at most a quarter, and other salts the rest."""
     given = [{"name": "a", "salt": "a", "share": 0.25}, {"name": "b", "salt": "b", "limit": 0.25}]
     specs = [QuotaSpec.model_validate(one) for one in given]
     return SharedCatalog(SLOTS, 1, Accounts(specs, SLOTS, lambda _: Lru()), Counters())

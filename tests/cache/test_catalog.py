@@ -30,7 +30,7 @@ def _publish(catalog: Catalog, key: bytes, units: int = 1, group: int = 0) -> No
 
 
 def test_a_chunk_is_invisible_until_its_piece_has_landed() -> None:
-    """A key is known while its piece is being written. It cannot be found before the piece has landed."""
+    """A key is known while its piece is being written. No lookup finds the key before the piece has landed."""
     catalog = _catalog()
     chunk = catalog.reserve(0)
     assert chunk is not None
@@ -142,7 +142,7 @@ def test_reset_drops_a_copy_that_cannot_be_found_yet() -> None:
 
 
 def test_a_leased_chunk_is_never_evicted() -> None:
-    """If every chunk is leased or being written, a reservation is refused and counted. It succeeds after a release."""
+    """If every chunk is leased or being written, a reservation is refused and counted. After a release it succeeds."""
     catalog = _catalog(2)
     _publish(catalog, b"k")
     chunk = catalog.find(0, b"k")

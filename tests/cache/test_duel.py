@@ -73,7 +73,7 @@ def test_hits_are_those_of_lru_when_all_sessions_pause_alike() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_each_prompt_hits_as_with_lru_before_the_proof(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prompts branch, end within held chunks, or return later. Some of them arrive at the same time."""
+    """The prompts branch, end within held chunks, or return later. Some prompts arrive at the same time."""
     monkeypatch.setattr(Duel, "_count", lambda *_: None)
     drawn = w.coding_agents(seed, sessions=6, hours=0.25)
     tree = made_up(seed, 1500, branches=3, depth=7)

@@ -58,7 +58,7 @@ def test_salts_without_a_quota_give_up_entries_first_when_they_have_most_togethe
 
 
 def test_tenants_are_served_in_turn() -> None:
-    """A later salt waits until each of the other salts was served once. A new salt is not served before them."""
+    """A later salt waits until each of the other salts was served once. A new salt is not served before older salts."""
     shares = FairShares[str]()
     for key, tenant in (("b1", BOB), ("b2", BOB), ("b3", BOB), ("a1", ALICE)):
         shares.put(key, tenant)
@@ -74,7 +74,7 @@ def test_tenants_are_served_in_turn() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_result_equals_that_of_a_plain_search_when_entries_are_added_and_removed(seed: int) -> None:
-    """After all entries of a salt are removed, nothing of the salt is kept."""
+    """After all entries of a salt are removed, no data of the salt is kept."""
     draw, shares = random.Random(seed), FairShares[int](lambda tenant: tenant.salt[:1])
     tenants = [Tenant(f"{account}{salt}") for account in "xyz" for salt in range(3)]
     there: dict[int, tuple[Tenant, float, int]] = {}

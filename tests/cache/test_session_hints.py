@@ -99,7 +99,7 @@ def test_prefix_is_not_demoted_when_one_of_its_branches_is_gone(harm: Hint) -> N
 
 @pytest.mark.parametrize("harm", _HARM, ids=["demote", "resume"])
 def test_prefix_of_several_chains_is_shared(harm: Hint) -> None:
-    """The shared prefix consists of several chains. One chain follows each of them, except the last one."""
+    """The shared prefix consists of several chains. One chain follows each chain of the prefix except the last."""
     clients, system = Clients(), [f"s{at}" for at in range(CHAIN_MAX + 40)]
     for user in "ab":
         clients.serve(*system, user)

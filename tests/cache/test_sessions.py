@@ -380,7 +380,7 @@ def test_demoted_chunk_is_evicted_first() -> None:
 
 @pytest.mark.parametrize("action", [Action.RESUME, Action.RETAIN])
 def test_chain_that_is_announced_to_return_sooner_stays(action: Action) -> None:
-    """One chain is announced to return sooner than the other, which is announced to return in an hour."""
+    """One chain is announced to return soon, and stays. The second chain is announced to return in an hour."""
     for names in (("soon", "later"), ("later", "soon")):
         world = _World(Sessions(SLOTS))
         for name in names:

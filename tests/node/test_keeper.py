@@ -169,7 +169,7 @@ def test_namespaces_share_nothing(node: Node, namespace: bytes) -> None:
 
 
 def test_namespace_without_chunks_makes_room(node: Node) -> None:
-    """A node that runs for months sees more namespaces than there are numbers for them."""
+    """A node that runs for months sees more namespaces than it has numbers for namespaces."""
     node.publish(node.engine(1), b"k")
     for n in range(2 * NAMESPACES_MAX):
         client = node.engine(2, namespace=b"%032d" % n, client=b"%016d" % (n + 10))
@@ -328,7 +328,7 @@ def test_slots_wait_for_the_end_of_a_helper(node: Node, *, taken_over: bool) -> 
 def test_engine_goes_on_after_the_end_of_a_helper(node: Node, *, taken_over: bool) -> None:
     """After the end of a helper, a tier starts another client.
 
-    The row has room for it, and the engine keeps its grants.
+    The row has room for the new client, and the engine keeps its grants.
     """
     client = _with_helper(node)
     if taken_over:

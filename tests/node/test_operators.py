@@ -66,7 +66,7 @@ def two(worlds: Worlds) -> tuple[NodeWorld, NodeWorld]:
 
 
 def test_evicted_prompt_is_evicted_for_all_engines(worlds: Worlds, two: tuple[NodeWorld, NodeWorld]) -> None:
-    """Any engine may give the order. The slots are free at once if no engine reads them."""
+    """Any engine may give the order. Slots that no engine reads are free at once."""
     first, second = two
     assert evict(second) == EvictedPrompt(2, 0, 0)
     usage = worlds.node.keeper.usage()
@@ -228,7 +228,7 @@ def test_pins_of_each_engine_have_an_equal_share(worlds: Worlds) -> None:
 
 
 def test_tenants_of_other_engines_are_unknown(two: tuple[NodeWorld, NodeWorld]) -> None:
-    """An engine can evict chunks of others by their prompt or all at once, but not by salt, adapter or age."""
+    """An engine can evict other engines' chunks by prompt or all at once, but not by salt, adapter or age."""
     first, second = two
     assert carried_out(first, pool_users(first.side)).unnamed == 0
     users = carried_out(second, pool_users(second.side))

@@ -12,7 +12,7 @@ from tests.rigs.scheduler_world import SAVE
 
 
 def test_second_lookup_of_a_step_keeps_the_first_one_s_hit(worlds: Worlds) -> None:
-    """The holder evicts chunks between two lookups. The lookups have pinned them, so both requests load them."""
+    """The holder evicts chunks between two lookups. The first lookup has pinned its chunks, so both requests load."""
     first, second = worlds.start(), worlds.start()
     first.run(first.request("one", 8, shared=8))
     second.step()

@@ -33,7 +33,7 @@ def test_fetched_chunks_are_found_in_the_first_step_after_their_publication(
 
 @pytest.mark.parametrize("slow", [False, True])
 def test_saved_chunks_are_found_in_the_first_step_after_their_publication(tiered: TieredWorlds, *, slow: bool) -> None:
-    """The engine sends its reports when the save has landed. It does not wait for the next step."""
+    """The engine sends its reports when the save has landed. The engine does not wait for the next step."""
     world, steps = tiered.start(), 0
     request = world.request("one", 8)
     world.requests = [request]

@@ -1,4 +1,4 @@
-"""Engines on one memory store their chunks in a tier. They fetch chunks from the tier into granted slots."""
+"""Engines on one memory store their chunks in a tier, and fetch chunks from the tier into granted slots."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_part_of_a_prompt_is_stored_before_its_request_ends(tiered: TieredWorlds
 
 
 def test_slot_of_a_store_is_not_reused_before_the_store_has_landed(tiered: TieredWorlds) -> None:
-    """The holder evicts the chunk during the store. Its slot is free when all ranks have reported the store."""
+    """The holder evicts the chunk during the store. The slot is free when all ranks have reported the store."""
     first, second = tiered.start(), tiered.start(stock=8)
     one = first.request("one", 8)
     first.run(one)
@@ -315,7 +315,7 @@ def test_fetch_continues_under_another_holder(tiered: TieredWorlds, *, landed: b
 
 
 def test_engine_that_ends_during_a_fetch_leaves_no_slot_behind(tiered: TieredWorlds) -> None:
-    """Other engines find nothing of the fetch, and get its slots."""
+    """Other engines find no chunk of the fetch, and get the fetch's slots."""
     second, _, _ = _fetching(tiered)
     second.pool.mute = True
     second.carry()

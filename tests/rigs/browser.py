@@ -160,7 +160,7 @@ class Browser:
     # ---- logs -------------------------------------------------------------------------------------------------------
 
     def complaints(self) -> list[str]:
-        """Return the console's lines since the last call. They include errors and refused requests."""
+        """Return the console's lines since the last call. Errors and refused requests are included."""
         return [f"{entry['level']}: {entry['message']}" for entry in self._page.get_log("browser")]
 
     def requested(self) -> list[str]:

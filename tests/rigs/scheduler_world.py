@@ -23,7 +23,7 @@ from kvpipe.trace.recorder import OFF, Recorder
 
 UNIT = 16
 GROUP_BYTES = 4
-"""The number of bytes for the group in a key of vLLM's prefix cache. They follow the block's hash."""
+"""The number of bytes for the group in a key of vLLM's prefix cache, behind the block's hash."""
 SAVE, SYNC, ASYNC = Kind.SAVE, Kind.LOAD_SYNC, Kind.LOAD_ASYNC
 
 

@@ -47,7 +47,7 @@ class _Look(NamedTuple):
     """The content of a container when a thread has last read it."""
 
     owner: object
-    """The object that has the container. It is kept, so that no other object gets its id."""
+    """The object that has the container. This reference prevents that another object gets the same id."""
     role: Hashable
     content: _Content
 

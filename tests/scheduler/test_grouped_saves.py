@@ -141,7 +141,7 @@ def test_answers_are_saved_before_their_blocks_leave_a_window(
 
 
 def test_the_chunk_of_the_saved_end_is_used_when_a_request_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a request ends, the policy is notified of all its chunks. They include the last chunk, which is not full."""
+    """When a request ends, the policy is notified of all its chunks, even of the last chunk, which is not full."""
     world = SchedulerWorld(chunk_units=4, save_steps=1024)
     request = world.request("a", 2)
     world.admit(request)

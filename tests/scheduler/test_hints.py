@@ -1,4 +1,4 @@
-"""Tests of hints: each hint is read once and bounded. It is passed to the policy, or ignored and counted."""
+"""Tests of hints: each hint is read once and bounded, and is passed to the policy, or is ignored and counted."""
 
 from __future__ import annotations
 

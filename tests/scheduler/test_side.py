@@ -253,7 +253,7 @@ def test_a_hit_satisfies_every_sliding_window(order: tuple[int, int]) -> None:
     world.side.admitted(request, world.allocate(request, null=4), 6 * UNIT)
     (load,) = world.step()
     assert BROKEN not in slots_of(load)
-    world.drop(whole, old.block_hashes[5])  # now one group holds units 4 and 5, the other group units 6 and 7
+    world.drop(whole, old.block_hashes[5])  # now one group holds units 4 and 5, the second group units 6 and 7
     assert world.side.lookup(world.request("newer", 8, shared=8, extra=1), 0) == (4 * UNIT, True)
 
 
@@ -321,7 +321,7 @@ def test_saves_planned_after_a_failed_load_are_not_published(order: Callable[[Sc
 
 
 def test_nothing_is_saved_between_the_first_failed_report_and_the_last() -> None:
-    """One rank has reported that a load failed, and other ranks have not reported. Its request saves nothing."""
+    """While only the first rank has reported that a load failed, the load's request saves nothing."""
     world = SchedulerWorld(ranks=2)
     world.publish(world.request("old", 4, shared=4))
     request = world.request("new", 6, shared=4)
@@ -422,7 +422,7 @@ def test_blocks_reported_as_invalid_fail_their_load_before_its_report() -> None:
 
 
 def test_a_request_that_reads_no_cache_is_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The request computes its whole prompt without an index probe, a tier lookup or a hit. Its KV is saved."""
+    """The request computes its whole prompt without an index probe, a tier lookup or a hit. The KV is saved."""
     world = SchedulerWorld()
     world.publish(world.request("old", 4, shared=4))
     monkeypatch.setattr(world.side.prefixes, "longest", lambda _: pytest.fail("looked up"))
@@ -571,7 +571,7 @@ def test_a_hit_whose_load_may_not_begin_is_reported(why: str, monkeypatch: pytes
         session.resumable = True
         world.admit(session)
         world.step(session)
-        world.free = 58 + 7  # for the session, and one less than the others need
+        world.free = 58 + 7  # for the session, and one less than the other requests need
     else:
         monkeypatch.setattr(world.side.adapters, "certain", lambda _: False)
     for shared, reason in ((4, why), (0, miss_reasons.NOT_SAVED)):

@@ -28,7 +28,7 @@ GEOMETRY = Geometry((Group((Layer("a", 100), Layer("b", 100)), block_tokens=4),)
 def test_load_is_asynchronous_when_others_would_wait_too_long(
     running: int, loading: bool, rate: float, stall_ms_max: int, expected: bool
 ) -> None:
-    """Other requests would wait for a load of 1000 tokens. Their wait is compared with the longest allowed wait."""
+    """A load of 1000 tokens makes other requests wait. This wait is compared with the longest allowed wait."""
     stall = Stall(GEOMETRY, stall_ms_max)
     stall.running, stall.rate = running, rate
     assert stall.too_long(1000, loading=loading) is expected

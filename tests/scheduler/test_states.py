@@ -44,7 +44,7 @@ def _sit_out(world: SchedulerWorld, request: Any, *boundaries: int) -> None:
 
 
 def _run(world: SchedulerWorld, request: Any, *boundaries: int) -> None:
-    """Compute the request to its end. Its states at `boundaries` become final."""
+    """Compute the request to its end. The request's states at `boundaries` become final."""
     world.admit(request)
     world.succeed(*world.step(request, boundaries=boundaries))
     world.side.finished(request)
@@ -54,7 +54,7 @@ def test_a_hit_ends_at_a_boundary_whose_states_are_held() -> None:
     """Attention is held up to unit 9. Each group of states holds only the state after 6 units, where the hit ends."""
     world = _world()
     first = world.request("a", 9, extra=1)
-    first.num_prompt_tokens = 6 * UNIT + 1  # the other tokens are its answer
+    first.num_prompt_tokens = 6 * UNIT + 1  # the other tokens are the answer
     _run(world, first, 6)
     assert _states(world, first) == _states(world, first, OTHER) == [6]
     again = world.request("b", 9, shared=9, extra=1)

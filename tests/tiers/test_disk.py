@@ -292,7 +292,7 @@ def test_the_last_process_leaves_nothing_in_an_empty_folder(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
 def test_links_are_not_followed(tmp_path: Path, depth: int) -> None:
-    """A link may replace a folder or the account. It is not followed: no file beyond the link is read or changed."""
+    """A link in place of a folder or of the account is not followed: no file beyond the link is read or changed."""
     root, beyond = tmp_path / "kv", tmp_path / "beyond"
     link = (root / TMP, root / NAMESPACE, file_of(root, 1).parent, root / ACCOUNT)[depth]
     below = beyond / (file_of(root, 1).relative_to(link) if link in file_of(root, 1).parents else "")

@@ -288,7 +288,7 @@ def test_direct_io_is_left_where_there_is_none(tmp_path: Path) -> None:
 
 
 def test_a_value_may_have_many_parts(tmp_path: Path) -> None:
-    """A value may have more parts than the system transfers at once. It is written and read completely."""
+    """A value with more parts than the system transfers at once is written and read completely."""
     count = os.sysconf("SC_IOV_MAX") + 10
     room = aligned(count * ALIGN_BYTES)
     room[:] = content(5, count * ALIGN_BYTES)

@@ -188,7 +188,7 @@ def test_names_are_read_as_keys_are() -> None:
 
 
 def test_lookups_that_wait_hold_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All lookups that wait for a slow listing wait for the same listing. They need no threads of their own."""
+    """All lookups that wait for a slow listing wait for the same listing, without threads of their own."""
     go_on, real = threading.Event(), disk_index.Index.refresh
     passes = []
 
@@ -314,7 +314,7 @@ def test_stored_value_is_found_whatever_the_age_of_the_listing(tmp_path: Path, m
 
 
 def test_reader_is_notified_of_deleted_values(tmp_path: Path) -> None:
-    """The reader is notified of values deleted before a listing saw them, but not of values written again since."""
+    """The reader is notified of values deleted before a listing, except of values that were written again."""
 
     async def play() -> None:
         async with opened(tmp_path, writes=False) as finder, opened(tmp_path) as carrier:

@@ -162,7 +162,7 @@ run(play)
 
 
 def test_the_bound_holds_for_all_processes_together(tmp_path: Path) -> None:
-    """Three processes write into one folder. Its files, including unfinished files, never exceed bytes_max."""
+    """Three processes write into one folder. The folder's files, including unfinished files, never exceed bytes_max."""
     command = [sys.executable, "-c", WRITER, str(tmp_path)]
     children = [subprocess.Popen([*command, str(10_000 * n)]) for n in range(3)]
     most, seen = 0, set[str]()
@@ -185,7 +185,7 @@ def test_the_bound_holds_for_all_processes_together(tmp_path: Path) -> None:
 
 
 def test_drafts_of_living_processes_are_kept(tmp_path: Path) -> None:
-    """Opening a tier deletes the drafts of dead processes, but not those of living ones. Closing it leaves no draft."""
+    """Opening a tier deletes the drafts of dead processes only. Closing a tier leaves no draft."""
 
     async def play() -> None:
         async with opened(tmp_path) as tier:

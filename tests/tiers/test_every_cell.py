@@ -68,7 +68,7 @@ def test_every_cell_of_an_order_is_taken() -> None:
 
 
 def test_every_cell_of_a_breaker_is_taken() -> None:
-    """Calls and probes succeed and fail. Some of them end only after the breaker has opened."""
+    """Calls and probes succeed and fail. Some calls end only after the breaker has opened."""
     tier = HeldTier()
     rank = TracedRank(tier, lanes=FAULTS_MAX)
     guard = rank.tiers[0]

@@ -153,7 +153,7 @@ def test_endless_listing_costs_bounded_memory(way: str) -> None:
 
 
 def test_a_listing_of_endless_pages() -> None:
-    """A listing always has one more page. It ends when its caller stops, and takes no memory meanwhile."""
+    """A listing always has one more page. The listing ends when its caller stops, and takes no memory."""
     entries = "".join(
         f"<Contents><Key>prefix/{some_key(i).text}</Key><LastModified>2020-11-21T21:21:21.000Z</LastModified>"
         f"<Size>4096</Size><ETag>1</ETag></Contents>"

@@ -134,7 +134,7 @@ def test_impossible_capacity_is_ignored(held: Any, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_capacity_from_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A limit from the configuration may be a subclass of `int`. It is accepted like any other number."""
+    """A limit from the configuration that is of a subclass of `int` is accepted like any other number."""
     tier, held = HeldTier(), Capacity(1, 2, ByteSize(3))
 
     async def capacity() -> Capacity:

@@ -265,7 +265,7 @@ def test_killed_client_is_started_again() -> None:
 
 
 def test_a_client_that_is_killed_while_the_master_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client was killed and cannot be replaced at once. It is replaced as soon as the master is back."""
+    """A killed client that cannot be replaced at once is replaced as soon as the master is back."""
 
     async def away(_: MooncakeTier) -> tuple[str, int]:
         raise TierError("away")

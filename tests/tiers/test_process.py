@@ -58,7 +58,7 @@ def test_answer_that_cannot_be_sent_fails_its_question() -> None:
 
 
 def test_waiting_for_idle_lanes_can_be_cancelled() -> None:
-    """A caller is cancelled while it waits until all lanes are idle. It keeps no lane."""
+    """A caller that is cancelled while it waits until all lanes are idle keeps no lane."""
 
     async def play() -> None:
         memory = io.FileIO(os.memfd_create("tests"), "r+")

@@ -138,7 +138,7 @@ def test_a_connection_cut_in_a_value_is_an_error() -> None:
 
 
 def test_a_read_cancelled_in_a_value_stops() -> None:
-    """A read is cancelled while its value arrives. It does not write to the buffer any more.
+    """A read that is cancelled while its value arrives does not write to the buffer any more.
 
     The next call makes a new connection.
     """

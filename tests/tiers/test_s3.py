@@ -324,7 +324,7 @@ def test_a_client_that_does_not_write_has_no_lanes_for_it() -> None:
 
 
 def test_a_client_that_has_ended_while_the_store_is_away() -> None:
-    """The client's process has ended and cannot be replaced at once. It is replaced as soon as the store is back."""
+    """An ended client process that cannot be replaced at once is replaced as soon as the store is back."""
 
     async def play(proxy: Proxy) -> None:
         async with opened(proxied(proxy)) as tier:

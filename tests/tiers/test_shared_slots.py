@@ -128,7 +128,7 @@ class FillingTier(HeldTier):
 
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_rank_gives_its_tiers_the_shared_slots(*, is_shared: bool) -> None:
-    """A tier may read values straight into shared slots. It gets no private pool, because this is not in a file."""
+    """A tier may read values straight into shared slots. A private pool is in no file, so tiers do not get it."""
     geometry, tier = small_geometry(), FillingTier()
     size = geometry.slot_bytes
     shared = SharedSlots(memoryview(bytearray(geometry.slots * size)), size, 0, b"token") if is_shared else None

@@ -172,7 +172,7 @@ def test_a_failure_reports_why() -> None:
 
 
 def test_a_wait_that_times_out_is_a_slow_tier() -> None:
-    """A wait for memory times out. It is recorded once as a slow tier, with the time that the step has waited."""
+    """A wait for memory that times out is recorded once as a slow tier, with the time that the step waited."""
     rig = Noted()
     rig.engine.waiting = Waiting.STUCK
     rig.pipeline._wait_s = 0.01
@@ -201,7 +201,7 @@ class Obliging(FakeEngine):
 
 
 def test_a_stuck_load_is_reported_and_failed(clocks: Clocks) -> None:
-    """A stuck load is recorded with its last transitions. It fails even if no thread waits for it."""
+    """A stuck load is recorded with its last transitions. The load fails even if no thread waits for it."""
     engine = Obliging()
     rig = Noted(engine, stuck_ms_max=STUCK_MS)
     rig.pipeline.begin(plan(job(1, ASYNC, [(0, 0, 0, 3)])))

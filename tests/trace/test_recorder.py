@@ -132,7 +132,7 @@ def test_gap_is_reported_between_its_events() -> None:
 
 
 def test_a_trace_that_cannot_be_written_is_logged(tmp_path: Path) -> None:
-    """The trace itself cannot report lost events. They are counted, and logged once a minute."""
+    """The trace itself cannot report lost events. These events are counted, and logged once a minute."""
     reported = Recorder(0)
     with capture_logs() as lines:
         writer = Writer(reported, [_file(tmp_path / "gone" / "trace")], "engine")

@@ -242,9 +242,9 @@ def test_a_fork_does_not_wait_for_a_thread_that_it_lacks() -> None:
 
 
 def test_an_item_may_wait_for_something_that_wakes_the_loop() -> None:
-    """Some items are put without waking the loop. They are handled together with the next item that wakes the loop.
+    """Items that are put without waking the loop are handled with the next item that wakes the loop.
 
-    `settle` and `stop` handle such items, too.
+    `settle` and `stop` also handle such items.
     """
     seen: list[object] = []
     loop = LoopThread("quiet", seen.append)

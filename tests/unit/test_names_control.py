@@ -239,7 +239,7 @@ def test_the_state_folder_follows_xdg(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("on", [True, False])
 def test_written_freeze_is_read_back(tmp_path: Path, *, on: bool) -> None:
-    """A written state is read back. Its folder did not exist before, and no temporary file is left."""
+    """A written state is read back. The folder did not exist before, and no temporary file is left."""
     path = tmp_path / "new" / "control"
     write_freeze(path, on=on)
     assert read_freeze(path.read_text(encoding="utf-8")) is on
@@ -351,7 +351,7 @@ def test_case_and_blanks_do_not_matter(text: str, *, on: bool) -> None:
 
 
 def test_the_watcher_reports_changes_only_and_survives_garbage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watcher ignores an absent file, bytes that are no text, and repetitions. It reports each change once."""
+    """The watcher reports each change once. It ignores an absent file, bytes that are no text, and repetitions."""
     path = tmp_path / "control"
     contents = [None, b"\xff\xfe", b"freeze: on", b"freeze: on", b"nonsense", b"freeze: on", b"freeze: off"]
     reported: list[bool] = []

@@ -1,4 +1,4 @@
-"""Redis and S3 servers behind TLS. Their certificate can be replaced while clients are connected."""
+"""Redis and S3 servers behind TLS. A server's certificate can be replaced while clients are connected."""
 
 from __future__ import annotations
 

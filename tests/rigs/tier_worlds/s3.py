@@ -1,4 +1,4 @@
-"""The worlds of the S3 tier on a real server: one reads a value in one request, the other reads it in ranges."""
+"""The worlds of the S3 tier on a real server: the first reads a value in one request, the second in ranges."""
 
 from __future__ import annotations
 
