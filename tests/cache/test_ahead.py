@@ -127,7 +127,7 @@ def _come(catalog: Catalog, name: str) -> None:
 
 
 def test_room_shrinks_when_announced_requests_never_arrive() -> None:
-    """The room shrinks to a fiftieth of the pool. It grows again as soon as announced requests arrive."""
+    """The room shrinks to a fiftieth of the pool. The room grows again as soon as announced requests arrive."""
     catalog = _catalog()
     ahead = catalog.ahead
     assert 1 < catalog.room_ahead(ANYBODY) < MOST / 16, "nothing is known yet"

@@ -287,7 +287,7 @@ def test_only_slots_that_are_ready_are_handed_out() -> None:
         check_integrity(catalog)
     assert (catalog.used, catalog.ready) == (2, 2)
     assert (catalog.known(0, b"a"), catalog.known(0, b"c")) == (False, True)
-    catalog.use_more(1)  # a late report
+    catalog.use_more(1)  # a rank's late report changes nothing
     assert catalog.ready == 2
     catalog.use_more(9)
     assert (catalog.used, catalog.ready) == (2, 4)

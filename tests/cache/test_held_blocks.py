@@ -91,7 +91,7 @@ def test_an_async_load_leaves_a_session_its_room() -> None:
     session.resumable = True
     world.admit(session)
     world.step(session)
-    # 58 more blocks for the session, 8 for the other request
+    # 58 more blocks for the session, 8 for the second request
     for free, answer in ((65, MISS), (66, Hit(4 * UNIT, waits=True))):
         world.free = free
         assert world.side.lookup(other, 0) == answer
@@ -145,7 +145,7 @@ def test_drafts_hold_blocks_behind_the_computed_tokens() -> None:
     assert plain.needed(request, world.blocks) == 0
     assert drafting.needed(request, world.blocks) == 1 + 1 + 1  # a state's table of ten entries grows to thirteen
     longest = world.request("longest", 64)
-    assert drafting.needed(longest, world.blocks) - plain.needed(longest, world.blocks) == 1 + drafts  # of a window
+    assert drafting.needed(longest, world.blocks) - plain.needed(longest, world.blocks) == 1 + drafts  # block of a window
 
 
 def test_a_state_within_its_block_may_be_copied() -> None:
@@ -170,7 +170,7 @@ def test_spoiled_block_is_reported_for_the_request_that_would_read_it() -> None:
     assert world.admit(first) == 4 * UNIT
     world.allocate(second)
     table = world.tables[0]
-    table["second"][:4] = table["first"][:4]  # local hits
+    table["second"][:4] = table["first"][:4]  # vLLM's own hits
     world.admit_local(second, 4 * UNIT)
     load, *saves = world.step(first, second)
     world.report((load, 0, 1), *((save, 1, 0) for save in saves))

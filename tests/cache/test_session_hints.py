@@ -156,7 +156,7 @@ def test_session_that_resumes_late_takes_one_slot_of_a_session_that_resumes_soon
 
 
 def test_hints_that_are_taken_back_leave_no_debt() -> None:
-    """A prompt of many chains gets retain and resume hints in alternation, and each hint replaces the one before.
+    """A prompt of many chains gets retain and resume hints in alternation, and each hint replaces the hint before.
 
     Meanwhile the counts of the first hint are halved. Then a retained session returns.
     """

@@ -34,7 +34,7 @@ class TakenCells:
         self._cells: set[tuple[str, str, str]] = set()
 
     def __call__(self, cursor: Cursor, was: State, edge: Edge, _: str) -> None:
-        """Keep a cell."""
+        """Record a taken cell."""
         self._cells.add((cursor.machine.machine.name, was.row, edge.event))
 
     def missed(self, machine: Machine) -> list[str]:

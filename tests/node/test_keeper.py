@@ -252,7 +252,7 @@ def test_engine_that_has_lost_a_process_is_not_attached_again(node: Node) -> Non
     node.keeper.died(client, Process(9, 1))
     assert node.keeper.usage().quarantine == 1
     answer = node.keeper.batch(client, SlotBatch(0, (Publish(0, 0, 0, b"k", 1),), want=1))
-    assert (answer.granted, answer.late, answer.namespace) == ((), (0,), -1)  # nothing is published
+    assert (answer.granted, answer.late, answer.namespace) == ((), (0,), -1)  # no chunk is published
     for _ in range(2):
         with pytest.raises(RefusedError, match="another client"):
             node.engine(1)

@@ -1,4 +1,4 @@
-"""Several lookups of one step pin chunks, and a reset leaves chunks that later steps drop."""
+"""Several lookups of one step pin chunks. After a reset, later steps drop the remaining chunks."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_miss_has_the_reason_limit_when_the_limit_ends_the_hit(tokens: int, held
 )
 @pytest.mark.parametrize("steps", [1, 3])
 def test_only_the_first_tokens_are_saved(tokens: int, saved: int, steps: int) -> None:
-    """The limit is rounded down to a unit. It counts from the first token, however the request is computed."""
+    """The limit is rounded down to a unit. The limit counts from the first token in all steps."""
     world = SchedulerWorld(chunk_units=CHUNK)
     request = _arrive(world, "a", UNITS - steps + 1, save_tokens_max=tokens)
     world.admit(request)

@@ -111,7 +111,7 @@ def test_a_load_that_cannot_be_planned_is_reported_as_failed(
     other = world.request("other", 2)
     world.admit(other)
     (save,) = world.step(other)
-    world.report((jobs[0], 0, 2), (save, 2, 0))  # the outcome of the other job is not lost
+    world.report((jobs[0], 0, 2), (save, 2, 0))  # the outcome of the save is not lost
     assert world.side.catalog.leases == 0
     assert not world.side.pending
     assert world.side.lookup(request, 0) == (0, False), "a request whose load has failed never loads again"

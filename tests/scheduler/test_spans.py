@@ -102,7 +102,7 @@ def test_all_units_are_saved_when_each_span_is_computed_in_one_step() -> None:
 
 
 def test_a_span_that_a_local_hit_cuts_is_wrong_from_where_its_rest_is_cut() -> None:
-    """The engine continues inside the image, and splits the rest of the image. Only the rest is wrong."""
+    """The engine continues inside the image, and splits the rest of the image. Only the KV of the rest is wrong."""
     world = _world(IMAGE)
     request = world.request("new", 12)
     world.admit_local(request, 3 * UNIT)

@@ -261,7 +261,7 @@ def test_hits_of_a_tier_are_counted_from_zero() -> None:
 def test_chunks_outside_of_a_window_are_not_fetched() -> None:
     """The last two chunks are fetched for a window of one chunk.
 
-    The window may begin in the chunk before the last.
+    The window may begin in the last chunk but one.
     """
     tier = HeldTier()
     with tiered(tier, windows=(None, CHUNK * UNIT)) as (world, staging):

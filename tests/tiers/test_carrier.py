@@ -239,7 +239,7 @@ def test_a_tier_that_hangs() -> None:
 
 
 def test_a_queue_that_is_too_long() -> None:
-    """If no lane becomes free in time, an order fails. This failure does not count against the tier."""
+    """If no lane becomes free in time, an order fails. This failure is not counted as a failure of the tier."""
     tier = HeldTier()
     with rank_of(tier, lanes=1) as rank:
         patience_s, rank.tiers[0].timeout_s = rank.tiers[0].timeout_s, 0.03
@@ -266,7 +266,7 @@ def test_an_order_that_no_rank_can_carry() -> None:
 
 
 def test_values_of_another_encryption_key_are_misses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values of another encryption key, or without encryption, are misses. No engine deletes them as damaged."""
+    """Values of another encryption key, or without encryption, are misses. No engine deletes such values as damaged."""
     tier = HeldTier()
     for i in range(2):
         monkeypatch.setenv(f"TEST_SECRET_{i}", base64.b64encode(bytes([i]) * 32).decode())

@@ -314,7 +314,7 @@ def test_stored_value_is_found_whatever_the_age_of_the_listing(tmp_path: Path, m
 
 
 def test_reader_is_notified_of_deleted_values(tmp_path: Path) -> None:
-    """The reader is notified of values deleted before a listing, except of values that were written again."""
+    """The reader is notified of values deleted before a listing, except values that were written again."""
 
     async def play() -> None:
         async with opened(tmp_path, writes=False) as finder, opened(tmp_path) as carrier:

@@ -294,7 +294,7 @@ def test_a_lane_answers_or_the_client_ends(
 ) -> None:
     """An answer that is too long is reported as a failure.
 
-    If a lane cannot continue, the client's process ends. A probe then starts it again.
+    If a lane cannot continue, the client's process ends. A probe then starts the process again.
     """
 
     class Answering:

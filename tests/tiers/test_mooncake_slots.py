@@ -1,4 +1,4 @@
-"""Mooncake's client reads values straight into slots that engines share, and never writes a slot too late."""
+"""Mooncake's client reads values into slots that engines share, and writes no slot after the read was given up."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def test_missing_part_of_another_split_is_a_miss(trouble: str) -> None:
 def test_failures_to_read_own_parts_open_the_breaker() -> None:
     """An engine that stores more parts than it has ranks reads several parts per rank.
 
-    All of them are its own values.
+    All these values are its own.
     """
     tier = HeldTier()
     made = Rank([tier], HEADS, ranks=2, most=4)

@@ -139,7 +139,7 @@ def test_a_value_is_a_string_under_the_prefix(server: RedisServer) -> None:
 def test_time_to_live_is_set_and_renewed(server: RedisServer) -> None:
     """A write sets the time to live.
 
-    A hit and a write of an existing value renew it, but a lookup does not renew it.
+    A hit and a write of an existing value renew this time. A lookup does not.
     """
 
     async def play() -> None:

@@ -201,7 +201,7 @@ def test_a_store_that_knows_no_conditions() -> None:
 
 
 def test_client_works_again_when_the_store_has_restarted() -> None:
-    """While the server is dead every call raises TierError. When it is back, the same client works again."""
+    """While the server is dead every call raises TierError. When the server is back, the same client works again."""
 
     async def play() -> None:
         async with opened(spec_of(server, timeout_ms_max=SHORT_MS)) as tier:

@@ -35,7 +35,7 @@ def _life(request: str, parent: str = "") -> list[e.Event]:
 def test_a_request_is_a_span() -> None:
     """The span lasts from the request's arrival to its end.
 
-    It is a child of the client's span, and has the request's events.
+    The span is a child of the client's span, and has the request's events.
     """
     exporter = InMemorySpanExporter()
     sink = OtelSink("e1", exporter)

@@ -46,7 +46,7 @@ def _numbers(*paths: Path) -> list[int]:
 
 
 class Memory:
-    """A sink that keeps events. It may hang, or report events as lost."""
+    """A sink that keeps events. The sink may hang, or report events as lost."""
 
     def __init__(self) -> None:
         """Start without events."""
@@ -100,7 +100,7 @@ def test_a_full_queue_drops_and_reports_how_many() -> None:
     reported = Recorder(0, queue_events_max=10)
     writer = Writer(reported, [sink], "engine")
     reported.put(_event(0))
-    _until(lambda: not reported.waiting)  # the writer is in the sink, and hangs there
+    _until(lambda: not reported.waiting)  # the writer hangs in the sink
     for number in range(1, 31):
         reported.put(_event(number))
     assert reported.dropped == 20

@@ -154,7 +154,7 @@ def test_engine_waits_for_a_lock_that_is_released_soon(tmp_path: Path) -> None:
 
 
 def test_engines_that_claim_a_name_at_once_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine changes its exclusive lock into a shared lock. In between it briefly has no lock.
+    """An engine changes its exclusive lock into a shared lock. Between the two locks the engine has no lock.
 
     Another engine may lock the record at this time.
     """
@@ -312,7 +312,7 @@ def test_an_engine_does_not_start_with_an_odd_control_file(kind: str, tmp_path: 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "long"])
 def test_pipe_does_not_block_the_watcher(kind: str, tmp_path: Path) -> None:
-    """The watcher skips a pipe, an endless device or a long file. Then it obeys a valid file again."""
+    """The watcher skips a pipe, an endless device or a long file. Then the watcher obeys a valid file again."""
     path = tmp_path / "control"
     if kind == "pipe":
         os.mkfifo(path)
@@ -346,7 +346,7 @@ def test_unreadable_control_file_changes_nothing(text: str) -> None:
 
 @pytest.mark.parametrize(("text", "on"), [("freeze: on", True), (" freeze :OFF \n\n", False)])
 def test_case_and_blanks_do_not_matter(text: str, *, on: bool) -> None:
-    """The case of letters and blanks do not matter in a control file."""
+    """Neither the case of letters nor the number of blanks matters in a control file."""
     assert read_freeze(text) is on
 
 
