@@ -60,7 +60,7 @@ def test_each_chunk_counts_once() -> None:
 def test_chunk_counted_in_several_turns_is_neither_used_nor_wasted() -> None:
     """Each turn of a prompt with several turns counts the prompt's chunks again.
 
-    Its fetched chunks stay in the counts until a request uses them or they are evicted.
+    A fetched chunk stays in the counts until a request uses the chunk or the chunk is evicted.
     """
     catalog = _catalog()
     chunks, ahead = _saved(catalog, 2), catalog.ahead
@@ -171,7 +171,7 @@ def _shared() -> SharedCatalog:
 
 
 def test_announcements_of_a_quota_get_half_of_its_slots() -> None:
-    """A quota's other prompts keep the other half of its slots, and no quota takes another quota's room."""
+    """A quota's other prompts keep half of the quota's slots, and no quota takes another quota's room."""
     catalog = _shared()
     a, b = (catalog.tenants.named(salt, None) for salt in "ab")
     for tenant in (a, b, ANYBODY):

@@ -243,7 +243,7 @@ def test_equal_keys_of_two_groups_are_two_chunks() -> None:
 
 
 def test_the_integrity_check_sees_a_corruption() -> None:
-    """Other tests rely on this check. It fails if slots, leases or the policy disagree."""
+    """Other tests rely on this check, which fails if slots, leases or the policy disagree."""
     for corrupt in ("_free", "leases", "_policy", "ready"):
         catalog = _catalog()
         _publish(catalog, b"k")

@@ -145,7 +145,7 @@ def test_drafts_hold_blocks_behind_the_computed_tokens() -> None:
     assert plain.needed(request, world.blocks) == 0
     assert drafting.needed(request, world.blocks) == 1 + 1 + 1  # a state's table of ten entries grows to thirteen
     longest = world.request("longest", 64)
-    assert drafting.needed(longest, world.blocks) - plain.needed(longest, world.blocks) == 1 + drafts  # block of a window
+    assert drafting.needed(longest, world.blocks) - plain.needed(longest, world.blocks) == 1 + drafts  # of a window
 
 
 def test_a_state_within_its_block_may_be_copied() -> None:

@@ -111,7 +111,7 @@ def test_the_ghost_list_is_bounded() -> None:
 
 
 def test_refresh_keeps_the_queue() -> None:
-    """A refresh changes the order of equal chunks. It does not move a new chunk into the main queue."""
+    """A refresh changes the order of equal chunks. A refresh does not move a new chunk into the main queue."""
     policy = S3Fifo(SLOTS)
     a, b, c, hit = (Item(x) for x in ("a", "b", "c", "hit"))
     policy.insert(hit, hit=True)

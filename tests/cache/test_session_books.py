@@ -228,7 +228,7 @@ def _consistent(policy: Sessions) -> None:
 
 
 class Requests:
-    """Makes random requests that share beginnings, end, hint and fail. Their saves may land late."""
+    """Makes random requests that share beginnings, end, hint and fail. The requests' saves may land late."""
 
     def __init__(self, seed: int) -> None:
         """Start with a small pool."""

@@ -395,7 +395,7 @@ def test_chain_that_is_announced_to_return_sooner_stays(action: Action) -> None:
 
 
 def test_shared_prefix_is_not_demoted_when_one_session_ends() -> None:
-    """Two sessions have a common beginning, and one of them ends."""
+    """Two sessions have a common beginning, and only the first session ends."""
     policy = Sessions(SLOTS)
     shared, one, other = Item("s"), Item("a", "s"), Item("b", "s")
     for item in (shared, one, other):
@@ -508,7 +508,7 @@ class _Hinted(Lru):
 def test_the_catalog_passes_hints_to_the_policy(*, guarded: bool) -> None:
     """The catalog passes hints on for evictable and held chunks.
 
-    It passes none to a policy without the method `hint`.
+    A policy without the method `hint` gets none.
     """
     hint, hinted = Hint(Action.RESUME, 7.0), _Hinted()
     for policy in (hinted, Lru()):

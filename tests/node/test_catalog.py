@@ -60,7 +60,7 @@ class NodeWorld(SchedulerWorld):
         return jobs
 
     def end(self, job: Job, *, ok: bool = True) -> None:
-        """End the copies of a job, and report it."""
+        """End the copies of a job, and report the job."""
         rows = job.table().tolist()
         if job.kind == SAVE:
             for _, slot, page, _ in rows:
@@ -318,7 +318,7 @@ class RandomEngines:
             self.jobs[at] += world.step(request)
 
     def preempt(self, at: int) -> None:
-        """Take the blocks of a request without jobs, and admit it again."""
+        """Take the blocks of a request without jobs, and admit the request again."""
         world, busy = self.engines[at], {job.request for job in self.jobs[at]}
         idle = [request for request in world.requests if request.request_id not in busy]
         if idle:

@@ -258,7 +258,7 @@ def _save(pool: NodePool) -> None:
 
 
 def test_every_cell_of_a_link_is_taken(node: OneNode, taken: TakenCells) -> None:
-    """An engine finds a holder, no holder, a holder that refuses, or another memory. It closes at any time."""
+    """An engine finds a holder, no holder, a holder that refuses, or another memory. The engine closes at any time."""
     pool, other = node.pool(), node.pool()
     for one in (pool, other):
         node.until(one, _has_stock)

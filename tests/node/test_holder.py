@@ -199,7 +199,7 @@ def test_batch_with_an_old_boot_token_ends_the_connection(folder: Path) -> None:
 def test_new_holder_waits_for_the_earlier_memory(folder: Path) -> None:
     """A holder that a supervisor restarts does not have the descriptor of the earlier memory.
 
-    It refuses engines for the time being (`again`) until an engine sends the descriptor.
+    Until an engine sends the descriptor, the holder refuses engines for the time being (`again`).
     """
     with _holding(folder) as holder:
         welcome, fd = Caller(holder, folder).ask(_hello())

@@ -26,7 +26,7 @@ def _metrics(engine: NodeWorld) -> dict[str, float]:
 def test_metrics_show_slots_by_state_and_of_this_engine(worlds: Worlds) -> None:
     """Every engine reads the same counts of slots.
 
-    It also reads its own stock, saves, pins and position in the journal.
+    Each engine also reads its own stock, saves, pins and position in the journal.
     """
     first, second = worlds.start(stock=4), worlds.start()
     first.run(first.request("one", 8, shared=8))

@@ -27,7 +27,7 @@ def _grown(world: RegionsWorld) -> list[int]:
 
 
 def test_one_call_does_not_return_memory_to_its_old_region(world: RegionsWorld) -> None:
-    """The slots that a region has just got are free. Another busy region must not take them as unused slots."""
+    """The slots that a region has just got are free. Another busy region must not take these slots as unused."""
     _busy(world)
     for _, keeper in world.memory.regions.values():
         keeper.short = math.inf
@@ -119,7 +119,7 @@ def test_single_region_takes_no_slot_of_a_new_engine(world: RegionsWorld) -> Non
 def test_search_for_small_slots_looks_at_each_piece_once(world: RegionsWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     """A piece may have thousands of small slots.
 
-    A long search would stop the holder's clock, and engines would kill it.
+    A long search would stop the holder's clock, and engines would kill the holder.
     """
     _busy(world)
     segment, _ = world.memory.regions[1]

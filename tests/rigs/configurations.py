@@ -66,7 +66,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         },
     },
 }
-"""Configurations, in vLLM's form, of models that transformers cannot make. Their weights are random."""
+"""Configurations, in vLLM's form, of models that transformers cannot make. The models' weights are random."""
 
 
 def make_configuration(recipe: str) -> Path:

@@ -1,4 +1,4 @@
-"""A job ends with the last rank's report. It is done only if every rank succeeds and the job is not in doubt."""
+"""A job ends with the last rank's report. A job is done only if every rank succeeds and the job is not in doubt."""
 
 from __future__ import annotations
 

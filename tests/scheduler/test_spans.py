@@ -66,7 +66,7 @@ def test_a_hit_ends_before_the_span_that_it_would_cut(held: int, windows: tuple[
 def test_a_hit_ends_inside_a_span_when_the_engine_has_none() -> None:
     """An engine whose images attend only to earlier tokens reports no spans.
 
-    It keeps a hit that ends inside an image.
+    Such an engine keeps a hit that ends inside an image.
     """
     world = SchedulerWorld(chunk_units=4)
     world.publish(world.request("text", 3, shared=3))
@@ -114,7 +114,7 @@ def test_a_span_that_a_local_hit_cuts_is_wrong_from_where_its_rest_is_cut() -> N
 def test_wrong_kv_leaves_the_engines_own_cache() -> None:
     """Wrong blocks are removed from vLLM's cache.
 
-    They are removed again at the request's end, as vLLM may cache them again.
+    This is repeated at the request's end, as vLLM may cache the blocks again.
     """
     world = _world(IMAGE)
     request = world.request("new", 12)
@@ -201,7 +201,7 @@ def test_nothing_is_saved_when_spans_cannot_be_read() -> None:
 
 
 def test_work_is_bounded_when_no_request_has_spans() -> None:
-    """Each step reads only requests that still have spans before them."""
+    """Each step reads only requests whose remaining tokens have spans."""
     world = _world(IMAGE)
     text = world.request("text", 12)
     world.side.admitted(text, world.allocate(text), world.ask(text))

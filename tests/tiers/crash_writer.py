@@ -1,8 +1,8 @@
 """Forks children that save values to a disk tier until they are killed, and that report each finished value.
 
 `python -m tests.tiers.crash_writer FOLDER BYTES_MAX`: for each number on stdin, the program forks a child and prints
-`pid ID`. The child opens a tier, prints `open`, and writes values from that number on. It prints `+NUMBER` when a value
-is stored, and `-NUMBER` before it deletes a value.
+`pid ID`. The child opens a tier, prints `open`, and writes values from that number on. The child prints `+NUMBER`
+when a value is stored, and `-NUMBER` before it deletes a value.
 """
 
 from __future__ import annotations

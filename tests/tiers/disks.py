@@ -24,7 +24,7 @@ ROOM = 16 * 64 * KIB
 
 
 def spec_of(path: Path, **given: Any) -> DiskSpec:
-    """Return the specification of a tier in `path`. Its size is 1 GiB, unless another size is given."""
+    """Return the specification of a tier in `path`. The default size is 1 GiB."""
     return DiskSpec.model_validate({"path": path, "bytes_max": 1 << 30, **PATIENT, **given})
 
 

@@ -30,7 +30,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refusal(value: object) -> str:
-    """Return the message for a wrong value of `tiers`. It must be one line and show no secret."""
+    """Return the message for a wrong value of `tiers`. The message must be one line and show no secret."""
     with pytest.raises(ConfigError) as caught:
         load_settings({"tiers": value})
     message = str(caught.value)

@@ -221,7 +221,7 @@ def test_value_of_another_key_or_length_is_damaged() -> None:
     ids=["plain, wanted encrypted", "encrypted, wanted plain", "another secret"],
 )
 def test_another_secret_is_a_miss(stored: bytes | None, read: bytes | None, stated: str) -> None:
-    """A value raises DamagedError if another secret, or an unexpected one, or none has sealed it."""
+    """Reading raises DamagedError if a value was sealed with another secret, an unexpected secret, or none."""
     assert why(read, *sealed(stored)) == stated
     assert issubclass(DamagedError, TransferError)
 

@@ -179,7 +179,7 @@ def test_a_listing_of_endless_pages() -> None:
 
 
 def test_a_listing_of_long_names() -> None:
-    """Any number of names that are too long to be keys are left out. The listing continues after them."""
+    """Any number of names that are too long to be keys are left out. The listing continues after these names."""
     names = [f"prefix/{i}{'x' * 600}" for i in range(600)] + [f"prefix/{some_key(1).text}"]
     entries = "".join(
         f"<Contents><Key>{name}</Key><LastModified>2020-11-21T21:21:21.000Z</LastModified>"

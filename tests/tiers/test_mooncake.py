@@ -25,7 +25,7 @@ from tests.tiers.mooncake_clients import KIB, LENDS, MIB, QUICK, client, fails, 
 
 
 def test_a_url_shows_where_the_master_is() -> None:
-    """A URL names the master, and its query gives the other keys.
+    """A URL names the master, and the URL's query gives the other keys.
 
     By default members find each other without a further server.
     """

@@ -213,7 +213,7 @@ class _Counting(HeldTier):
 def test_parts_for_more_ranks_are_written_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank stores for four ranks.
 
-    It writes all four parts in one call, after the marker, and reuses their memory.
+    The rank writes all four parts in one call after the marker, and reuses their memory.
     """
     monkeypatch.setattr(carrier, "SPARE_S", WAIT_S * 10)
     tier = _Counting()

@@ -266,7 +266,7 @@ def nodes() -> list[RedisServer]:
 
 
 def test_a_cluster_shares_the_values(nodes: list[RedisServer]) -> None:
-    """Values are distributed over all primaries. Any client finds them, and counts and lists all of them together."""
+    """Values are distributed over all primaries. Any client finds, counts and lists all values."""
 
     async def play() -> None:
         async with client(nodes[0].port, cluster=True) as tier, client(nodes[2].port, cluster=True) as other:

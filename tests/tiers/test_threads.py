@@ -76,7 +76,7 @@ def _reached(kind: str, roots: set[str], others: Collection[str] = ()) -> dict[s
 
 
 def _roots(kind: str) -> tuple[set[str], set[str]]:
-    """Return the methods with which a loop's thread begins, and those with which other threads begin.
+    """Return the methods with which a loop's thread begins, and the methods with which other threads begin.
 
     The loop begins with coroutines and callbacks, other threads begin with public methods.
     """

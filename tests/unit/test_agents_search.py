@@ -21,7 +21,7 @@ def _search(most: int, first: int, given: list[int] | None = None) -> list[int]:
 def test_the_most_users_in_time_are_found(most: int, first: int) -> None:
     """The search finds the largest number of users in time, with an error of at most a tenth.
 
-    It tries no number twice.
+    The search tries no number twice.
     """
     tried = _search(most, first)
     best = max(users for users in tried if users <= most)

@@ -270,7 +270,7 @@ def test_the_examination_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_wrong_command_shows_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
     """A command fails because of its configuration, or has a secret in a tier.
 
-    Its status is 2, and no secret is shown.
+    The command's status is 2, and no secret is shown.
     """
     assert cli.main(["check", f'{{"tiers": "redis://:{SECRET}@h"']) == 2
     assert cli.main(["cache", "stats", f"s3://b/p?X-Amz-Signature={SECRET}"]) == 2

@@ -351,7 +351,7 @@ def test_case_and_blanks_do_not_matter(text: str, *, on: bool) -> None:
 
 
 def test_the_watcher_reports_changes_only_and_survives_garbage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watcher reports each change once. It ignores an absent file, bytes that are no text, and repetitions."""
+    """The watcher reports each change once. An absent file, bytes that are no text, and repetitions are ignored."""
     path = tmp_path / "control"
     contents = [None, b"\xff\xfe", b"freeze: on", b"freeze: on", b"nonsense", b"freeze: on", b"freeze: off"]
     reported: list[bool] = []

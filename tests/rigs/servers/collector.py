@@ -1,4 +1,4 @@
-"""Rotel, an OpenTelemetry collector, runs in its own process. It forwards spans to a backend in this process."""
+"""Rotel, an OpenTelemetry collector, runs in its own process. Rotel forwards spans to a backend in this process."""
 
 from __future__ import annotations
 

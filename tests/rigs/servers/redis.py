@@ -147,7 +147,7 @@ class Certificates:
 
 
 def certificates(folder: Path, authority: Path | None = None) -> Certificates:
-    """Make an authority and a certificate in a folder. With `authority`, an earlier folder, reuse its authority."""
+    """Make a certificate and its authority in `folder`. `authority`: the folder of an earlier authority to use."""
     keys = [ec.generate_private_key(ec.SECP256R1()) for _ in range(2)]
     if authority is not None:
         held = serialization.load_pem_private_key((authority / "ca-key.pem").read_bytes(), None)
