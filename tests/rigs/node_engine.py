@@ -1,8 +1,8 @@
 """An engine that uses a node's memory as real engines do, for tests that kill the engine.
 
-The engine saves chunks whose bytes can be computed, and reads chunks of other engines while they are pinned. If the engine
-reads bytes of another chunk, it ends with status `WRONG`. `die` is "" or "EVENT:N": the process kills itself at the
-N-th such event of one of its machines. The process dies after the move and before the event has any effect elsewhere.
+The engine saves chunks whose bytes can be computed, and reads chunks of other engines while they are pinned. If the
+engine reads bytes of another chunk, it ends with status `WRONG`. `die` is "" or "EVENT:N": the process kills itself at
+the N-th such event of one of its machines. The process dies after the move, before the event has an effect elsewhere.
 """
 
 from __future__ import annotations
