@@ -76,7 +76,7 @@ class NodeRank:
         return os.fstat(self.fd).st_blocks * 512
 
     def engine(self, mover: Mover | None = None, calibrate_s_max: float = 0) -> CudaEngine:
-        """Return a CUDA engine over the pool. The engine registers two slots at once."""
+        """Return a CUDA engine over the pool. The engine's `piece_bytes` is the size of two parts."""
         engine = CudaEngine(self.device, mover=mover, staging_bytes_max=0, calibrate_s_max=calibrate_s_max)
         engine.piece_bytes = 2 * SIZE
         caches = [torch.zeros((BLOCKS, PAGE_BYTES), dtype=torch.uint8) for _ in range(LAYERS)]

@@ -61,7 +61,7 @@ def test_waiting_requests_of_all_engines_hold_at_most_half_of_the_usable_slots(t
 
 
 def test_chunks_that_cannot_be_fetched_without_a_holder_are_no_fault_of_a_tier(tiered: TieredWorlds) -> None:
-    """Chunks that no holder publishes are still offered to tiers when a holder answers again."""
+    """Offers of chunks to a tier wait until a holder has published the chunks."""
     whys, world = list[object](), tiered.start()
     world.side.counters.watcher = lambda name, fields: whys.append((name, fields["why"]))
     request = world.request("one", 8)

@@ -41,7 +41,7 @@ class Rank:
         self, tiers: Sequence[Tier], shares: tuple[Share, ...] = (), place: int = 0, ranks: int = 1, *, most: int = 1,
         trace: Recorder = OFF, probe_s: float = WAIT_S, **spec: Any,
     ) -> None:  # fmt: skip
-        """Make the rank. `spec`: keys of every tier. `most`: `share_ranks_max`. `probe_s`: seconds between probes."""
+        """`spec`: keys of every tier. `most`: `share_ranks_max`. `probe_s`: seconds until a failed tier is probed."""
         self.pool, self.counters, self._ids = HostPool(GEOMETRY), Counters(), 0
         reported = DictSpec.model_validate(PATIENT | spec)
         self.tiers: list[GuardedTier] = guarded([(tier.name, reported, tier) for tier in tiers], (READ, WRITE), trace)

@@ -197,7 +197,7 @@ def test_a_contradiction_is_refused() -> None:
 
 
 def test_producer_is_refused_when_a_tier_stores_at_the_second_use_only() -> None:
-    """A producer loads nothing, so no chunk has a second use. The message has tier, field, value, role and remedy."""
+    """A producer loads nothing, so it would store nothing. The message has tier, field, value, role and remedy."""
     settings = load_settings({"tiers": ["/mnt/kv", "redis://h?store=second_use"]})
     with pytest.raises(ConfigError) as caught:
         check_stores(settings, loads=False)
