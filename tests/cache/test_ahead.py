@@ -58,9 +58,9 @@ def test_each_chunk_counts_once() -> None:
 
 
 def test_chunk_counted_in_several_turns_is_neither_used_nor_wasted() -> None:
-    """A prompt with several turns is counted again in each turn.
+    """Each turn of a prompt with several turns counts the prompt's chunks again.
 
-    Its fetched chunks stay known until they are used or evicted.
+    A fetched chunk stays in the counts until a request uses the chunk or the chunk is evicted.
     """
     catalog = _catalog()
     chunks, ahead = _saved(catalog, 2), catalog.ahead
@@ -76,9 +76,9 @@ def test_chunk_counted_in_several_turns_is_neither_used_nor_wasted() -> None:
 
 @pytest.mark.parametrize("held", [True, False], ids=["held", "idle"])
 def test_reset_drops_announced_chunks_and_leaves_each_client_its_room(*, held: bool) -> None:
-    """An operator makes the reset, so no client loses room.
+    """An operator resets the pool, so the reset takes no room from any client.
 
-    Dropped chunks are removed from the counts as the sweep reaches them.
+    Each dropped chunk leaves the counts when the sweep reaches the chunk.
     """
     catalog = _catalog()
     room, chunks = catalog.room_ahead(ANYBODY), _saved(catalog, 8)
@@ -98,7 +98,7 @@ def test_reset_drops_announced_chunks_and_leaves_each_client_its_room(*, held: b
 
 
 def test_announcements_used_half_of_the_time_get_a_quarter_of_the_room() -> None:
-    """If half of the announced chunks were unused, announced chunks get at most a quarter of their largest room."""
+    """If half of the announced chunks were unused, they get at most a quarter of the largest possible room."""
     catalog = _catalog()
     account = catalog.ahead.of_account(ANYBODY)
     account._used = account._wasted = SLOTS / 2
@@ -107,7 +107,7 @@ def test_announcements_used_half_of_the_time_get_a_quarter_of_the_room() -> None
 
 @pytest.mark.parametrize("used", [1, 3])
 def test_share_of_useful_chunks_stays_when_counts_are_halved(used: int) -> None:
-    """In each case, `used` of every four announced chunks are used."""
+    """In each case, requests use `used` of every four announced chunks."""
     account = AccountAhead()
     for number in range(20 * SLOTS):
         account.announced += 1
@@ -127,7 +127,7 @@ def _come(catalog: Catalog, name: str) -> None:
 
 
 def test_room_shrinks_when_announced_requests_never_arrive() -> None:
-    """The room shrinks to a fiftieth of the pool, and grows again as soon as announced requests come."""
+    """The room shrinks to a fiftieth of the pool. The room grows again as soon as announced requests arrive."""
     catalog = _catalog()
     ahead = catalog.ahead
     assert 1 < catalog.room_ahead(ANYBODY) < MOST / 16, "nothing is known yet"
@@ -147,7 +147,7 @@ def test_room_shrinks_when_announced_requests_never_arrive() -> None:
 
 
 def test_chunks_for_announced_requests_take_only_their_room() -> None:
-    """Chunks for announced requests take only their room, so the rest of the pool stays for other requests."""
+    """The rest of the pool stays for other requests."""
     catalog = _catalog()
     chunks, ahead = _saved(catalog, SLOTS), catalog.ahead
     ahead.keep(chunks[:MOST])
@@ -164,14 +164,14 @@ def test_a_tiny_pool_has_room_for_one() -> None:
 
 
 def _shared() -> SharedCatalog:
-    """Return a pool of which `a` has a quarter, `b` at most a quarter, and others the rest."""
+    """Return a pool. The salt `a` has a quarter of the pool, `b` at most a quarter, and other salts the rest."""
     given = [{"name": "a", "salt": "a", "share": 0.25}, {"name": "b", "salt": "b", "limit": 0.25}]
     specs = [QuotaSpec.model_validate(one) for one in given]
     return SharedCatalog(SLOTS, 1, Accounts(specs, SLOTS, lambda _: Lru()), Counters())
 
 
 def test_announcements_of_a_quota_get_half_of_its_slots() -> None:
-    """A quota's other prompts keep the other half of its slots, and no quota takes another quota's room."""
+    """A quota's other prompts keep half of the quota's slots, and no quota takes another quota's room."""
     catalog = _shared()
     a, b = (catalog.tenants.named(salt, None) for salt in "ab")
     for tenant in (a, b, ANYBODY):
@@ -185,7 +185,7 @@ def test_announcements_of_a_quota_get_half_of_its_slots() -> None:
 
 
 def test_false_announcements_of_one_quota_leave_the_room_of_another() -> None:
-    """Each quota has its own count, so another quota's room does not change."""
+    """Each quota counts its own announced chunks."""
     catalog = _shared()
     a, b = (catalog.tenants.named(salt, None) for salt in "ab")
     catalog.ahead.of_account(b)._used = SLOTS / 4

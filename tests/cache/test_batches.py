@@ -22,7 +22,7 @@ def _saved(catalog: Catalog, key: bytes) -> Chunk:
 
 
 def test_a_victim_is_out_of_the_policy_already(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The catalog does not remove a victim from the policy again. It removes a chunk that an operator evicts."""
+    """A victim that the policy names is already out of the policy. So the catalog removes only chunks of operators."""
     removed = list[Evictable]()
     monkeypatch.setattr(Lru, "remove", lambda _, chunk: removed.append(chunk))
     catalog = Catalog(1, 1, Lru(), Counters())
@@ -34,7 +34,7 @@ def test_a_victim_is_out_of_the_policy_already(monkeypatch: pytest.MonkeyPatch) 
 
 
 class _Batched(Lru):
-    """A policy that gets a request's chunks at once, and raises for chunks that come back."""
+    """A policy that gets a request's chunks in one call, and raises when chunks are inserted."""
 
     def __init__(self) -> None:
         """Start empty."""

@@ -30,7 +30,7 @@ def _publish(catalog: Catalog, key: bytes, units: int = 1, group: int = 0) -> No
 
 
 def test_a_chunk_is_invisible_until_its_piece_has_landed() -> None:
-    """A key that is being written is known, but cannot be found before it has landed."""
+    """A key is known while its piece is being written. No lookup finds the key before the piece has landed."""
     catalog = _catalog()
     chunk = catalog.reserve(0)
     assert chunk is not None
@@ -85,7 +85,7 @@ def test_a_later_piece_without_its_beginning_is_dropped() -> None:
 def test_growth_moves_the_mark_unless_it_is_kept() -> None:
     """A chunk that grows is found under its new key.
 
-    It stays findable under the old key only if a request has used that key.
+    The chunk stays findable under its old key only if a request has used the old key.
     """
     catalog = _catalog()
     _publish(catalog, b"1")
@@ -113,7 +113,7 @@ def test_kept_marks_are_bounded() -> None:
 
 
 def test_second_save_of_the_same_content_frees_its_slot() -> None:
-    """The second copy of a prefix is dropped if it has no other key."""
+    """If two requests save the same prefix, the second chunk is dropped unless it has another key."""
     catalog = _catalog()
     chunks = [catalog.reserve(0), catalog.reserve(0)]
     pieces = [catalog.write(c, 1, b"k", keep=False) for c in chunks if c is not None]
@@ -125,7 +125,7 @@ def test_second_save_of_the_same_content_frees_its_slot() -> None:
 
 
 def test_reset_drops_a_copy_that_cannot_be_found_yet() -> None:
-    """A chunk that has landed a prefix that another chunk owns, and still grows, is dropped by a reset, too."""
+    """The growing chunk has landed only a prefix that another chunk's key already names. A reset drops both chunks."""
     catalog = _catalog(3)
     _publish(catalog, b"1")
     twin = catalog.reserve(0)
@@ -142,7 +142,7 @@ def test_reset_drops_a_copy_that_cannot_be_found_yet() -> None:
 
 
 def test_a_leased_chunk_is_never_evicted() -> None:
-    """If every chunk is leased or written, a reservation is refused and counted. After a release it succeeds."""
+    """If every chunk is leased or being written, a reservation is refused and counted. After a release it succeeds."""
     catalog = _catalog(2)
     _publish(catalog, b"k")
     chunk = catalog.find(0, b"k")
@@ -170,7 +170,7 @@ def test_a_leased_chunk_is_never_evicted() -> None:
 
 
 def test_leases_taken_before_a_rejected_lease_can_be_released() -> None:
-    """If a chunk cannot be leased, the leases taken before still end with their owner."""
+    """If one chunk cannot be leased, the owner can still release the leases that it took before."""
     catalog = _catalog(2)
     _publish(catalog, b"k")
     chunk, writing = catalog.find(0, b"k"), catalog.reserve(0)
@@ -200,7 +200,7 @@ def test_the_end_of_a_prefix_is_evicted_first() -> None:
 
 
 def test_refresh_orders_idle_chunks() -> None:
-    """Refreshed chunks are evicted later. Held chunks are not affected."""
+    """Refreshed chunks are evicted later. A refresh does not change chunks that a request holds."""
     catalog = _catalog(2)
     for key in (b"a", b"b"):
         _publish(catalog, key)
@@ -213,7 +213,7 @@ def test_refresh_orders_idle_chunks() -> None:
 
 
 def test_reset_lets_readers_and_writers_finish() -> None:
-    """After a reset no chunk can be found. Held slots become free when the last holder has ended."""
+    """After a reset no chunk can be found. A held slot becomes free when its last holder has ended."""
     catalog = _catalog(3)
     _publish(catalog, b"read")
     _publish(catalog, b"idle")
@@ -243,7 +243,7 @@ def test_equal_keys_of_two_groups_are_two_chunks() -> None:
 
 
 def test_the_integrity_check_sees_a_corruption() -> None:
-    """The check that other tests rely on fails if slots, leases or the policy disagree."""
+    """Other tests rely on this check, which fails if slots, leases or the policy disagree."""
     for corrupt in ("_free", "leases", "_policy", "ready"):
         catalog = _catalog()
         _publish(catalog, b"k")
@@ -263,7 +263,7 @@ def test_the_integrity_check_sees_a_corruption() -> None:
 
 
 def test_a_chunk_grows_again_after_a_lost_piece() -> None:
-    """Only the lost piece is lost. The next piece begins where the chunk has landed, and is found."""
+    """Only the lost piece is lost. The next piece begins at the end of the landed units, and can be found."""
     catalog = _catalog()
     _publish(catalog, b"1")
     chunk = catalog.find(0, b"1")
@@ -278,7 +278,7 @@ def test_a_chunk_grows_again_after_a_lost_piece() -> None:
 
 
 def test_only_slots_that_are_ready_are_handed_out() -> None:
-    """A slot that is not ready is neither free nor used, so an older chunk is evicted to make room."""
+    """A slot that is not ready is neither free nor used, so the catalog evicts an older chunk to make room."""
     catalog = Catalog(4, 1, Lru(), Counters(), ready=0)
     assert catalog.reserve(0) is None
     catalog.use_more(2)
@@ -287,7 +287,7 @@ def test_only_slots_that_are_ready_are_handed_out() -> None:
         check_integrity(catalog)
     assert (catalog.used, catalog.ready) == (2, 2)
     assert (catalog.known(0, b"a"), catalog.known(0, b"c")) == (False, True)
-    catalog.use_more(1)  # a late report
+    catalog.use_more(1)  # a rank's late report changes nothing
     assert catalog.ready == 2
     catalog.use_more(9)
     assert (catalog.used, catalog.ready) == (2, 4)
@@ -299,7 +299,7 @@ def test_only_slots_that_are_ready_are_handed_out() -> None:
 
 
 def test_a_slot_that_was_used_is_used_again_first() -> None:
-    """The slot's memory is in the processor's caches, and no further memory is taken."""
+    """The memory of a used slot is in the processor's caches, and the system need not provide more memory."""
     catalog = Catalog(8, 1, Lru(), Counters(), ready=2)
     _publish(catalog, b"a")
     chunk = catalog.reserve(0)
@@ -340,7 +340,7 @@ def test_chunks_used_in_one_second_share_an_object() -> None:
 
 
 def test_lost_piece_does_not_count_as_the_end_of_a_request() -> None:
-    """`lost` passes `over=False` to the policy, even if the call before passed `over=True`."""
+    """`lost` passes `over=False` to the policy, even if the preceding call passed `over=True`."""
 
     class Noted(Lru):
         at_s, over = 0.0, False
@@ -360,7 +360,7 @@ def test_lost_piece_does_not_count_as_the_end_of_a_request() -> None:
 
 
 def test_answered_policy_gets_the_length_of_an_answer() -> None:
-    """The call comes after the request's end and before the request's chunks count as used, if the length is known."""
+    """The policy gets the length, if it is known, after the request's end and before its chunks count as used."""
 
     class Noted(Lru):
         noted: ClassVar[list[object]] = []
@@ -383,7 +383,7 @@ def test_answered_policy_gets_the_length_of_an_answer() -> None:
 
 
 def test_session_policy_without_answered_is_called_as_before() -> None:
-    """A policy that was written before `AnsweredPolicy` is called as before."""
+    """A policy without the method `answered` gets the same calls as in versions before `AnsweredPolicy`."""
     faults = list[str]()
 
     class Old(Lru):

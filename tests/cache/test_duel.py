@@ -1,4 +1,4 @@
-"""LRU evicts until the learnt order is proven to have more hits."""
+"""LRU chooses the victims until the learnt order is proven to have more hits."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def _chain(name: str) -> Chain:
 
 
 def _hits(policy: Policy, prompts: list[tuple[float, str, int]], slots: int = SLOTS, lie_s: float = 0.0) -> list[int]:
-    """Return how many chunks of each prompt were held: (seconds, session, chunks).
+    """Return how many chunks of each prompt were held. A prompt is (seconds, session, chunks).
 
-    All prompts announce to continue in `lie_s` seconds.
+    Each prompt's hint says that the session continues in `lie_s` seconds.
     """
     held, out = dict[str, Item](), list[int]()
     for at_s, session, size in prompts:
@@ -64,7 +64,7 @@ def _hint(policy: Sessions, items: list[Item], at_s: float) -> None:
 
 
 def test_hits_are_those_of_lru_when_all_sessions_pause_alike() -> None:
-    """Sessions that pause equally long and one-time prompts hit exactly as with LRU, prompt by prompt."""
+    """Sessions pause equally long. Each of their prompts, and each one-time prompt, hits exactly as with LRU."""
     prompts = [(turn * 7.0, f"{turn % 3}/" if turn % 4 else f"once {turn}/", 8) for turn in range(300)]
     policy = Sessions(SLOTS)
     assert _hits(policy, prompts) == _hits(Lru(), prompts)
@@ -73,7 +73,7 @@ def test_hits_are_those_of_lru_when_all_sessions_pause_alike() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_each_prompt_hits_as_with_lru_before_the_proof(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prompts branch, end within held chunks, or return later. Some of them arrive at the same time."""
+    """The prompts branch, end within held chunks, or return later. Some prompts arrive at the same time."""
     monkeypatch.setattr(Duel, "_count", lambda *_: None)
     drawn = w.coding_agents(seed, sessions=6, hours=0.25)
     tree = made_up(seed, 1500, branches=3, depth=7)
@@ -88,7 +88,7 @@ def test_each_prompt_hits_as_with_lru_before_the_proof(seed: int, monkeypatch: p
 
 
 def test_learnt_order_evicts_when_it_is_proven() -> None:
-    """LRU loses the session before each turn, because a long one-time prompt evicts it.
+    """LRU loses the session before each turn, because a long one-time prompt evicts the session's chunks.
 
     The learnt order keeps the session.
     """
@@ -99,9 +99,9 @@ def test_learnt_order_evicts_when_it_is_proven() -> None:
 
 
 def test_learnt_order_is_proven_by_a_large_and_lasting_lead_only() -> None:
-    """A lead in one prompt may be chance, and 0.3 % is too small.
+    """A lead in one prompt may be chance, and a lead of 0.3 % is too small.
 
-    If the learnt order loses its lead, LRU evicts again.
+    If the learnt order loses its lead, LRU chooses the victims again.
     """
     duel = Duel(SLOTS, Returns())
 
@@ -117,9 +117,9 @@ def test_learnt_order_is_proven_by_a_large_and_lasting_lead_only() -> None:
 
 
 def test_learnt_order_evicts_after_a_hint_until_lru_is_better() -> None:
-    """When the learnt order has cost too many hits, LRU evicts.
+    """When the learnt order has cost too many hits, LRU chooses the victims.
 
-    From then on a hint does not suffice, and a proof is needed.
+    From then on the learnt order needs a proof: a hint is not enough.
     """
     policy, item = Sessions(SLOTS), Item("a")
 
@@ -148,14 +148,14 @@ def test_learnt_order_evicts_after_a_hint_until_lru_is_better() -> None:
 
 
 def test_saved_chunks_of_a_prompt_do_not_depend_on_the_clock() -> None:
-    """The prompt takes the place of the chosen victim, even if time passes while the prompt is saved."""
+    """The prompt replaces the chosen victim, even if time passes while the prompt is saved."""
     agents = w.coding_agents(1, sessions=14, hours=0.4)
     still, ticks = (replay(agents, "sessions", 0.08, tick_s=tick_s).hit_rate for tick_s in (0.0, 0.001))
     assert ticks > 0.98 * still > 0.6
 
 
 def test_false_hints_cost_less_than_one_point_of_the_hit_rate() -> None:
-    """Every prompt is announced to continue in a second, and a hundred sessions pause for random times."""
+    """Each prompt is announced to continue in one second, but its session pauses for a random time."""
     draw, prompts = random.Random(0), list[tuple[float, str, int]]()
     for session in range(100):
         at_s, size = draw.uniform(0, 3000), draw.randint(3, 10)
@@ -181,7 +181,7 @@ def test_hits_of_a_prompt_end_at_the_first_missing_chunk() -> None:
 
 @pytest.mark.parametrize("size", [3, 6])
 def test_a_chain_that_is_split_is_two(size: int) -> None:
-    """Chunks after the place of a split belong to the new chain, as far as the pool would hold them."""
+    """Chunks behind the split belong to the new chain, as far as the pool would hold these chunks."""
     duel, chain, rest = Duel(10, Returns()), _chain("a"), _chain("b")
     duel.saved(chain, 5, 1.0)
     duel.split(chain, size, rest, 3)
@@ -190,7 +190,10 @@ def test_a_chain_that_is_split_is_two(size: int) -> None:
 
 
 def test_chunk_that_a_prompt_evicts_of_itself_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pool is smaller than a conversation. The shadow of LRU records its chunks even while LRU does not evict."""
+    """The pool is smaller than a conversation.
+
+    The shadow of LRU records its chunks even while LRU chooses no victim.
+    """
     draw, at_s, sizes, prompts = random.Random(1), 0.0, dict[int, int](), list[tuple[float, str, int]]()
     for _ in range(2000):
         at_s, session = at_s + draw.expovariate(0.2), draw.randrange(25)
@@ -240,7 +243,7 @@ def test_shadows_have_as_many_slots_as_the_pool_may_use(quotas: bool) -> None:
 
 
 def test_learnt_order_is_proven_when_the_pool_is_smaller_than_configured() -> None:
-    """With the configured number of slots, both shadows would hold everything, and neither would have more hits."""
+    """With the configured number of slots, both shadows would hold all chunks, so their hits would be equal."""
     prompts = [(turn * 5.0, "goes on/" if turn % 2 else f"once {turn}/", 20 if turn % 2 else 30) for turn in range(200)]
     policy = Sessions(4 * SLOTS)
     Catalog(4 * SLOTS, 1, policy, Counters()).limit(SLOTS)

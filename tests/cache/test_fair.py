@@ -25,7 +25,7 @@ def test_the_salt_that_has_most_gives_up_its_oldest_entry() -> None:
 
 
 def test_the_entry_with_the_highest_rank_is_given_up_first() -> None:
-    """The rank decides within one salt."""
+    """Among the entries of one salt, the highest rank is given up first."""
     shares = FairShares[str]()
     for key, rank in (("soon", 1.0), ("last", 9.0), ("later", 5.0)):
         shares.put(key, ALICE, rank=rank)
@@ -42,7 +42,7 @@ def test_amounts_count_and_not_the_number_of_entries() -> None:
 
 
 def test_an_entry_is_replaced_when_its_key_is_put_again() -> None:
-    """The entry becomes the youngest and counts once."""
+    """The replaced entry counts once, as the youngest entry."""
     shares = FairShares[str]()
     for key in ("a1", "a2", "a1"):
         shares.put(key, ALICE)
@@ -58,7 +58,7 @@ def test_salts_without_a_quota_give_up_entries_first_when_they_have_most_togethe
 
 
 def test_tenants_are_served_in_turn() -> None:
-    """A later salt waits for each of the other salts once. A new salt is not served before them."""
+    """A later salt waits until each of the other salts was served once. A new salt is not served before older salts."""
     shares = FairShares[str]()
     for key, tenant in (("b1", BOB), ("b2", BOB), ("b3", BOB), ("a1", ALICE)):
         shares.put(key, tenant)
@@ -74,7 +74,7 @@ def test_tenants_are_served_in_turn() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_result_equals_that_of_a_plain_search_when_entries_are_added_and_removed(seed: int) -> None:
-    """After all entries of a salt are removed, nothing of the salt is kept."""
+    """After all entries of a salt are removed, no data of the salt is kept."""
     draw, shares = random.Random(seed), FairShares[int](lambda tenant: tenant.salt[:1])
     tenants = [Tenant(f"{account}{salt}") for account in "xyz" for salt in range(3)]
     there: dict[int, tuple[Tenant, float, int]] = {}

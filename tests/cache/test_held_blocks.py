@@ -16,7 +16,10 @@ from tests.rigs.scheduler_world import SYNC, UNIT, SchedulerWorld, slots_of
 
 
 def _one_loads() -> tuple[SchedulerWorld, Any, Any]:
-    """Return a world, a request that loads four of its six units, and a request of eight units with an equal hit."""
+    """Return a world and two requests with equal hits.
+
+    The first request loads four of its six units. The second request has eight units.
+    """
     world = SchedulerWorld(load="async")
     world.publish(world.request("old", 4, shared=4))
     first, second = world.request("first", 6, shared=4), world.request("second", 8, shared=4)
@@ -27,7 +30,7 @@ def _one_loads() -> tuple[SchedulerWorld, Any, Any]:
 
 
 def test_an_async_load_waits_for_room() -> None:
-    """Two requests that both hold blocks and need more than are free would wait for each other for ever."""
+    """Two requests that hold blocks, and need more blocks than are free, would wait for each other for ever."""
     world, first, second = _one_loads()
     # two more blocks for the first request, eight for the second
     for free, answer in ((9, LATER), (10, Hit(4 * UNIT, waits=True))):
@@ -46,7 +49,7 @@ def test_an_async_load_waits_for_room() -> None:
 def test_steps_without_a_lookup_do_not_count_towards_the_limit_of_the_wait() -> None:
     """While the head of the queue waits for blocks, vLLM makes no lookup for later requests.
 
-    These steps do not count.
+    Steps without a lookup do not count.
     """
     world, _, second = _one_loads()
     world.free = 9
@@ -61,7 +64,7 @@ def test_steps_without_a_lookup_do_not_count_towards_the_limit_of_the_wait() -> 
 
 
 def test_refused_admission_does_not_restart_the_limit_of_the_wait() -> None:
-    """VLLM may refuse an admission for which there are enough blocks.
+    """VLLM may refuse an admission although there are enough blocks.
 
     Such a refusal does not restart the limit of the wait.
     """
@@ -81,14 +84,14 @@ def test_refused_admission_does_not_restart_the_limit_of_the_wait() -> None:
 
 
 def test_an_async_load_leaves_a_session_its_room() -> None:
-    """A session that waits for input, or for its turn after a load, is not preempted by vLLM, and may grow."""
+    """VLLM does not preempt a session that waits for input, or for its turn after a load. Such a session may grow."""
     world = SchedulerWorld(load="async")
     world.publish(world.request("old", 4, shared=4))
     session, other = world.request("session", 6), world.request("other", 8, shared=4)
     session.resumable = True
     world.admit(session)
     world.step(session)
-    # 58 more blocks for the session, 8 for the other request
+    # 58 more blocks for the session, 8 for the second request
     for free, answer in ((65, MISS), (66, Hit(4 * UNIT, waits=True))):
         world.free = free
         assert world.side.lookup(other, 0) == answer
@@ -98,7 +101,7 @@ def test_an_async_load_leaves_a_session_its_room() -> None:
 
 
 def test_a_session_leaves_an_async_load_its_room() -> None:
-    """The session gets no blocks until there are enough for its longest length and for the loading requests."""
+    """The session gets no blocks until there are enough blocks for its longest length and for the loading requests."""
     world = SchedulerWorld(load="async")
     world.publish(world.request("old", 4, shared=4))
     session, other = world.request("session", 6), world.request("other", 8, shared=4)
@@ -119,7 +122,7 @@ def test_a_session_leaves_an_async_load_its_room() -> None:
 
 
 def test_blocks_outside_of_a_window_are_not_held() -> None:
-    """In a group with a window, a request needs the blocks of the window and one step, less the blocks it holds."""
+    """In a group with a window, a request needs the blocks of the window and of one step, less its own blocks."""
     world = SchedulerWorld(windows=(None, 2 * UNIT), load="async")
     room = LoadAdmission(world.side.geometry, 3 * UNIT, 64 * UNIT)
     request = world.request("one", 10)
@@ -130,7 +133,7 @@ def test_blocks_outside_of_a_window_are_not_held() -> None:
 
 
 def test_drafts_hold_blocks_behind_the_computed_tokens() -> None:
-    """Tokens reserved for drafts may begin another block of each group, and every draft has its own state."""
+    """Tokens that are reserved for drafts may begin another block of each group, and every draft has its own state."""
     world = SchedulerWorld(windows=(None, 2 * UNIT, None), states=(2,), load="async")
     geometry, tokens, drafts = world.side.geometry, 64 * UNIT, 3
     plain = LoadAdmission(geometry, 3 * UNIT, tokens)
@@ -158,8 +161,8 @@ def test_a_state_within_its_block_may_be_copied() -> None:
 def test_spoiled_block_is_reported_for_the_request_that_would_read_it() -> None:
     """Two requests share a block whose load has failed.
 
-    The request that should compute the block was aborted. So the block is reported for the other request, which then
-    computes it.
+    The request that should compute the block was aborted. So the block is reported for the second request, which
+    then computes the block.
     """
     world = SchedulerWorld()
     world.publish(world.request("old", 4, shared=4))
@@ -167,7 +170,7 @@ def test_spoiled_block_is_reported_for_the_request_that_would_read_it() -> None:
     assert world.admit(first) == 4 * UNIT
     world.allocate(second)
     table = world.tables[0]
-    table["second"][:4] = table["first"][:4]  # local hits
+    table["second"][:4] = table["first"][:4]  # vLLM's own hits
     world.admit_local(second, 4 * UNIT)
     load, *saves = world.step(first, second)
     world.report((load, 0, 1), *((save, 1, 0) for save in saves))
@@ -192,7 +195,7 @@ def test_spoiled_block_is_reported_for_the_request_that_would_read_it() -> None:
 
 
 def test_block_is_not_reported_when_another_request_has_it_before_the_load_fails() -> None:
-    """The load fails after its request has ended. Only a request that shares its tokens reads garbage."""
+    """The load fails after its request has ended. Only a request that shares the loaded tokens would read garbage."""
     world = SchedulerWorld()
     world.publish(world.request("old", 4, shared=4))
     loader, sharer = world.request("loader", 5, shared=4), world.request("sharer", 5, shared=2)
@@ -228,18 +231,18 @@ def test_loads_are_sent_when_spoiled_blocks_cannot_be_reported(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("parts", "read"),
     [
-        ([("a", 0, 32), ("b", 32, 40)], {}),  # other blocks
-        ([("a", 0, 31), ("b", 32, 40)], {"b": [1]}),  # not to its end
+        ([("a", 0, 32), ("b", 32, 40)], {}),  # "a" computes the whole block first
+        ([("a", 0, 31), ("b", 32, 40)], {"b": [1]}),  # "a" does not compute the block to its end
         ([("b", 32, 40)], {"b": [1]}),
         ([("b", 20, 40)], {"b": [1]}),
         ([("b", 0, 40)], {}),
-        ([("c", 32, 40)], {}),  # other blocks
+        ([("c", 32, 40)], {}),  # "c" has other blocks
     ],
 )
 def test_block_is_spoiled_unless_it_is_computed_again_before_it_is_read(
     parts: list[tuple[str, int, int]], read: dict[str, list[int]]
 ) -> None:
-    """A request reads a spoiled block too early, unless the block is computed again in an earlier or the same step."""
+    """A request reads a spoiled block too early, unless the same or an earlier step computes the block again."""
     spoiled = Spoiled(32)
     spoiled.add({1})
     tables = {"a": [1, 2], "b": [1, 3], "c": [4, 5]}
@@ -247,7 +250,10 @@ def test_block_is_spoiled_unless_it_is_computed_again_before_it_is_read(
 
 
 def test_a_spoiled_block_is_computed_piece_by_piece() -> None:
-    """One request may compute a block over several steps. Only then may other requests read the block."""
+    """One request may compute a block over several steps.
+
+    Other requests may read the block only after the last step.
+    """
     spoiled = Spoiled(32)
     spoiled.add({1, 7})
     assert spoiled.readers([ScheduledRange("a", [1], 0, 20)]) == {}

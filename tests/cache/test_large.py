@@ -1,4 +1,4 @@
-"""Mappings that consist of pieces behave like a dict and an `OrderedDict`, and no piece is large."""
+"""Mappings that are divided into pieces behave like a dict and an `OrderedDict`, and no piece is large."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_shards_behave_as_a_dict(seed: int) -> None:
 
 
 def test_sparse_runs_of_an_order_are_joined() -> None:
-    """After most entries were deleted, the sparse runs of a `ShardedOrder` are joined, so that few runs are left."""
+    """If most entries are deleted, a `ShardedOrder` joins its sparse runs, so that few runs are left."""
     kept = ShardedOrder[int, int](100_000)
     for i in range(100_000):
         kept[i] = i
@@ -141,7 +141,7 @@ def test_no_piece_is_large() -> None:
 
 
 def test_empty_piece_releases_its_memory() -> None:
-    """A piece releases its memory when its last entry is removed, so no single call releases everything."""
+    """Each piece releases its memory when its last entry is removed, so no single call has to release all memory."""
     shards, empty = Shards[int](), sys.getsizeof(Shard())
     keys = [hashlib.sha256(i.to_bytes(4)).digest() for i in range(20_000)]
     shards.update(dict.fromkeys(keys, 1))
@@ -171,7 +171,7 @@ def _walked() -> list[object]:
 
 @pytest.mark.parametrize("policy", ["lru", "sessions"])
 def test_the_garbage_collector_walks_no_chunk(policy: str) -> None:
-    """A full garbage collection visits no chunk, however many chunks are held."""
+    """A full garbage collection visits no chunk, so its duration does not grow with the number of held chunks."""
     before = len(_walked())
     catalog = Catalog(64, 1, make_policy(policy, 64), Counters())
     for i in range(96):

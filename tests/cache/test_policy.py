@@ -1,4 +1,4 @@
-"""Tests of eviction: LRU's order, S3-FIFO's resistance to scans, and the memory bounds of both."""
+"""Tests of eviction: the order of LRU, the resistance of S3-FIFO to scans, and the memory bounds of both policies."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_an_unknown_policy_is_a_key_error() -> None:
 
 
 def test_lru_evicts_the_least_recently_used_chunk() -> None:
-    """An insertion, a return and a refresh are uses. The chunk with the oldest use is evicted first."""
+    """An insertion, a hit and a refresh count as uses. The chunk whose last use is oldest is evicted first."""
     policy = Lru()
     a, b, c, d = (Item(x) for x in "abcd")
     for item in (a, b, c, d):
@@ -43,7 +43,10 @@ def test_lru_evicts_the_least_recently_used_chunk() -> None:
 
 
 def _survivors(make: Callable[[], Policy]) -> int:
-    """Fill a pool, use five chunks again, then insert 200 one-time chunks. Return how many of the five are left."""
+    """Fill a pool, use five chunks again, then insert 200 one-time chunks.
+
+    Return how many of the five are still held.
+    """
     policy = make()
     hot = [Item(f"hot{i}") for i in range(5)]
     for item in (*hot, *(Item(f"cold{i}") for i in range(SLOTS - 5))):
@@ -66,7 +69,7 @@ def test_a_scan_flushes_lru_but_not_s3fifo() -> None:
 
 
 def test_chunk_that_is_written_again_soon_goes_to_the_main_queue() -> None:
-    """A chunk that was evicted unused and is written again stays longer than a new chunk."""
+    """A chunk that was evicted without a use, and is soon written again, stays longer than a new chunk."""
     policy = S3Fifo(SLOTS)
     for i in range(5):
         policy.insert(Item(f"filler{i}"), hit=False)
@@ -96,7 +99,7 @@ def test_hit_chunk_stays_for_a_second_round() -> None:
 
 
 def test_the_ghost_list_is_bounded() -> None:
-    """However many chunks pass, S3-FIFO remembers at most as many evicted chunks as there are slots."""
+    """S3-FIFO remembers at most as many evicted chunks as there are slots."""
     policy = S3Fifo(SLOTS)
     for i in range(1000):
         policy.insert(Item(f"x{i}"), hit=False)
@@ -108,7 +111,7 @@ def test_the_ghost_list_is_bounded() -> None:
 
 
 def test_refresh_keeps_the_queue() -> None:
-    """A refresh changes the order of equal chunks. It does not move a new chunk into the main queue."""
+    """A refresh changes the order of equal chunks. A refresh does not move a new chunk into the main queue."""
     policy = S3Fifo(SLOTS)
     a, b, c, hit = (Item(x) for x in ("a", "b", "c", "hit"))
     policy.insert(hit, hit=True)

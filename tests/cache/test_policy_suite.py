@@ -1,4 +1,4 @@
-"""The suite of policies finds each bug that its claims are about: each claim fails for a policy with that bug."""
+"""The suite of policies finds bugs: each claim of the suite fails for a policy with the bug that the claim is about."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SUITE = PolicyConformance()
 
 
 class EvictsTwice(Lru):
-    """A policy whose victim stays in its list."""
+    """A policy whose victim stays in the policy's list."""
 
     def victim(self) -> Evictable | None:
         """Return a victim without removing it."""
@@ -51,7 +51,7 @@ class TakesEqualForOne(Lru):
 
 
 class RemembersForEver(Lru):
-    """A policy whose memory grows for ever, in a place that is hard to see."""
+    """A policy whose memory grows for ever, where a test does not easily see the growth."""
 
     def __init__(self, slots: int = 0) -> None:
         """Start empty."""
@@ -74,12 +74,12 @@ BUGS: list[tuple[Callable[[Callable[[int], Policy]], None], Callable[[int], Poli
 
 @pytest.mark.parametrize(("claim", "policy"), BUGS, ids=lambda one: one.__name__)
 def test_a_claim_can_fail(claim: Callable[[Callable[[int], Policy]], None], policy: Callable[[int], Policy]) -> None:
-    """The claim fails for a policy with one bug."""
+    """A policy with one bug fails the claim that is about this bug."""
     claim(Lru)
     with pytest.raises((AssertionError, ValueError)):
         claim(policy)
 
 
 def test_every_claim_is_tried() -> None:
-    """The list above has a policy with a bug for every claim of the suite."""
+    """The list above has a policy with a bug for each claim of the suite."""
     assert {claim.__name__ for claim, _ in BUGS} == {name for name in dir(SUITE) if name.startswith("test_")}

@@ -1,4 +1,4 @@
-"""Tests of the measure of policies: replays of traces, and the most hits that any policy could have."""
+"""Tests of the replays of traces that compare policies, and of the largest number of hits that is possible."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def best(workload: w.Workload, slots: int) -> int:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_belady_is_the_optimum(seed: int) -> None:
-    """No choice of kept chunks has more hits than Belady's."""
+    """No choice of kept chunks has more hits than the choice of Belady's algorithm."""
     workload = made_up(seed, prompts=9, branches=2, depth=3)
     for slots in (1, 2, 3, 4):
         assert sum(belady.hits(workload, slots)) == best(workload, slots)
@@ -55,9 +55,9 @@ def test_belady_is_the_optimum(seed: int) -> None:
 
 @pytest.mark.parametrize("shared_system", [False, True])
 def test_no_policy_beats_belady(*, shared_system: bool) -> None:
-    """No registered policy has more hits than Belady's, at several capacities.
+    """No registered policy has more hits than Belady's algorithm, at several capacities.
 
-    With room for all chunks, hits are equal.
+    With room for all chunks, the numbers of hits are equal.
     """
     workload = small(1, shared_system=shared_system)
     for share in (0.05, 0.2, 0.5, 1.0):
@@ -70,7 +70,7 @@ def test_no_policy_beats_belady(*, shared_system: bool) -> None:
 
 @pytest.mark.parametrize("policy", policies())
 def test_hits_are_prefixes(policy: str) -> None:
-    """A hit is the prefix that the catalog holds without a gap, and the catalog holds no more chunks than slots."""
+    """A hit is a prefix of which the catalog holds every chunk. The catalog holds no more chunks than it has slots."""
     workload = small(2)
     slots = workload.slots(0.1)
     pool = Pool(workload.chunk_tokens, slots, make_policy(policy, slots))
@@ -92,7 +92,7 @@ def test_the_same_seed_gives_the_same_figures() -> None:
 
 
 def test_prompts_arrive_in_order_and_are_whole() -> None:
-    """A key covers all tokens before its end, and each prompt has one key for each whole chunk."""
+    """A key covers all tokens before the end of its chunk, and each prompt has one key for each whole chunk."""
     for workload in (small(1), small(1, shared_system=True), w.mooncake()):
         before: dict[bytes, bytes] = {}
         at_s = 0.0
@@ -113,7 +113,7 @@ def test_shared_system_prompts_are_found_by_other_sessions() -> None:
 
 
 def test_a_request_is_used_until_its_answer_is_over() -> None:
-    """The first request still runs when the second has ended, so the second is evicted for the third."""
+    """The first request still runs when the second one has ended, so the third request evicts chunks of the second."""
     prompts = [w.Prompt(at_s, 1, answer, [key]) for at_s, answer, key in ((0, 10, b"a"), (1, 0, b"b"), (12, 0, b"c"))]
     prompts.append(w.Prompt(13, 1, 0, [b"a"]))
     for answer_s, hit in ((1.0, 1), (0.0, 0)):
@@ -124,7 +124,7 @@ def test_a_request_is_used_until_its_answer_is_over() -> None:
 def test_replay_of_250_sessions_gives_the_published_figures() -> None:
     """A replay of 250 sessions in 8 h, with 131,072 tokens and 256 tokens per chunk, gives the published figures.
 
-    The seed changes them only slightly.
+    Another seed changes the figures only slightly.
     """
     drawn = w.coding_agents(0)
     assert replay(drawn, BELADY, 0.01).hit_rate == pytest.approx(0.690, abs=0.02)
@@ -132,9 +132,9 @@ def test_replay_of_250_sessions_gives_the_published_figures() -> None:
 
 
 def test_hints_announce_the_true_resume_and_adversaries_a_false_one() -> None:
-    """Right hints announce the true resume.
+    """Right hints announce the true time of resuming.
 
-    Adversarial hints exchange long and short pauses, and announce false resumes.
+    Adversarial hints exchange long and short pauses, and announce resumes that never happen.
     """
     prompts = [w.Prompt(at_s, 2, 0, [b"a", f"{name}".encode()]) for at_s, name in ((0, "b"), (10, "b"), (110, "b"))]
     workload = w.Workload("made up", 1, [*prompts, w.Prompt(111.0, 1, 0, [b"c"])])

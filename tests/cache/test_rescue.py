@@ -1,4 +1,4 @@
-"""A policy of kvpipe that raises an exception is replaced by LRU. No slot and no lease is lost."""
+"""If a policy of kvpipe raises an exception, LRU replaces the policy, and no slot and no lease is lost."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _save(catalog: Catalog, key: bytes, before: bytes = b"") -> Chunk:
 
 
 def _life(catalog: Catalog, keys: Iterator[bytes]) -> None:
-    """Save, hint, grow, load, use and finish a prompt of two chunks and another prompt. Evict the end."""
+    """Save, hint, grow, load, use and finish a prompt of two chunks and another prompt. Evict the last chunk."""
     prompt = list[Chunk]()
     for _ in range(2):
         first = next(keys)
@@ -75,7 +75,7 @@ def _life(catalog: Catalog, keys: Iterator[bytes]) -> None:
 def test_a_policy_that_raises_when_its_pool_is_sized_is_replaced(
     monkeypatch: pytest.MonkeyPatch, faults: list[str], *, shared: bool
 ) -> None:
-    """The policy raises before anything is saved. LRU serves the pool from the beginning."""
+    """The policy raises before any chunk is saved. LRU serves the pool from the beginning."""
     monkeypatch.setattr(Duel, "sized", lambda *_: 1 / 0)
     catalog = _catalog("sessions", faults, shared=shared)
     assert faults
@@ -91,7 +91,7 @@ def test_a_policy_that_raises_when_its_pool_is_sized_is_replaced(
 def test_built_in_policy_that_raises_is_replaced(
     monkeypatch: pytest.MonkeyPatch, faults: list[str], call: str, policy: str, *, shared: bool
 ) -> None:
-    """Whichever call raises, at any time, no slot is lost, and chunks that a request holds are not evicted."""
+    """Any call may raise at any time: no slot is lost, and chunks that a request holds are not evicted."""
     kind: type[Any] = {"sessions": Sessions, "s3fifo": S3Fifo}[policy]
     call = call.removesuffix("_all") if shared else call  # accounts take one chunk at a time
     original = getattr(kind, call, None)
@@ -121,7 +121,7 @@ def test_built_in_policy_that_raises_is_replaced(
             catalog.reset()
             assert catalog.used == 0
     assert set(faults) <= {f"policy_failed {policy}"}
-    assert len(faults) >= 5  # of the trials, each counted once
+    assert len(faults) >= 5  # of the trials; each failure is counted once
 
 
 def test_rescuing_lru_evicts_the_least_recently_used_chunk_first(
@@ -140,7 +140,10 @@ def test_rescuing_lru_evicts_the_least_recently_used_chunk_first(
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_rescuing_lru_takes_no_hints(monkeypatch: pytest.MonkeyPatch, faults: list[str], *, shared: bool) -> None:
-    """Hints are then not counted as applied. With quotas this holds once the policy of every account has failed."""
+    """Hints are then not counted as applied.
+
+    With quotas, hints are ignored once the policies of all accounts have failed.
+    """
     catalog = _catalog("sessions", faults, shared=shared)
     assert catalog.takes_hints
     monkeypatch.setattr(Sessions, "insert", lambda *_, **__: 1 / 0)

@@ -29,7 +29,7 @@ def _publish(catalog: Catalog, key: bytes) -> Chunk:
 def test_reset_chunks_are_removed_from_the_index_in_slices(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reset drops all chunks at once, and their slots count as free.
 
-    Each later call removes a slice of them from the index. Reasons of misses are kept.
+    Each later call removes a slice of the dropped chunks from the index. Reasons of misses are kept.
     """
     slots = 8 * SWEEP_SLOTS
     catalog = _catalog(slots, policy)
@@ -68,7 +68,10 @@ def test_reset_chunks_are_removed_from_the_index_in_slices(policy: str, monkeypa
 
 
 def test_second_reset_before_the_end_of_the_first_drops_all_chunks() -> None:
-    """A second reset forgets the chunks that were saved since the first one, and sweeps remove the chunks of both."""
+    """The second reset also drops chunks that were saved since the first reset.
+
+    Sweeps remove the chunks of both resets.
+    """
     catalog = _catalog(4 * SWEEP_SLOTS)
     for i in range(3 * SWEEP_SLOTS):
         _publish(catalog, i.to_bytes(4))

@@ -1,4 +1,4 @@
-"""The internal data of the policy of sessions stays consistent, whatever happens."""
+"""The internal data of the policy of sessions stays consistent after any calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ def _abc() -> tuple[Sessions, list[Item]]:
 
 
 def test_a_chunk_that_is_read_keeps_its_place() -> None:
-    """A chunk that another request holds at its end does not become the end of the chunks that follow it."""
+    """A request holds the first chunk of a chain.
+
+    When the later chunks are refreshed, the first chunk keeps its place.
+    """
     policy, chain = _abc()
     policy.remove(chain[0])
     policy.request(40.0, over=True)
@@ -42,7 +45,7 @@ def test_a_chunk_that_is_read_keeps_its_place() -> None:
 
 
 def test_another_groups_chunk_does_not_become_the_end() -> None:
-    """The other group's chunks have the keys of the beginning and the middle of the prefix, and are saved later."""
+    """A second group's chunks have the keys of the first two chunks of the prefix, and are saved after the prefix."""
     policy, chain = _abc()
     others = [Item("a"), Item("b", "a")]
     for item in others:
@@ -52,7 +55,7 @@ def test_another_groups_chunk_does_not_become_the_end() -> None:
 
 
 def test_evicted_chain_that_is_saved_again_is_known() -> None:
-    """A request held a chunk of the chain while the chain was evicted. Then the chain's chunks are saved again."""
+    """A request held a chunk of the chain while the other chunks were evicted. All chunks are then saved again."""
     policy = Sessions(8)
     a, b = Item("a"), Item("b", "a")
     policy.insert(a, hit=False)
@@ -69,7 +72,10 @@ def test_evicted_chain_that_is_saved_again_is_known() -> None:
 
 
 def test_a_requests_chunks_at_once_are_as_one_by_one() -> None:
-    """Two prompts begin equally, one request has a part of a prompt, and some chunks are unknown or held."""
+    """One call with all chunks of a request has the same effect as one call per chunk.
+
+    Two prompts begin equally, one request has a part of a prompt, and some chunks are unknown or held.
+    """
     prompts = [["a", "b", "c", "d"], ["a", "b", "x", "y", "z"], ["b", "c"], ["a", "b"]]
     behind = {name: before for names in prompts[:2] for name, before in zip(names, ["", *names], strict=False)}
 
@@ -106,9 +112,9 @@ def test_a_requests_chunks_at_once_are_as_one_by_one() -> None:
 
 
 def test_new_chunk_in_the_middle_splits_a_chain() -> None:
-    """A chunk of another group follows the middle of a chain, and is released with the chain.
+    """A chunk of another group follows the middle of a chain, and is released together with the chain.
 
-    Then all chunks may be evicted.
+    Afterwards all of these chunks may be evicted.
     """
     policy, chain = _abc()
     policy.remove_all(chain)
@@ -118,7 +124,10 @@ def test_new_chunk_in_the_middle_splits_a_chain() -> None:
 
 
 def test_dropped_chunk_does_not_count_as_held() -> None:
-    """The dropped chunk still has a place in its chain. A later read of the whole chain must not count it as held."""
+    """A dropped chunk still has a place in its chain.
+
+    A later read of the whole chain must not count that chunk as held.
+    """
     policy, chain = _abc()
     policy.remove(chain[1])
     policy.dropped(chain[1])
@@ -146,7 +155,7 @@ def test_most_places_of_evicted_chunks_are_removed() -> None:
 
 @pytest.mark.parametrize("saved_first", [False, True])
 def test_places_of_evicted_chunks_are_no_chain(*, saved_first: bool) -> None:
-    """If only places of evicted chunks follow the shared part, the next prompt continues the chain."""
+    """If only places of evicted chunks follow the shared prefix, the next prompt continues the same chain."""
     policy, (a, b, c, d) = Sessions(SLOTS), (Item("a"), Item("b", "a"), Item("c", "b"), Item("d", "c"))
     for item in (a, b, c, d):
         policy.insert(item, hit=False)
@@ -169,7 +178,7 @@ def test_places_of_evicted_chunks_are_no_chain(*, saved_first: bool) -> None:
 
 
 def test_few_identities_are_forgotten_at_once_in_a_small_pool() -> None:
-    """A policy of four slots knows eight identities. The ninth makes it forget the oldest one, and no other."""
+    """A policy of four slots knows eight identities. The ninth identity replaces only the oldest one."""
     policy, items = Sessions(4), [Item(f"{i}") for i in range(9)]
     for item in items:
         policy.insert(item, hit=False)
@@ -219,7 +228,7 @@ def _consistent(policy: Sessions) -> None:
 
 
 class Requests:
-    """Random requests that share beginnings, end, hint, fail, and whose saves may land late."""
+    """Makes random requests that share beginnings, end, hint and fail. The requests' saves may land late."""
 
     def __init__(self, seed: int) -> None:
         """Start with a small pool."""
@@ -252,7 +261,7 @@ class Requests:
         return (chunk for key in reversed(keys) for group in (0, 1) if (chunk := self.catalog.find(group, key)))
 
     def end(self) -> None:
-        """End a request: some saves have landed, some failed, and some land later. Then give a hint, perhaps."""
+        """End a request: some of its saves land, some fail, and some land later. Perhaps give a hint afterwards."""
         draw, catalog = self.draw, self.catalog
         owner, keys, pieces = self.running.pop(draw.randrange(len(self.running)))
         late: list[Piece] = []

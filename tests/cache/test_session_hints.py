@@ -13,15 +13,18 @@ from tests.cache.chains import chain_of
 
 
 class Clients:
-    """Prompts of several clients, as names of chunks. Each request ends at once."""
+    """Serves prompts of several clients. A prompt is a list of names of chunks. Each request ends at once."""
 
     def __init__(self) -> None:
-        """Start with an empty pool with room for all."""
+        """Start with a policy for 1000 slots, which is enough for all chunks of a test."""
         self.policy, self.now_s = Sessions(1000), 0.0
         self.items: dict[str, Item] = {}
 
     def serve(self, *prompt: str) -> list[Item]:
-        """Serve a prompt, some seconds later. Return its chunks, the last chunk first, as in the report of its end."""
+        """Serve a prompt some seconds later.
+
+        Return its chunks in the order of the report of its end: the last chunk first.
+        """
         self.now_s += 10
         there = [name for name in prompt if name in self.items]
         for name, before in zip(prompt, ["", *prompt], strict=False):
@@ -45,7 +48,7 @@ class Clients:
             self.policy.hint(item, hint)
 
     def gone(self, name: str) -> None:
-        """Check that the next victim is this chunk."""
+        """Check that this chunk is the next victim."""
         victim = self.policy.victim()
         assert victim is self.items.pop(name)
 
@@ -78,7 +81,7 @@ def test_conversation_is_not_demoted_by_another_client_with_its_beginning(harm: 
 def test_prefix_is_not_demoted_when_one_of_its_branches_is_gone(harm: Hint) -> None:
     """Five users continue a prefix and send a demotion.
 
-    A sixth user has continued it elsewhere, but those chunks are evicted.
+    A sixth user continued the prefix in another way, but the chunks of that continuation are evicted.
     """
     clients = Clients()
     users = [["s0", "s1", "t0", "t1", f"u{user}"] for user in range(5)]
@@ -96,7 +99,7 @@ def test_prefix_is_not_demoted_when_one_of_its_branches_is_gone(harm: Hint) -> N
 
 @pytest.mark.parametrize("harm", _HARM, ids=["demote", "resume"])
 def test_prefix_of_several_chains_is_shared(harm: Hint) -> None:
-    """The shared prefix consists of several chains, each of which is followed by one chain, except the last."""
+    """The shared prefix consists of several chains. One chain follows each chain of the prefix except the last."""
     clients, system = Clients(), [f"s{at}" for at in range(CHAIN_MAX + 40)]
     for user in "ab":
         clients.serve(*system, user)
@@ -107,7 +110,10 @@ def test_prefix_of_several_chains_is_shared(harm: Hint) -> None:
 
 
 def test_a_long_prompt_is_demoted_from_its_end() -> None:
-    """The prompt consists of several chains, and no other prompt branches off. Its last chunks are evicted first."""
+    """The prompt consists of several chains, and no other prompt branches off.
+
+    The prompt's last chunks are evicted first.
+    """
     clients, prompt = Clients(), [f"p{at}" for at in range(2 * CHAIN_MAX + 40)]
     clients.serve(*prompt)
     clients.hints(Hint(Action.DEMOTE), *prompt)
@@ -115,7 +121,7 @@ def test_a_long_prompt_is_demoted_from_its_end() -> None:
 
 
 def test_chain_in_use_by_another_request_is_not_demoted() -> None:
-    """The hint arrives while another request runs that has loaded the chain."""
+    """A request's hint arrives while another request, which has loaded the chain, is running."""
     clients = Clients()
     items = clients.serve("a", "b")
     for item in items:
@@ -127,10 +133,10 @@ def test_chain_in_use_by_another_request_is_not_demoted() -> None:
 
 
 def test_session_that_resumes_late_takes_one_slot_of_a_session_that_resumes_soon() -> None:
-    """A hint counts from its request's first chunk on.
+    """A hint takes effect from the first chunk of its request on.
 
-    So the request evicts one chunk of the other chain, and then its own chunks. This also holds if the other chain has
-    lost chunks before and has no hint.
+    So the late session evicts one chunk of the soon session, and then only its own chunks. A third session, which
+    resumes before both, evicts another chunk of the soon session.
     """
     clients = Clients()
     policy = clients.policy
@@ -150,7 +156,7 @@ def test_session_that_resumes_late_takes_one_slot_of_a_session_that_resumes_soon
 
 
 def test_hints_that_are_taken_back_leave_no_debt() -> None:
-    """A prompt of many chains gets retain and resume hints again and again, and each hint replaces the hint before.
+    """A prompt of many chains gets retain and resume hints in alternation, and each hint replaces the hint before.
 
     Meanwhile the counts of the first hint are halved. Then a retained session returns.
     """

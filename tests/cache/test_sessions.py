@@ -1,4 +1,4 @@
-"""Tests of the policy of sessions: what it learns about pauses, and which sessions it keeps."""
+"""Tests of the policy of sessions: how it estimates pauses, and which sessions it keeps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SLOTS = 40
 
 
 def test_an_index_is_the_best_that_any_time_of_giving_up_promises() -> None:
-    """The index equals the best promise over all times of giving up, found by trying all of them."""
+    """The index of a chain is the best promise over all times at which the policy could give the chain up."""
     rng = random.Random(0)
     chances = [rng.random() ** 4 for _ in range(BINS)]
     for first, index in enumerate(_indices(chances)):
@@ -53,7 +53,7 @@ def test_an_index_is_the_best_that_any_time_of_giving_up_promises() -> None:
 
 
 def test_a_chain_that_is_overdue_is_worth_less() -> None:
-    """All chains of a kind return after ten seconds.
+    """All other chains of a kind return after ten seconds.
 
     A chain that has not returned after a minute is worth almost nothing.
     """
@@ -66,7 +66,10 @@ def test_a_chain_that_is_overdue_is_worth_less() -> None:
 
 
 def test_kinds_are_octaves_of_the_usual_pause() -> None:
-    """Kinds are: no pause yet, less than two seconds, and so on. The longest pauses are one kind."""
+    """The kinds are: no pause yet, less than two seconds, and one kind per octave.
+
+    All longest pauses share one kind.
+    """
     paces = [None, *(pace_after(None, 2**at + 0.5) for at in range(20))]
     kinds = [chain_kind(pace) for pace in paces]
     assert kinds[:6] == [0, 1, 2, 3, 4, 5]
@@ -111,13 +114,16 @@ def _hits_among_scans(policy: Policy) -> int:
 
 
 def test_one_time_prompts_do_not_flush_a_session() -> None:
-    """A prompt of thirty chunks precedes every turn of a session of twenty chunks, in a pool of forty slots."""
-    assert _hits_among_scans(Lru()) == 299 * 10  # a turn hits the 10 chunks that the prompt before has left
+    """A prompt of thirty chunks precedes every turn of a session of twenty chunks. The pool has forty slots."""
+    assert _hits_among_scans(Lru()) == 299 * 10  # a turn hits the 10 chunks that the preceding prompt has left
     assert _hits_among_scans(Sessions(SLOTS)) > 299 * 19
 
 
 def test_sessions_that_take_turns_do_not_flush_each_other() -> None:
-    """With five sessions in turn and room for two, LRU never hits, and `Sessions` hits over 20% of the chunks."""
+    """Five sessions take turns in a pool with room for two.
+
+    LRU never hits, and `Sessions` hits over 20% of the chunks.
+    """
 
     def hits(policy: Policy) -> int:
         world, out = _World(policy), 0
@@ -143,7 +149,7 @@ def test_last_chunk_of_a_prompt_is_evicted_first() -> None:
 
 
 def test_chains_are_forgotten_when_an_operator_evicts_their_chunks() -> None:
-    """Answers follow one prompt that an operator evicts. The policy forgets their chains."""
+    """An operator evicts each answer of one prompt. The policy forgets the chains of the answers."""
     policy = Sessions(SLOTS)
     world = _World(policy)
     for turn in range(10 * SLOTS):
@@ -161,7 +167,7 @@ def test_chains_are_forgotten_when_an_operator_evicts_their_chunks() -> None:
 
 
 def test_held_chunk_keeps_the_places_of_evicted_chunks_before_it() -> None:
-    """An evicted chunk keeps its place in the middle of a chain until all chunks behind it are evicted."""
+    """An evicted chunk keeps its place in the middle of a chain until all chunks behind that place are evicted."""
     policy = Sessions(SLOTS)
     items = [Item("a"), Item("b", "a"), Item("c", "b")]
     for item in items:
@@ -183,7 +189,7 @@ def test_chunk_without_its_predecessor_is_evicted_first() -> None:
 
 
 def test_chunks_of_a_prompt_may_arrive_in_any_order() -> None:
-    """Tiers return a prompt's chunks in any order. When all are there, they are kept as if they had come in order."""
+    """Tiers return a prompt's chunks in any order. When all chunks have arrived, the order of arrival has no effect."""
     policy, old = Sessions(SLOTS), [Item("x"), Item("y", "x"), Item("z", "y")]
     names = "abcdef"
     prompt = [Item(name, before) for name, before in zip(names, ["", *names], strict=False)]
@@ -215,7 +221,7 @@ def test_branches_of_a_prompt_are_evicted_before_their_common_beginning() -> Non
 
 
 def test_pace_of_a_session_is_known_when_its_first_chunks_were_evicted() -> None:
-    """The session's first chunks were evicted with its history. When it returns, the policy knows its pace."""
+    """The session's first chunks were evicted together with its history. When it returns, the policy knows its pace."""
     policy, now_s = Sessions(SLOTS), 0.0
     for _ in range(4):
         item = Item("head")
@@ -231,9 +237,9 @@ def test_pace_of_a_session_is_known_when_its_first_chunks_were_evicted() -> None
 
 
 def test_chain_after_an_answer_has_a_kind_by_the_length_of_the_answer() -> None:
-    """After an answer of known length, the chain is worth as much as other chains after such answers.
+    """After an answer of known length, the chain is worth as much as other chains after answers of that length.
 
-    Without the length, it is worth as much as the mean of all chains.
+    Without a known length, the chain is worth as much as the mean of all chains.
     """
     policy, first, last = Sessions(SLOTS), Item("a"), Item("b", "a")
     for item in (first, last):
@@ -257,7 +263,7 @@ def test_chain_after_an_answer_has_a_kind_by_the_length_of_the_answer() -> None:
 def test_estimate_for_a_rare_length_of_answers_leaves_out_waits_with_hints() -> None:
     """The estimate for a rare length of answers leaves out waits with hints.
 
-    Here only chunks that return have hints.
+    In this test only chunks that return have hints.
     """
     returns, pace = Returns(), chain_kind(pace_after(None, 10))
     usual, rare = (SILENT + answer_class(tokens) + pace for tokens in (1, 500))
@@ -285,7 +291,7 @@ def test_late_save_does_not_begin_another_wait() -> None:
 
 
 def test_answers_count_beside_the_pace_of_their_chains() -> None:
-    """After few returns with answers of some length, the worth is nearly that of the pace.
+    """After few returns with answers of some length, the pace of the chain almost alone decides its worth.
 
     After many returns, these returns decide. Other chains are unaffected.
     """
@@ -303,8 +309,8 @@ def test_answers_count_beside_the_pace_of_their_chains() -> None:
     assert returns.worth(rare, 4.0) == pytest.approx(returns.worth(pace, 4.0), rel=0.1)
 
 
-def test_every_announced_number_of_seconds_has_a_kind() -> None:
-    """Every number of seconds that a client gives has a kind, including infinities and NaN."""
+def test_hinted_kind_accepts_every_number_of_seconds() -> None:
+    """A chain with a hint gets a kind, whatever number of seconds the client gives. Infinities and NaN are included."""
     hinted = [hinted_kind(Action.RESUME, in_s) for in_s in (-math.inf, 0.0, 1.0, 2.0, 8191.0, 8192.0, 1e9, math.inf)]
     assert hinted == [RESUMES + octave for octave in (0, 0, 1, 2, 13, 14, 14, 14)]
     assert hinted_kind(Action.RESUME, math.nan) == RESUMES
@@ -312,7 +318,7 @@ def test_every_announced_number_of_seconds_has_a_kind() -> None:
     assert hinted_kind(Action.DEMOTE, 5.0) == DEMOTED
 
 
-def test_retained_chain_promises_nothing_beyond_its_time() -> None:
+def test_retained_chain_is_worth_little_after_its_time() -> None:
     """After 10 s, a chain retained for 60 s is worth more than a chain retained for 7,200 s.
 
     After 600 s, it is worth less.
@@ -337,7 +343,7 @@ def test_hints_are_not_trusted_when_they_are_always_wrong() -> None:
 
 
 def test_hints_are_trusted_when_a_few_of_them_are_wrong() -> None:
-    """Most chains return as announced. A few chains are announced for four hours later and return at once."""
+    """Most chains return as announced. A few chains are announced to return in four hours, but return at once."""
     returns, paced = Returns(), chain_kind(pace_after(None, 3))
     for turn in range(1200):
         returns.ended(paced)
@@ -362,7 +368,7 @@ def _there(world: _World, *names: str) -> list[str]:
 
 
 def test_demoted_chunk_is_evicted_first() -> None:
-    """The demoted chunk is evicted first, though it was used last and the other chunk waits for long."""
+    """The demoted chunk is evicted first, although it was used 100 s later than the other session's chunk."""
     world = _World(Sessions(SLOTS))
     world.serve("waits", 20)
     world.now_s = 100.0
@@ -374,14 +380,14 @@ def test_demoted_chunk_is_evicted_first() -> None:
 
 @pytest.mark.parametrize("action", [Action.RESUME, Action.RETAIN])
 def test_chain_that_is_announced_to_return_sooner_stays(action: Action) -> None:
-    """The other chain is announced to return in an hour."""
+    """One chain is announced to return soon, and stays. The second chain is announced to return in an hour."""
     for names in (("soon", "later"), ("later", "soon")):
         world = _World(Sessions(SLOTS))
         for name in names:
             world.serve(name, 20)
             hint = Hint(action, 10.0) if name == "soon" else Hint(Action.RESUME, 3600.0)
             assert _hinted(world, name, hint) == 20
-        for turn in range(8 * KINDS):  # until the announcements have been counted
+        for turn in range(8 * KINDS):  # until all announcements have been counted
             world.now_s += 0.01
             world.serve("short", 0 if turn else 1)
         world.serve("new", 20)
@@ -389,7 +395,7 @@ def test_chain_that_is_announced_to_return_sooner_stays(action: Action) -> None:
 
 
 def test_shared_prefix_is_not_demoted_when_one_session_ends() -> None:
-    """Two sessions have a common beginning, and one of them ends."""
+    """Two sessions have a common beginning, and only the first session ends."""
     policy = Sessions(SLOTS)
     shared, one, other = Item("s"), Item("a", "s"), Item("b", "s")
     for item in (shared, one, other):
@@ -404,7 +410,10 @@ def test_shared_prefix_is_not_demoted_when_one_session_ends() -> None:
 
 
 def test_hint_of_a_running_request_is_used_from_its_end_on() -> None:
-    """A hint that arrives while its request runs is used from the request's end on, until the chunks are used again."""
+    """A hint arrives while its request runs.
+
+    The hint is used from the request's end until the chunks are used again.
+    """
     policy, item = Sessions(SLOTS), Item("a")
     policy.insert(item, hit=False)
     policy.remove(item)
@@ -428,7 +437,7 @@ def _save(catalog: Catalog, key: bytes, before: bytes) -> Piece:
 
 @pytest.mark.parametrize("there", [True, False])
 def test_save_that_lands_after_its_request_does_not_count_as_a_use(*, there: bool) -> None:
-    """A late save keeps the client's hint. The time of its copy is not counted as a pause of the session."""
+    """A save that lands late keeps the client's hint, and its time is not counted as a pause of the session."""
     policy, now_s = Sessions(SLOTS), 10.0
     catalog = Catalog(SLOTS, 1, policy, Counters(), clock=lambda: now_s)
     pieces, hint = [_save(catalog, b"a", b""), _save(catalog, b"b", b"a")], Hint(Action.RESUME, 50.0)
@@ -451,7 +460,7 @@ def test_save_that_lands_after_its_request_does_not_count_as_a_use(*, there: boo
 
 
 class _Noting(Lru):
-    """A policy of sessions that records its calls."""
+    """A policy of sessions that records the calls of `request`."""
 
     def __init__(self) -> None:
         """Start without recorded calls."""
@@ -465,7 +474,7 @@ class _Noting(Lru):
 
 @pytest.mark.parametrize("guarded", [False, True])
 def test_the_catalog_shows_when_and_whether_a_request_is_over(*, guarded: bool) -> None:
-    """The calls are at a save, a save that lands after the end, a lease, its release, and the end."""
+    """The policy is called at a save, at a save that lands after the end, at a lease, its release, and the end."""
     noting = _Noting()
     policy = GuardedPolicy(noting, "noting", print) if guarded else noting
     clock = iter(range(1, 10))
@@ -483,7 +492,7 @@ def test_the_catalog_shows_when_and_whether_a_request_is_over(*, guarded: bool) 
 
 
 class _Hinted(Lru):
-    """A policy that records hints."""
+    """A policy that records the hints that it gets."""
 
     def __init__(self) -> None:
         """Start without recorded hints."""
@@ -497,7 +506,10 @@ class _Hinted(Lru):
 
 @pytest.mark.parametrize("guarded", [False, True])
 def test_the_catalog_passes_hints_to_the_policy(*, guarded: bool) -> None:
-    """The catalog passes hints on for evictable and held chunks. A policy without `hint` gets none, guarded or not."""
+    """The catalog passes hints on for evictable and held chunks.
+
+    A policy without the method `hint` gets none.
+    """
     hint, hinted = Hint(Action.RESUME, 7.0), _Hinted()
     for policy in (hinted, Lru()):
         catalog = Catalog(4, 1, GuardedPolicy(policy, "hinted", print) if guarded else policy, Counters())

@@ -21,7 +21,7 @@ from tests.rigs.scheduler_world import SchedulerWorld
 
 
 class _Asked:
-    """The part of a request that identifies the tenant of its KV."""
+    """The parts of a request that identify the tenant of the request's KV."""
 
     def __init__(self, salt: str | None = None, lora: Any = None) -> None:
         self.cache_salt, self.lora_request = salt, lora
@@ -48,7 +48,7 @@ def test_equal_salt_and_adapter_are_one_object() -> None:
 def test_long_salt_is_kept_as_a_digest() -> None:
     """Chunks outlive requests, and an offline engine accepts salts of any length.
 
-    A long salt keeps its quota and digest.
+    A long salt is stored as a digest, which has the salt's quota.
     """
     tenants, long = Tenants(), [f"{'x' * 4000}{end}" for end in "ab"]
     some: list[Any] = [_Asked(salt) for salt in long]
@@ -68,7 +68,7 @@ def test_long_salt_is_kept_as_a_digest() -> None:
 def test_a_salt_never_stands_for_another_one() -> None:
     """A client may use the hash of a long salt as its own salt.
 
-    It is then another tenant, without the long salt's quota.
+    The client is then another tenant, without the long salt's quota.
     """
     long = "x" * (SALT_KEPT_CHARS_MAX + 1)
     tenants, bare = Tenants(), hashlib.sha256(long.encode()).hexdigest()

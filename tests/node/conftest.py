@@ -1,4 +1,4 @@
-"""The memories that several tests share."""
+"""Fixtures that several tests of a node's memory share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tiered() -> Iterator[TieredWorlds]:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[RegionsWorld]:
-    """Return a memory of several slot sizes without engines. At its end, nothing is torn or lost."""
+    """Return a memory of several slot sizes without engines. At the test's end, no chunk is torn or lost."""
     fused(monkeypatch)
     made = RegionsWorld()
     yield made

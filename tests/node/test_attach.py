@@ -32,7 +32,7 @@ def _descriptors() -> int:
 def test_process_that_cannot_map_the_memory_leaves_no_descriptor_and_no_client(
     short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine serves with a private pool then, and would keep both as long as it runs."""
+    """The engine then uses a private pool. A leaked descriptor or client would last as long as the engine runs."""
 
     def refuse(*_: object, **__: object) -> None:
         raise ConfigError("no room")

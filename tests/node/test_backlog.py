@@ -1,4 +1,4 @@
-"""Slots with a history that the engine has not read yet, and slots of chunks that grow for a long time."""
+"""Slots whose journal records the engine has not read yet, and slots of chunks that grow for a long time."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def _engine(node: DirectNode, stock: int) -> NodeCatalog:
 
 
 def _save(catalog: NodeCatalog, name: str, units: int = UNITS) -> Piece | None:
-    """Plan the save of a new chunk. Returns None if there is no slot."""
+    """Plan the save of a new chunk. Returns None if no slot is free."""
     chunk = catalog.reserve(0)
     return None if chunk is None else catalog.write(chunk, units, sha256(name.encode()).digest(), keep=False)
 
 
 def _behind(node: DirectNode) -> tuple[NodeCatalog, list[Piece]]:
-    """Return an engine that is far behind in the journal, and the saves for which it has got slots meanwhile."""
+    """Return an engine that is far behind in the journal, and its planned saves into slots that it got meanwhile."""
     busy, idle = _engine(node, 4), _engine(node, 2)
     _save_many(busy)
     pieces = list[Piece]()
@@ -46,7 +46,7 @@ def _behind(node: DirectNode) -> tuple[NodeCatalog, list[Piece]]:
 
 
 def _save_many(busy: NodeCatalog) -> None:
-    """Publish and evict so many chunks that other engines are far behind in the journal."""
+    """Publish and evict so many chunks that other engines fall far behind in the journal."""
     saved = 0
     while saved < 2 * RECORDS_MAX:
         if (piece := _save(busy, f"busy {saved}")) is not None:
@@ -56,7 +56,7 @@ def _save_many(busy: NodeCatalog) -> None:
 
 
 def test_published_chunk_is_kept_until_its_journal_record_is_read() -> None:
-    """The answer to the report arrives many steps before the engine reads the chunk's record."""
+    """The holder answers the report many steps before the engine reads the chunk's record in the journal."""
     node = DirectNode(SLOTS, 4096)
     busy, idle = _engine(node, 4), _engine(node, 2)
     piece, again = _save(idle, "idle"), _save(idle, "busy 511")
@@ -80,7 +80,7 @@ def test_published_chunk_is_kept_until_its_journal_record_is_read() -> None:
 
 
 def test_lookup_ends_if_a_chunk_of_a_slot_with_unread_history_is_evicted() -> None:
-    """The engine's own chunk is found, and is forgotten when the holder has evicted it."""
+    """The engine finds its own chunk. When the holder has evicted this chunk, the engine forgets it."""
     node = DirectNode(SLOTS, 4096)
     idle, pieces = _behind(node)
     for piece in pieces:
@@ -103,7 +103,7 @@ def test_lookup_ends_if_a_chunk_of_a_slot_with_unread_history_is_evicted() -> No
 def test_chunks_that_grow_do_not_keep_all_slots() -> None:
     """If no slot is left for a save, the oldest growing chunk is published with the units that it has.
 
-    Then the holder may evict it.
+    Then the holder may evict this chunk.
     """
     node = DirectNode(SLOTS, 4096)
     catalog = _engine(node, 4)

@@ -1,4 +1,4 @@
-"""Scheduler sides share one memory: each loads the chunks that another has saved, and no other bytes are ever read."""
+"""Scheduler sides share one memory: each side loads chunks that others have saved, and no wrong bytes are ever read."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TORN = b"torn"
 
 
 class NodeWorld(SchedulerWorld):
-    """One engine of a memory. All engines of a memory share `pages`, the expected content of each page of each slot."""
+    """An engine on a memory. All engines of a memory share `pages`, the expected content of each page of each slot."""
 
     def __init__(self, node: DirectNode, pages: dict[tuple[int, int], bytes], stock: int = 2, **world: Any) -> None:
         self.pool = DirectPool(node, stock)
@@ -60,7 +60,7 @@ class NodeWorld(SchedulerWorld):
         return jobs
 
     def end(self, job: Job, *, ok: bool = True) -> None:
-        """End the copies of a job, and report it."""
+        """End the copies of a job, and report the job."""
         rows = job.table().tolist()
         if job.kind == SAVE:
             for _, slot, page, _ in rows:
@@ -74,7 +74,7 @@ class NodeWorld(SchedulerWorld):
         self.report((job, int(ok), int(not ok)))
 
     def check(self) -> None:
-        """Check the catalog, and every chunk that a lookup would pin."""
+        """Check the catalog, and the bytes of every chunk that a lookup would pin."""
         check_node_integrity(self.catalog)
         generations = self.catalog._segment.generations
         for key, chunk in self.catalog.index(0).items():
@@ -83,7 +83,7 @@ class NodeWorld(SchedulerWorld):
                 assert held == self.prefixes[key][-chunk.ready :], f"{key!r} is found where {held} lie"
 
     def begin(self, request: Any, *units: int) -> None:
-        """Admit a request, and let it grow to each of `units`. The copies of each step end with the step."""
+        """Admit a request, and let it grow to each number in `units`. The copies of each step end within the step."""
         self.requests = [request]
         self.admit(request)
         for grown in units:
@@ -92,7 +92,7 @@ class NodeWorld(SchedulerWorld):
                 self.end(job)
 
     def run(self, request: Any) -> None:
-        """Run a request to its end, and let its chunks be published."""
+        """Run a request to its end, and let the holder publish its chunks."""
         self.requests = [*self.requests, request]
         self.admit(request)
         for job in self.step(request):
@@ -141,7 +141,7 @@ def test_engine_finds_a_published_chunk_of_another_engine(worlds: Worlds) -> Non
 
 
 def test_hit_that_the_holder_has_evicted_is_a_miss(worlds: Worlds) -> None:
-    """An engine that has not polled since the eviction cannot pin the chunk, and looks the prompt up again."""
+    """An engine that has not read the eviction yet cannot pin the chunk. So it looks the prompt up again."""
     first, second = worlds.start(), worlds.start()
     first.run(first.request("one", 8, shared=8))
     second.step()
@@ -153,7 +153,7 @@ def test_hit_that_the_holder_has_evicted_is_a_miss(worlds: Worlds) -> None:
 
 
 def test_pins_last_until_the_load_has_landed(worlds: Worlds) -> None:
-    """The holder does not reuse a slot that a lookup of this step or a load has pinned."""
+    """If a lookup of this step or a load has pinned a slot, the holder does not reuse the slot."""
     first, second = worlds.start(), worlds.start()
     first.run(first.request("one", 8, shared=8))
     second.step()
@@ -204,7 +204,7 @@ def test_new_weights_find_no_chunk_of_old_ones(worlds: Worlds) -> None:
 
 
 def test_lookup_may_wait_for_an_adapter(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A restarted engine then finds chunks with its first request of an adapter."""
+    """The lookup waits, so that a restarted engine finds chunks with its first request of an adapter."""
     world, asked = worlds.start(), list[bool]()
     monkeypatch.setattr(world.side.adapters, "waits", lambda *_, worth: asked.append(worth))
     request = world.request("one", 8)
@@ -216,7 +216,7 @@ def test_lookup_may_wait_for_an_adapter(worlds: Worlds, monkeypatch: pytest.Monk
 
 
 def test_private_namespace_waits_for_no_holder(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A private namespace has no chunks of other engines, so the engine does not wait."""
+    """A private namespace has no chunks of other engines, so the engine need not wait for the holder."""
     world, waits = worlds.start(), list[float]()
     world.pool.mute = True
     monkeypatch.setattr("kvpipe.node.catalog.time.sleep", waits.append)
@@ -225,7 +225,7 @@ def test_private_namespace_waits_for_no_holder(worlds: Worlds, monkeypatch: pyte
 
 
 def test_scan_of_a_large_table_ends_at_its_deadline() -> None:
-    """Later polls scan the rest of the table, because the scheduler's thread must not wait for the whole scan."""
+    """Later polls scan the rest of the table. The scheduler's thread must not wait for the whole scan."""
     worlds = Worlds(4 * RECORDS_MAX)
     follower = worlds.start().catalog._follower
     assert follower is not None
@@ -239,7 +239,7 @@ def test_scan_of_a_large_table_ends_at_its_deadline() -> None:
 
 
 def test_hits_and_saves_continue_without_a_holder(worlds: Worlds) -> None:
-    """Without a holder, only saves beyond the stock are lost. Another holder publishes the landed chunks."""
+    """Without a holder, only saves beyond the stock are lost. The next holder publishes the landed chunks."""
     first, second = worlds.start(stock=4), worlds.start()
     one = first.request("one", 8, shared=8)
     first.run(one)
@@ -258,7 +258,7 @@ def test_hits_and_saves_continue_without_a_holder(worlds: Worlds) -> None:
 
 
 class RandomEngines:
-    """Three engines share few slots. In each move a random engine makes a random call."""
+    """Three engines share few slots. Each move is a random call of a random engine."""
 
     def __init__(self, seed: int) -> None:
         self.chance, self.worlds, self.loaded = random.Random(seed), Worlds(14), 0
@@ -318,7 +318,7 @@ class RandomEngines:
             self.jobs[at] += world.step(request)
 
     def preempt(self, at: int) -> None:
-        """Take the blocks of a request without jobs, and admit it again."""
+        """Take the blocks of a request without jobs, and admit the request again."""
         world, busy = self.engines[at], {job.request for job in self.jobs[at]}
         idle = [request for request in world.requests if request.request_id not in busy]
         if idle:
@@ -382,7 +382,7 @@ MUTANTS = {
     "leases are not seen": (Keeper, "_is_leased", lambda *_: False, 4),
     "published before it has landed": (NodeCatalog, "write", _reported_when_planned, 0),
 }
-"""The place of each patch, the wrong code, and the first seed that is tried."""
+"""For each mutant: the place of the patch, the wrong code, and the first seed that is tried."""
 
 
 def _play(first: int) -> None:
@@ -392,7 +392,7 @@ def _play(first: int) -> None:
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_random_engines_find_mutants(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The random test detects a reader of a slot that is being written or was reused."""
+    """The random test finds mutants that read a slot while it is being written or after it was reused."""
     where, what, wrong, first = MUTANTS[name]
     monkeypatch.setattr(where, what, wrong)
     with pytest.raises((AssertionError, IllegalTransition)):

@@ -1,4 +1,4 @@
-"""Tests take every cell of the four machines of a node's memory, through a holder and engines in this process."""
+"""Tests take every cell of the four machines of a node's memory. The holder and the engines are in this process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TakenCells:
         self._cells: set[tuple[str, str, str]] = set()
 
     def __call__(self, cursor: Cursor, was: State, edge: Edge, _: str) -> None:
-        """Keep a cell."""
+        """Record a taken cell."""
         self._cells.add((cursor.machine.machine.name, was.row, edge.event))
 
     def missed(self, machine: Machine) -> list[str]:
@@ -58,17 +58,17 @@ class OneNode:
         self.holder = self.hold()
 
     def hold(self, fd: int | None = None) -> Holder:
-        """Start a holder, which has the memory `fd`."""
+        """Start a holder. With `fd`, the holder takes this memory over."""
         self.holder = Holder(self.folder, adopt_s=0, keep_s=600, fd=fd)
         return self.holder
 
     def peer(self, _: object) -> tuple[Process, int]:
-        """Stand in for `processes.peer_of`: the process that was named last, or else this one, has connected."""
+        """Stand in for `processes.peer_of`: return the process that was named last, or else this process."""
         process = self._next.pop() if self._next else process_of(os.getpid())
         return process, os.pidfd_open(process.pid)
 
     def process(self) -> Process:
-        """Start a process that does nothing."""
+        """Start a process that does nothing, as a process of an engine."""
         child = subprocess.Popen(["/bin/sleep", "600"])
         process = process_of(child.pid)
         self._children[process] = child
@@ -79,7 +79,7 @@ class OneNode:
         self._next.append(process)
 
     def kill(self, process: Process) -> None:
-        """Kill a process. The holder sees it."""
+        """Kill a process, and let the holder see its exit."""
         child = self._children.pop(process)
         child.kill()
         child.wait()
@@ -95,7 +95,7 @@ class OneNode:
         return FakeEngine(self, b"%016d" % self._engines)
 
     def pool(self, *, slot_bytes: int = SLOT_BYTES, wait_s_max: float = 60.0) -> NodePool:
-        """Return an engine whose scheduler is this process."""
+        """Return an engine whose scheduler's process is this process."""
         return NodePool(options(self.folder, slot_bytes=slot_bytes, wait_s_max=wait_s_max), self.taken)
 
     def until(self, pool: NodePool, true: Callable[[NodePool], object]) -> None:
@@ -109,11 +109,11 @@ class OneNode:
         assert eventually(stepped)
 
     def until_state(self, pool: NodePool, state: str) -> None:
-        """Let the holder and an engine make steps until the engine's connection has a state."""
+        """Let the holder and an engine make steps until the engine's link is in a state."""
         self.until(pool, lambda one: one.state == state)
 
     def close(self) -> None:
-        """End the holder and all processes."""
+        """End the holder and all started processes."""
         self.holder.close()
         for child in self._children.values():
             child.kill()
@@ -121,7 +121,7 @@ class OneNode:
 
 
 class FakeEngine:
-    """An engine whose processes speak the protocol. A process may be any of its ranks, or its scheduler."""
+    """An engine whose processes speak the protocol. A process may be a rank or the scheduler."""
 
     def __init__(self, node: OneNode, token: bytes) -> None:
         self._node, self._token = node, token
@@ -129,7 +129,7 @@ class FakeEngine:
         self._boot = 0
 
     def join(self, role: str = "rank", process: Process | None = None) -> Process:
-        """Connect a process, which is started if it is not given."""
+        """Connect a process. If no process is given, start a process first."""
         process = process or self._node.process()
         self._node.connects(process)
         caller = Caller(self._node.holder, self._node.folder)
@@ -137,7 +137,7 @@ class FakeEngine:
         assert isinstance(welcome, Welcome)
         assert fd is not None
         os.close(fd)
-        self._boot, self.wires[process] = welcome.boot, caller  # only now is an earlier connection closed
+        self._boot, self.wires[process] = welcome.boot, caller  # an earlier connection is closed only now
         return process
 
     def attach(self, process: Process | None = None) -> Process:
@@ -181,8 +181,8 @@ def node(short_path: Path, taken: TakenCells, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_every_cell_of_a_client_is_taken(node: OneNode, taken: TakenCells) -> None:
-    """Processes of engines connect, send, hang up, say goodbye and die in every order that makes a difference."""
-    for first, second in (("kill", "kill"), ("leave", "leave")):  # no scheduler has connected
+    """The processes of engines connect, send, hang up, say goodbye and die, in every order that takes another cell."""
+    for first, second in (("kill", "kill"), ("leave", "leave")):  # no scheduler has connected yet
         engine = node.engine()
         one, two = engine.join(), engine.join()
         getattr(node if first == "kill" else engine, first)(one)
@@ -192,7 +192,7 @@ def test_every_cell_of_a_client_is_taken(node: OneNode, taken: TakenCells) -> No
     engine = node.engine()
     engine.leave(engine.join())
 
-    engine = node.engine()  # a rank dies while the scheduler works
+    engine = node.engine()  # in this part a rank dies while the scheduler works
     scheduler = engine.attach()
     engine.attach(scheduler)
     rank = engine.join()
@@ -258,7 +258,7 @@ def _save(pool: NodePool) -> None:
 
 
 def test_every_cell_of_a_link_is_taken(node: OneNode, taken: TakenCells) -> None:
-    """Engines find a holder, no holder, one that refuses them, and one with another memory, and close at any time."""
+    """An engine finds a holder, no holder, a holder that refuses, or another memory. The engine closes at any time."""
     pool, other = node.pool(), node.pool()
     for one in (pool, other):
         node.until(one, _has_stock)
@@ -276,7 +276,7 @@ def test_every_cell_of_a_link_is_taken(node: OneNode, taken: TakenCells) -> None
     _poll_until(unheard, node_link.REFUSED)
     early = node.pool(wait_s_max=SOON_S)
     early.close()
-    early._thread.join()  # the next holder would give it a new memory
+    early._thread.join()  # otherwise the thread would connect to the next holder, which would give it a new memory
 
     node.hold()
     node.until_state(pool, node_link.ATTACHED)

@@ -1,8 +1,8 @@
-"""No order in which processors may do stores and loads lets the holder reuse a slot that an engine has pinned.
+"""A holder does not reuse a pinned slot, whatever the order in which processors make stores and loads.
 
 The processors of most machines keep stores in a buffer for a while, so that a later load is done first. Such an order
-is too rare to wait for, so this test makes every order. A store of the engine or of the holder is visible at once, or
-not before the next fence.
+is too rare to wait for, so this test makes every order. A store of the engine or of the holder becomes visible either
+at once or at the next fence.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class EngineProcessor:
         self.has_pinned = self._leases.pin(self._place.stamp) is not None
 
     def __getitem__(self, slots: Any) -> Any:
-        """Load generations, as soon as `load` allows it."""
+        """Load generations as soon as `load` allows it."""
         self._stored.set()
         self._loads.wait()
         return self._memory_generations[slots]
@@ -78,7 +78,7 @@ class EngineProcessor:
 
 
 class SteppedLedger(Ledger):
-    """The holder's processor: between its stores and loads, `at_step` is called."""
+    """The holder's processor. Between its stores and loads it calls `at_step`."""
 
     late = False
     at_step: Callable[[], object] = staticmethod(lambda: None)
@@ -125,9 +125,9 @@ class StoreBuffers:
         return slot
 
     def evict(self, store_at: int, load_at: int, *, engine_late: bool, holder_late: bool) -> tuple[bool, str]:
-        """Evict the chunk. At these steps of the holder the engine stores its lease, and loads the generation.
+        """Evict the chunk. The arguments are the steps of the holder at which the engine stores its lease and loads.
 
-        Return whether the engine has pinned the chunk, and the state of its slot.
+        Return whether the engine has pinned the chunk, and the state of the chunk's slot.
         """
         slot = self._publish()
         place = self._replica.index(0)[b"k"]
@@ -150,7 +150,7 @@ class StoreBuffers:
         self.steps += 1
 
     def _fence(self) -> None:
-        """Stand in for `membarrier`: all stores of all processors are visible now."""
+        """Stand in for `membarrier`: make all stores of all processors visible."""
         self._step()
         self._engine.show()
         self._ledger.show()
@@ -158,7 +158,10 @@ class StoreBuffers:
 
 
 def test_leased_slot_is_not_reused_in_any_order_of_stores_and_loads() -> None:
-    """Some orders end with a pin and some without. The holder never frees a slot that the engine has pinned."""
+    """The engine pins the chunk in some orders and not in others.
+
+    The holder never frees a slot that the engine has pinned.
+    """
     memory = StoreBuffers()
     memory.evict(0, 0, engine_late=False, holder_late=False)
     outcomes = set()

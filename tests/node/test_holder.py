@@ -1,4 +1,4 @@
-"""The holder refuses connections that do not fit, in one sentence, and keeps its memory."""
+"""The holder refuses connections that do not fit, with one sentence each, and keeps its memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _hello(number: int = 1, *, version: int = VERSION, slot_bytes: int = SLOT_BY
 
 
 class Caller:
-    """A connection to a holder in this process, whose steps are made here."""
+    """A connection to a holder in this process. The connection makes the holder's steps."""
 
     def __init__(self, holder: Holder, folder: Path) -> None:
         self._holder = holder
@@ -39,7 +39,7 @@ class Caller:
         self.wire.setblocking(False)
 
     def ask(self, message: Hello | SlotBatch, fd: int | None = None) -> tuple[messages.ToEngine, int | None]:
-        """Send a message and return the answer, with the descriptor that came with it."""
+        """Send a message. Return the answer, and the descriptor that was sent with the answer."""
         messages.send(self.wire, message, [] if fd is None else [fd])
         return self.answer()
 
@@ -85,14 +85,14 @@ def test_engine_of_another_version_is_refused(folder: Path) -> None:
 
 
 def test_holder_without_engines_makes_room_for_another_version(folder: Path) -> None:
-    """No engine uses the memory, so nothing is lost."""
+    """No engine uses the memory, so replacing the memory loses nothing."""
     with _holding(folder) as holder:
         Caller(holder, folder).ask(_hello(version=VERSION + 1))
         assert holder._is_unused()
 
 
 def test_engine_with_slots_that_do_not_fit_is_refused(folder: Path) -> None:
-    """Slots of a second size may be too small, or too few. The message names both sizes."""
+    """Slots of a second size may be too small or too few. The message names both sizes."""
     with _holding(folder) as holder:
         Caller(holder, folder).ask(_hello())
         for slot_bytes in (SLOTS * SLOT_BYTES, SLOT_BYTES - 1):
@@ -105,7 +105,7 @@ def test_engine_with_slots_that_do_not_fit_is_refused(folder: Path) -> None:
 
 
 def test_engine_with_other_slots_uses_the_same_memory(folder: Path) -> None:
-    """The answer names the region with slots of its size. The status has both sizes."""
+    """The answer names the region of slots of the engine's size. The status has both sizes."""
     with _holding(folder) as holder:
         answers = [Caller(holder, folder).ask(_hello(n, slot_bytes=n * SLOT_BYTES)) for n in (1, 2)]
         inodes = {os.fstat(fd).st_ino for _, fd in answers if fd is not None}
@@ -120,7 +120,7 @@ def test_engine_with_other_slots_uses_the_same_memory(folder: Path) -> None:
 
 
 def _unused_memory(holder: Holder, folder: Path) -> int:
-    """Let an engine make the memory, and end. Returns the memory's inode."""
+    """Let an engine make the memory, and then end. Returns the memory's inode."""
     first = Caller(holder, folder)
     welcome, fd = first.ask(_hello())
     assert isinstance(welcome, Welcome)
@@ -133,7 +133,7 @@ def _unused_memory(holder: Holder, folder: Path) -> int:
 
 
 def test_unused_memory_without_room_for_other_slots_is_replaced(folder: Path) -> None:
-    """An engine with other slots does not wait until `keep_s` is over. The old memory is freed."""
+    """The new engine does not wait until the memory has been unused for `keep_s`. The old memory is freed at once."""
     with _holding(folder) as holder:
         old = _unused_memory(holder, folder)
         offered = _hello(2, slot_bytes=SLOTS * SLOT_BYTES, segment=b"s" * 16)
@@ -147,7 +147,7 @@ def test_unused_memory_without_room_for_other_slots_is_replaced(folder: Path) ->
 
 
 def test_memory_that_cannot_be_replaced_stays(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine with other slots is refused. Engines with the old slots use the old memory."""
+    """The engine with other slots is refused. Engines with the old slots still use the memory."""
 
     def fails(*_: object) -> None:
         raise OSError("too many open files")
@@ -165,7 +165,7 @@ def test_memory_that_cannot_be_replaced_stays(folder: Path, monkeypatch: pytest.
 
 
 def test_engine_with_another_memory_is_refused(folder: Path) -> None:
-    """The engine's memory has other slots than the holder's memory."""
+    """The engine brings a memory whose slots differ from those of the holder's memory."""
     with _holding(folder) as holder:
         Caller(holder, folder).ask(_hello())
         answer, _ = Caller(holder, folder).ask(_hello(2, segment=b"x" * 16))
@@ -186,7 +186,7 @@ def test_garbage_ends_the_connection_only(folder: Path) -> None:
 
 
 def test_batch_with_an_old_boot_token_ends_the_connection(folder: Path) -> None:
-    """The batch has the boot token of another holder, so the engine must greet this holder first."""
+    """The batch has the boot token of another holder, so the engine must first greet this holder."""
     with _holding(folder) as holder:
         caller = Caller(holder, folder)
         welcome, _ = caller.ask(_hello())
@@ -197,9 +197,9 @@ def test_batch_with_an_old_boot_token_ends_the_connection(folder: Path) -> None:
 
 
 def test_new_holder_waits_for_the_earlier_memory(folder: Path) -> None:
-    """A holder that a supervisor restarts has no descriptor of the earlier memory.
+    """A holder that a supervisor restarts does not have the descriptor of the earlier memory.
 
-    The holder refuses engines (`again`) until an engine sends the descriptor.
+    Until an engine sends the descriptor, the holder refuses engines for the time being (`again`).
     """
     with _holding(folder) as holder:
         welcome, fd = Caller(holder, folder).ask(_hello())
@@ -218,14 +218,14 @@ def test_new_holder_waits_for_the_earlier_memory(folder: Path) -> None:
 
 
 def test_new_holder_does_not_wait_for_the_memory_of_ended_engines(folder: Path) -> None:
-    """The holder creates a new memory at once."""
+    """No engine can send the earlier memory, so the holder creates a new memory at once."""
     os.close(mark_client(checked_folder(folder)))
     with _holding(folder, adopt_s=600) as holder:
         assert isinstance(Caller(holder, folder).ask(_hello())[0], Welcome)
 
 
 def test_memory_with_a_holder_is_not_adopted(folder: Path, short_path: Path) -> None:
-    """Two holders of one memory would grant the same slot twice."""
+    """Two holders of one memory would both grant the same slot."""
     with _holding(folder) as holder, _holding(short_path / "other") as second:
         _, fd = Caller(holder, folder).ask(_hello())
         answer, _ = Caller(second, short_path / "other").ask(_hello(segment=_token(holder)), fd)
@@ -233,7 +233,7 @@ def test_memory_with_a_holder_is_not_adopted(folder: Path, short_path: Path) -> 
 
 
 def test_memory_of_another_program_is_refused(folder: Path) -> None:
-    """The refusal has the reason."""
+    """The holder refuses the memory and names the reason."""
     fd = os.memfd_create("other")
     with _holding(folder, adopt_s=600) as holder:
         answer, _ = Caller(holder, folder).ask(_hello(segment=b"x" * 16), fd)
@@ -243,7 +243,7 @@ def test_memory_of_another_program_is_refused(folder: Path) -> None:
 
 
 def test_memory_larger_than_possible_is_refused(folder: Path) -> None:
-    """The message names what to change."""
+    """The message names the setting that must be changed."""
     with pytest.raises(ConfigError, match="pool_bytes_max"):
         create(1 << 40, 1 << 40)
     with _holding(folder) as holder:
@@ -254,13 +254,13 @@ def test_memory_larger_than_possible_is_refused(folder: Path) -> None:
 
 
 def test_folder_has_one_holder(folder: Path) -> None:
-    """The second holder ends at once."""
+    """The second holder of a folder ends at once."""
     with _holding(folder), pytest.raises(BlockingIOError):
         Holder(folder, adopt_s=0, keep_s=1)
 
 
 def test_stale_socket_is_replaced(folder: Path) -> None:
-    """The socket of a killed holder remains in the folder."""
+    """The socket of a killed holder stays in the folder, and the next holder replaces it."""
     with _holding(folder):
         pass
     assert greet(folder, _hello(), None, 0.05) == "no answer"
@@ -269,7 +269,7 @@ def test_stale_socket_is_replaced(folder: Path) -> None:
 
 
 def test_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
-    """Another user could put a socket of their own there."""
+    """Another user could put a socket of their own into this folder."""
     (tmp_path / "open").mkdir(mode=0o755)
     (tmp_path / "open").chmod(0o755)
     with pytest.raises(ConfigError, match="chmod 700"):
@@ -282,7 +282,7 @@ def test_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
 
 
 def test_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without XDG_RUNTIME_DIR, the folder's name has the user's number."""
+    """Without XDG_RUNTIME_DIR, the folder's name includes the user's number."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
     assert folder_of_user() == Path("/run/user/7/kvpipe")
     monkeypatch.delenv("XDG_RUNTIME_DIR")
@@ -290,7 +290,7 @@ def test_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_reused_process_number_is_noticed() -> None:
-    """The start time tells the processes apart."""
+    """Two processes with the same number have different start times."""
     mine = process_of(os.getpid())
     pidfd = watch(mine)
     assert pidfd is not None
@@ -307,7 +307,7 @@ def _polled(pool: NodePool, holder: Holder | None = None) -> str:
 
 
 def test_engine_gives_up_a_holder_that_does_not_answer(folder: Path) -> None:
-    """An engine that never had the memory uses a private pool instead, and does not wait longer than it may."""
+    """An engine that has never had the memory uses a private pool after its longest allowed wait."""
     with _holding(folder):
         pool = NodePool(options(folder, wait_s_max=0.2))
         assert eventually(lambda: _polled(pool) == "REFUSED")
@@ -317,7 +317,7 @@ def test_engine_gives_up_a_holder_that_does_not_answer(folder: Path) -> None:
 
 
 def test_poll_reads_the_socket_only_when_an_answer_is_due(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that has asked nothing looks at the connection rarely, and notices then that it has ended."""
+    """An engine without open questions rarely checks its connection. A check shows that the connection has ended."""
     with _holding(folder) as holder:
         pool = NodePool(options(folder))
         assert eventually(lambda: _polled(pool, holder) == "ATTACHED" and pool.stock.free > 0 and not pool._asks)
@@ -331,7 +331,7 @@ def test_poll_reads_the_socket_only_when_an_answer_is_due(folder: Path, monkeypa
 
 
 def test_permanently_refused_engine_does_not_retry(folder: Path) -> None:
-    """The engine does not try again after a refusal."""
+    """After such a refusal, the engine does not try again."""
     with _holding(folder) as holder:
         Caller(holder, folder).ask(_hello())
         pool = NodePool(options(folder, slot_bytes=64))
@@ -342,7 +342,7 @@ def test_permanently_refused_engine_does_not_retry(folder: Path) -> None:
 
 @contextmanager
 def _served(holder: Holder) -> Iterator[None]:
-    """Take the holder's steps in a thread."""
+    """Make the holder's steps in a thread."""
     over = threading.Event()
 
     def serve() -> None:
@@ -359,7 +359,7 @@ def _served(holder: Holder) -> Iterator[None]:
 
 
 def test_reason_of_the_last_refusal_is_in_the_error(folder: Path) -> None:
-    """A holder that waits for an earlier memory refuses engines for the time being."""
+    """A holder that waits for an earlier memory refuses engines only for the time being."""
     mark = mark_client(checked_folder(folder))
     with (
         _holding(folder, adopt_s=600) as holder,
@@ -371,7 +371,7 @@ def test_reason_of_the_last_refusal_is_in_the_error(folder: Path) -> None:
 
 
 def test_closed_engine_and_rank_keep_no_descriptor(folder: Path) -> None:
-    """One process may have many engines, one after the other."""
+    """One process may have many engines, one after another, so descriptors would add up."""
     with _holding(folder) as holder:
         with _served(holder):
             rank, pool = RankMemory(options(folder)), NodePool(options(folder))
@@ -387,7 +387,7 @@ def test_closed_engine_and_rank_keep_no_descriptor(folder: Path) -> None:
 
 
 def test_engine_that_closes_while_it_connects_leaves_no_client(folder: Path) -> None:
-    """Otherwise the memory is kept for the engine until its process ends, though it uses a private pool."""
+    """Otherwise the holder keeps the memory for this engine, which uses a private pool, until its process ends."""
     with _holding(folder) as holder, _served(holder):
         pool = NodePool(options(folder))
         assert eventually(lambda: holder._links)

@@ -1,4 +1,4 @@
-"""The keeper shares slots between engines, evicts chunks without leases, and tolerates wrong reports of engines."""
+"""The keeper shares slots between engines, evicts chunks without leases, and is not harmed by wrong reports."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Node:
         self.fences += 1
 
     def engine(self, number: int, **changes: Any) -> NodeClient:
-        """Attach an engine of one process."""
+        """Attach an engine that has one process."""
         given: dict[str, Any] = {
             "version": VERSION, "role": "scheduler", "client": b"%016d" % number, "namespace": b"n" * 32,
             "slots": SLOTS, "slot_bytes": 64,
@@ -48,7 +48,7 @@ class Node:
         return self.keeper.greet(Hello(**given | changes), Process(number, 1))
 
     def grant(self, client: NodeClient, want: int, stock: int = 0) -> list[tuple[int, int]]:
-        """Return new grants of an engine, which has `stock` unused ones."""
+        """Make new grants for an engine that has `stock` unused grants, and return the new grants."""
         return list(self.keeper.batch(client, SlotBatch(0, want=want, stock=stock)).granted)
 
     def publish(self, client: NodeClient, *keys: bytes) -> list[int]:
@@ -70,7 +70,7 @@ def node() -> Iterator[Node]:
 
 
 def test_stocks_are_a_quarter_of_the_slots(node: Node) -> None:
-    """The other slots are for chunks, no matter how many engines ask."""
+    """The other three quarters are for chunks, no matter how many engines ask for slots."""
     first = node.engine(1)
     assert len(node.grant(first, 100)) == SLOTS // 4
     assert node.grant(first, 100, SLOTS // 4) == []
@@ -80,7 +80,7 @@ def test_stocks_are_a_quarter_of_the_slots(node: Node) -> None:
 
 
 def test_busy_engine_gets_slots_beside_idle_ones(node: Node) -> None:
-    """Slots that saves write, or whose chunks are reported, do not count as stock.
+    """A slot does not count as stock while a save writes it or after its chunk is reported.
 
     One engine has at most half of all slots.
     """
@@ -88,13 +88,13 @@ def test_busy_engine_gets_slots_beside_idle_ones(node: Node) -> None:
     for number in range(2, ROWS + 1):
         node.grant(node.engine(number), 100)
     for _ in range(SLOTS // 2):
-        assert len(node.grant(busy, 100)) == 1  # the slot of the grant before is being written
+        assert len(node.grant(busy, 100)) == 1  # the slot of the earlier grant is being written
     assert node.grant(busy, 100) == []
     assert node.keeper.usage().free == SLOTS // 2 - (SLOTS // 8 + SLOTS // 12 + SLOTS // 16)
 
 
 def test_slots_without_memory_are_not_granted(node: Node) -> None:
-    """Slots are granted as soon as they have memory."""
+    """A slot is granted only when the slot has memory."""
     fd = create(SLOTS, 64, rows=ROWS, ring=64)
     keeper = Keeper(Ledger(Segment(fd)), Lru(), fence=lambda: None)
     hello = Hello(VERSION, "scheduler", b"1" * 16, b"n" * 32, SLOTS, 64)
@@ -108,7 +108,7 @@ def test_slots_without_memory_are_not_granted(node: Node) -> None:
 
 
 def test_least_recently_used_chunk_is_evicted_across_engines(node: Node) -> None:
-    """The report that a chunk was read counts as a use, by whichever engine."""
+    """A report that any engine has read a chunk counts as a use of the chunk."""
     first, second = node.engine(1), node.engine(2)
     slots = node.publish(first, *[b"%d" % n for n in range(SLOTS)])
     node.keeper.batch(second, SlotBatch(0, used=((slots[0], 1), (slots[1], 99))))
@@ -118,7 +118,7 @@ def test_least_recently_used_chunk_is_evicted_across_engines(node: Node) -> None
 
 
 def test_leased_chunk_is_not_evicted(node: Node) -> None:
-    """If every chunk is leased, no slot is granted."""
+    """If all chunks are leased, no slot is granted."""
     first, second = node.engine(1), node.engine(2)
     slots = node.publish(first, *[b"%d" % n for n in range(SLOTS)])
     leases = node.segment.leases_of(second.row)
@@ -131,7 +131,7 @@ def test_leased_chunk_is_not_evicted(node: Node) -> None:
 
 
 def test_chunk_that_is_leased_while_it_is_evicted_is_freed_later(node: Node) -> None:
-    """The keeper sees the lease after its fence."""
+    """The keeper sees the lease only after its fence, and frees the slot when the lease has ended."""
     first = node.engine(1)
     (slot,) = node.publish(first, b"k")
     leases = node.segment.leases_of(first.row)
@@ -148,19 +148,20 @@ def test_chunk_that_is_leased_while_it_is_evicted_is_freed_later(node: Node) -> 
 
 
 def test_second_copy_of_a_chunk_is_not_published(node: Node) -> None:
-    """The second engine keeps its slot, and finds the first engine's chunk."""
+    """The second engine keeps its slot for another chunk, and finds the first engine's chunk."""
     first, second = node.engine(1), node.engine(2)
     ((a, x),), ((b, y),) = node.grant(first, 1), node.grant(second, 1)
     assert node.keeper.batch(first, SlotBatch(0, (Publish(a, x, 0, b"k", 1),))).late == ()
     assert node.keeper.batch(second, SlotBatch(0, (Publish(b, y, 0, b"k", 1),))).late == (b,)
     assert second.granted == {b: y}
-    assert node.keeper.batch(second, SlotBatch(0, (Publish(b, y, 1, b"k", 1),))).late == ()  # another group
+    # the same key in another group is another chunk
+    assert node.keeper.batch(second, SlotBatch(0, (Publish(b, y, 1, b"k", 1),))).late == ()
     assert node.keeper.usage().published == 2
 
 
 @pytest.mark.parametrize("namespace", [b"n" * 32, b"m" * 32])
 def test_namespaces_share_nothing(node: Node, namespace: bytes) -> None:
-    """Engines of different models may have equal keys."""
+    """Engines of different models may have equal keys for different chunks."""
     first, second = node.engine(1), node.engine(2, namespace=namespace)
     node.publish(first, b"k")
     node.publish(second, b"k")
@@ -168,7 +169,7 @@ def test_namespaces_share_nothing(node: Node, namespace: bytes) -> None:
 
 
 def test_namespace_without_chunks_makes_room(node: Node) -> None:
-    """A node that lives for months meets more namespaces than it has numbers."""
+    """A node that runs for months sees more namespaces than it has numbers for namespaces."""
     node.publish(node.engine(1), b"k")
     for n in range(2 * NAMESPACES_MAX):
         client = node.engine(2, namespace=b"%032d" % n, client=b"%016d" % (n + 10))
@@ -178,7 +179,7 @@ def test_namespace_without_chunks_makes_room(node: Node) -> None:
 
 
 def test_least_recently_used_namespace_makes_room(node: Node) -> None:
-    """Every reset of an engine makes a namespace, and all numbers may have chunks. Namespaces with engines stay."""
+    """Each reset of an engine makes a namespace, and each number may have chunks. Namespaces of engines stay."""
     fd = create(2 * NAMESPACES_MAX, 64, rows=ROWS)
     node.keeper = keeper = Keeper(Ledger(Segment(fd)), Lru(), fence=lambda: None)
     keeper.use_more(2 * NAMESPACES_MAX)
@@ -194,7 +195,7 @@ def test_least_recently_used_namespace_makes_room(node: Node) -> None:
     assert len(found) == NAMESPACES_MAX
     assert {idle.namespace, first.namespace} <= found
     numbers = keeper._namespaces.numbers
-    assert set(numbers) == {b"i" * 32, *names[1:]}  # the first engine's oldest ones are gone
+    assert set(numbers) == {b"i" * 32, *names[1:]}  # the oldest namespaces of the first engine have lost their numbers
     assert Keeper(Ledger(Segment(fd)), Lru())._namespaces.numbers == numbers
     os.close(fd)
 
@@ -210,7 +211,7 @@ def test_least_recently_used_namespace_makes_room(node: Node) -> None:
     ],
 )
 def test_report_that_does_not_fit_changes_nothing(node: Node, report: SlotBatch) -> None:
-    """An engine may be wrong or hostile, or may report a grant of an earlier holder."""
+    """A report may be wrong or hostile, or may name a grant of an earlier holder."""
     client = node.engine(1)
     node.grant(client, 2)
     before = node.keeper.usage()
@@ -219,7 +220,7 @@ def test_report_that_does_not_fit_changes_nothing(node: Node, report: SlotBatch)
 
 
 def test_late_report_of_a_returned_slot_is_ignored(node: Node) -> None:
-    """The generation tells one grant of a slot from the next."""
+    """The generation distinguishes two grants of one slot."""
     client = node.engine(1)
     ((slot, generation),) = node.grant(client, 1)
     node.keeper.batch(client, SlotBatch(0, returned=((slot, generation),)))
@@ -230,7 +231,7 @@ def test_late_report_of_a_returned_slot_is_ignored(node: Node) -> None:
 
 
 def test_rows_and_processes_are_bounded(node: Node) -> None:
-    """The refusals say whether a later try may succeed."""
+    """The limit on rows and the limit on processes cause refusals. A refusal says whether a later try may succeed."""
     for number in range(ROWS):
         node.engine(number)
     with pytest.raises(RefusedError, match=f"{ROWS} engines") as refused:
@@ -244,14 +245,14 @@ def test_rows_and_processes_are_bounded(node: Node) -> None:
 
 
 def test_engine_that_has_lost_a_process_is_not_attached_again(node: Node) -> None:
-    """The next holder also refuses the engine while a slot is in quarantine."""
+    """As long as a slot is in quarantine, the next holder refuses the engine, too."""
     client = node.engine(1)
     node.keeper.greet(Hello(VERSION, "rank", b"%016d" % 1, b"n" * 32, SLOTS, 64), Process(9, 1))
     node.grant(client, 1)
     node.keeper.died(client, Process(9, 1))
     assert node.keeper.usage().quarantine == 1
     answer = node.keeper.batch(client, SlotBatch(0, (Publish(0, 0, 0, b"k", 1),), want=1))
-    assert (answer.granted, answer.late, answer.namespace) == ((), (0,), -1)  # nothing is published
+    assert (answer.granted, answer.late, answer.namespace) == ((), (0,), -1)  # no chunk is published
     for _ in range(2):
         with pytest.raises(RefusedError, match="another client"):
             node.engine(1)
@@ -263,7 +264,7 @@ def test_engine_that_has_lost_a_process_is_not_attached_again(node: Node) -> Non
 
 
 def test_need_for_memory_follows_from_the_examined_chunks(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leases must not make a region take memory whose chunks were used later than its own."""
+    """Although its own chunks are leased, a region must not take memory whose chunks were used later."""
     monkeypatch.setattr("kvpipe.node.keeper.LOOK_MAX", 2)
     first = node.engine(1)
     slots = node.publish(first, *(b"%d" % key for key in range(SLOTS)))
@@ -284,7 +285,7 @@ def test_need_for_memory_follows_from_the_examined_chunks(node: Node, monkeypatc
 
 
 def test_need_for_memory_is_unbounded_without_any_chunk(node: Node) -> None:
-    """A region whose slots are all granted gets the least recently used slots of other regions, whatever their age."""
+    """If all its slots are granted, a region gets the least recently used slots of other regions at any age."""
     fd = create(SLOTS, 64, rows=ROWS, ring=64)
     node.keeper = keeper = Keeper(Ledger(Segment(fd)), Lru(), fence=lambda: None)
     keeper.use_more(1)
@@ -307,7 +308,10 @@ def _with_helper(node: Node) -> NodeClient:
 
 @pytest.mark.parametrize("taken_over", [False, True])
 def test_slots_wait_for_the_end_of_a_helper(node: Node, *, taken_over: bool) -> None:
-    """A tier's client may write into a slot after its rank has been killed, also under the next holder."""
+    """After a rank was killed, its tier's client may still write into a slot.
+
+    The next holder waits for this client, too.
+    """
     client = _with_helper(node)
     if taken_over:
         node.take_over().use_more(SLOTS)
@@ -322,7 +326,10 @@ def test_slots_wait_for_the_end_of_a_helper(node: Node, *, taken_over: bool) -> 
 
 @pytest.mark.parametrize("taken_over", [False, True])
 def test_engine_goes_on_after_the_end_of_a_helper(node: Node, *, taken_over: bool) -> None:
-    """A tier starts another client then. The row has room for it, and the engine keeps its grants."""
+    """After the end of a helper, a tier starts another client.
+
+    The row has room for the new client, and the engine keeps its grants.
+    """
     client = _with_helper(node)
     if taken_over:
         node.take_over().use_more(SLOTS)

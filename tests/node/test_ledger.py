@@ -1,4 +1,4 @@
-"""The tables of a node's memory: half-written records are not read, and begun transitions are finished."""
+"""The tables of a node's memory: half-written records are not read, and interrupted transitions are completed."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def test_record_is_read_as_written_and_not_when_damaged(record: SlotRecord, at: 
 
 @given(old=RECORDS, new=RECORDS, cut=st.integers(1, RECORD_BYTES - 1))
 def test_half_written_record_is_not_read(old: SlotRecord, new: SlotRecord, cut: int) -> None:
-    """The rest of a half-written record belongs to an older record."""
+    """The second half of a half-written record still belongs to an older record."""
     mixed = new.pack()[:cut] + old.pack()[cut:]
     assert unpack_slot(mixed) in {None, old, new}
 
 
 def test_row_of_64_processes_fits() -> None:
-    """The row of a client with 64 processes has the length of one copy of a row."""
+    """The row of a client with 64 processes is as long as the room for one copy of a row."""
     processes = tuple(Process(n, 2**60 + n) for n in range(64))
     row = ClientRow(3, b"\1" * 15 + b"\0", 7, processes, processes[:9])
     assert unpack_row(row.pack()) == row
@@ -83,7 +83,7 @@ def test_row_of_64_processes_fits() -> None:
 
 @pytest.mark.parametrize("at", [0, 8, 40])
 def test_header_of_another_version_is_refused(at: int) -> None:
-    """A header with a wrong checksum, magic number or version is refused."""
+    """A header is refused if its checksum, magic number or version is wrong."""
     raw = bytearray(NodeLayout(1, 64, 1, 8, b"t" * 16).pack())
     raw[at] += 1
     with pytest.raises(OtherVersionError):
@@ -91,7 +91,7 @@ def test_header_of_another_version_is_refused(at: int) -> None:
 
 
 def test_memory_that_is_not_sealed_is_refused() -> None:
-    """The owner of an unsealed memory could crash every other process by shrinking the memory."""
+    """The owner of an unsealed memory could crash all other processes by shrinking the memory."""
     fd = os.memfd_create("other")
     os.ftruncate(fd, NodeLayout(1, 64, 1, 8, b"t" * 16).size)
     os.pwrite(fd, NodeLayout(1, 64, 1, 8, b"t" * 16).pack(), 0)
@@ -108,7 +108,7 @@ def test_size_of_the_memory_cannot_be_changed(fd: int) -> None:
 
 
 def test_one_process_holds_the_memory(fd: int) -> None:
-    """The lock is on a separate open file description, so clients with the memory's descriptor do not hold the lock."""
+    """The lock belongs to a separate open file description. So a client with the memory's descriptor has no lock."""
     first = lock(fd)
     assert first is not None
     assert lock(fd) is None
@@ -121,7 +121,7 @@ def test_one_process_holds_the_memory(fd: int) -> None:
 
 
 def test_tables_do_not_overlap(fd: int) -> None:
-    """The slots begin at a page."""
+    """The tables are disjoint, and the slots begin at a page."""
     layout = Segment(fd).layout
     places = [
         0, PAGE_BYTES, layout.generations_at, layout.leases_at, layout.table_at, layout.journal_at, layout.rows_at,
@@ -134,7 +134,7 @@ def test_tables_do_not_overlap(fd: int) -> None:
 
 @pytest.mark.parametrize("fuse", range(1, 9))
 def test_interrupted_transition_is_completed_or_undone(fd: int, fuse: int) -> None:
-    """A holder dies at the `fuse`-th step of a transition: table, generation and journal agree afterwards."""
+    """A holder dies at the `fuse`-th step of a transition. Afterwards table, generation and journal agree."""
     segment = Segment(fd)
     ledger = DyingLedger(segment)
     ledger.recover()
@@ -164,7 +164,7 @@ def test_half_written_row_keeps_its_old_content(fd: int, cut: int) -> None:
 
 
 def test_damaged_table_is_not_adopted(fd: int) -> None:
-    """A holder's crash cannot damage the table in this way."""
+    """A holder's crash cannot leave such a table, so it was damaged in another way."""
     segment = Segment(fd)
     ledger = Ledger(segment)
     ledger.commit(0, GRANTED, 0)
@@ -179,7 +179,7 @@ def _replica(fd: int) -> tuple[Ledger, Replica]:
 
 
 def test_overwritten_journal_leads_to_a_scan(fd: int) -> None:
-    """An engine that has slept finds everything again with its first polls."""
+    """An engine that was stopped for a long time finds all chunks with its first polls."""
     ledger, replica = _replica(fd)
     replica.poll()
     for n in range(20):
@@ -191,7 +191,7 @@ def test_overwritten_journal_leads_to_a_scan(fd: int) -> None:
 
 
 def test_scan_prefers_the_newer_place_when_the_table_is_read_first(fd: int) -> None:
-    """An old record of a key does not hide its new place."""
+    """An old record of a key must not hide the key's new place."""
     ledger, replica = _replica(fd)
     replica._scan_more(1)
     ledger.commit(3, PUBLISHED, 1, key=b"k")
@@ -205,7 +205,7 @@ def test_scan_prefers_the_newer_place_when_the_table_is_read_first(fd: int) -> N
 
 
 def test_record_that_is_not_visible_yet_is_read_later(fd: int) -> None:
-    """Some processors show the head before the record."""
+    """Some processors show the journal's head before they show the record."""
     ledger, replica = _replica(fd)
     replica.poll()
     segment = ledger.segment
@@ -219,7 +219,7 @@ def test_record_that_is_not_visible_yet_is_read_later(fd: int) -> None:
 
 
 def test_pin_holds_nothing_when_one_chunk_is_evicted(fd: int) -> None:
-    """Earlier leases stay. A slot is leased as often as it is named."""
+    """A failed pin takes no leases, and earlier leases stay. A pin that names a slot twice leases it twice."""
     ledger, replica = _replica(fd)
     for slot, key in enumerate((b"k", b"l", b"m")):
         ledger.commit(slot, PUBLISHED, 1, key=key)
@@ -244,7 +244,10 @@ def test_pin_holds_nothing_when_one_chunk_is_evicted(fd: int) -> None:
 
 
 def test_pin_stores_every_lease_before_it_loads_a_generation(fd: int) -> None:
-    """The holder raises a generation, and then reads the leases. So either the holder or the client sees the other."""
+    """The holder raises a generation, and then reads the leases.
+
+    So either the pin sees this, or the holder sees the lease.
+    """
     ledger, replica = _replica(fd)
     for slot, key in enumerate((b"k", b"l")):
         ledger.commit(slot, PUBLISHED, 1, key=key)
@@ -252,7 +255,7 @@ def test_pin_stores_every_lease_before_it_loads_a_generation(fd: int) -> None:
     leases, seen = NodeLeases(Segment(fd), 1), list[list[int]]()
 
     class Watched:
-        """Generations that note which leases are stored when they are loaded."""
+        """Generations that record the leases which are stored at the time of a load."""
 
         def __getitem__(self, slots: SlotPins) -> SlotPins:
             seen.append(ledger.segment.leases_of(1).tolist()[:2])

@@ -1,4 +1,4 @@
-"""A rank touches and registers the slots of a node's memory in the background, and only slots that have memory."""
+"""A rank touches and registers slots of a node's memory in the background, but only slots that have memory."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ LAYERS = len(GEOMETRY.layers)
 
 
 class TouchingDevice(FakeDevice):
-    """A device that reads every page that it registers, as CUDA's driver does."""
+    """A device that reads every page of a range that it registers, as CUDA's driver does."""
 
     def register(self, address: int, size: int) -> None:
-        """Pin."""
+        """Register a range."""
         for at in range(address, address + size, mmap.PAGESIZE):
             ctypes.string_at(at, 1)
         super().register(address, size)
 
 
 class NodeRank:
-    """A rank that has part `PART` of each slot of a node's memory of `SLOTS` slots."""
+    """A rank whose part of each of the `SLOTS` slots is part `PART`."""
 
     def __init__(self, with_memory: int, geometry: Geometry = GEOMETRY) -> None:
-        """The holder has given memory to the first `with_memory` slots."""
+        """Make a memory whose holder has given memory to the first `with_memory` slots."""
         self.fd = create(SLOTS, PARTS * SIZE, rows=1, ring=64)
         self.segment = Segment(self.fd)
         self.give_memory(0, with_memory)
@@ -76,7 +76,7 @@ class NodeRank:
         return os.fstat(self.fd).st_blocks * 512
 
     def engine(self, mover: Mover | None = None, calibrate_s_max: float = 0) -> CudaEngine:
-        """Return a CUDA engine over the pool. A piece has the parts of two slots."""
+        """Return a CUDA engine over the pool. The engine's `piece_bytes` is the size of two parts."""
         engine = CudaEngine(self.device, mover=mover, staging_bytes_max=0, calibrate_s_max=calibrate_s_max)
         engine.piece_bytes = 2 * SIZE
         caches = [torch.zeros((BLOCKS, PAGE_BYTES), dtype=torch.uint8) for _ in range(LAYERS)]
@@ -88,7 +88,7 @@ class NodeRank:
         return Readier(self.pool, engine.claim, piece_bytes=engine.piece_bytes)
 
     def mapped(self) -> list[int]:
-        """Return the slots whose part of this rank is in the rank's page tables."""
+        """Return the slots for which the rank's page tables have the rank's whole part."""
         with Path("/proc/self/pagemap").open("rb") as pagemap:
             entries = np.array([self._entries(pagemap, slot) for slot in range(SLOTS)])
         return [slot for slot, there in enumerate(entries.tolist()) if all(entry >> 63 for entry in there)]
@@ -98,7 +98,7 @@ class NodeRank:
         return np.frombuffer(pagemap.read(SIZE // mmap.PAGESIZE * 8), "<u8")
 
     def registered(self) -> list[int]:
-        """Return the registered slots. Each registration must be this rank's part of one slot."""
+        """Return the registered slots. Each registration must cover exactly this rank's part of one slot."""
         pinned = dict(self.device.pinned)  # another thread may pin meanwhile
         offsets = [divmod(address - self.pool.base, self.pool.slot_bytes) for address in pinned]
         assert all(at == 0 for _, at in offsets)
@@ -124,7 +124,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("first", [0, 1, 3])
 def test_rank_registers_its_part_of_slots_that_have_memory(first: int) -> None:
-    """Slots without memory are not registered. Slots are registered when they have memory, and unregistered at the end.
+    """Slots are registered when they get memory, and unregistered at the end.
 
     A load or save of a slot that is not registered goes through the driver's own buffer.
     """
@@ -148,7 +148,7 @@ def test_rank_registers_its_part_of_slots_that_have_memory(first: int) -> None:
 
 
 def test_rank_maps_its_part_of_slots_that_have_memory() -> None:
-    """The first copy of such a slot causes no page fault, and chunks of other engines stay as they are."""
+    """The first copy of a mapped slot causes no page fault. Chunks of other engines do not change."""
     with NodeRank(3) as rank:
         for slot in range(3):
             os.pwrite(rank.fd, b"\xee" * PARTS * SIZE, rank.segment.layout.slots_at + slot * PARTS * SIZE)
@@ -173,7 +173,7 @@ def test_rank_maps_no_slot_if_pages_are_mapped_on_use() -> None:
 
 
 def test_no_slot_is_registered_after_the_end_of_the_engine() -> None:
-    """Slots that get memory later are not registered, because the rank will unmap the memory."""
+    """A slot that gets memory later is not registered, because the rank will unmap the memory."""
     with NodeRank(2) as rank:
         engine = rank.engine(Mover.DMA)
         engine.shutdown()
@@ -186,7 +186,10 @@ def test_no_slot_is_registered_after_the_end_of_the_engine() -> None:
 
 
 def test_movers_are_measured_outside_of_the_node_s_memory() -> None:
-    """No chunk of another engine is overwritten, and the memory for the measurement is unpinned."""
+    """The measurement has memory of its own, which is unpinned afterwards.
+
+    No chunk of another engine is overwritten.
+    """
     with NodeRank(SLOTS) as rank:
         assert rank.segment.slots is not None
         rank.segment.slots[:] = b"\xee" * len(rank.segment.slots)
@@ -199,7 +202,7 @@ def test_movers_are_measured_outside_of_the_node_s_memory() -> None:
 
 
 def _step(side: WorkerSide, step: StepPlan) -> Tally | None:
-    """Run one step and return how its only job has ended, if the job has ended."""
+    """Run one step. Return how its only job has ended, or None while the job is in flight."""
     side.bind(step)
     side.start_loads()
     side.end_step()

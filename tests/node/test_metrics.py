@@ -24,7 +24,10 @@ def _metrics(engine: NodeWorld) -> dict[str, float]:
 
 
 def test_metrics_show_slots_by_state_and_of_this_engine(worlds: Worlds) -> None:
-    """Every engine reads the same slots, and its own stock, saves, pins and position in the journal."""
+    """Every engine reads the same counts of slots.
+
+    Each engine also reads its own stock, saves, pins and position in the journal.
+    """
     first, second = worlds.start(stock=4), worlds.start()
     first.run(first.request("one", 8, shared=8))
     first.step()
@@ -54,7 +57,7 @@ def test_metrics_show_slots_by_state_and_of_this_engine(worlds: Worlds) -> None:
 
 
 def test_metrics_show_that_the_holder_is_silent_and_replaced(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time counts from the last look that has seen the holder alive."""
+    """The time counts from the engine's last check that has seen the holder's clock move."""
     engine = worlds.start()
     assert isinstance(engine.pool, DirectPool)
     engine.pool._beats_missed = 3

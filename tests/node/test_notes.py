@@ -1,4 +1,4 @@
-"""The note in a chunk's slot passes whole from the engine that saves the chunk to all others, or not at all."""
+"""Other engines read the note in a chunk's slot as a whole, or they read no note."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ def notes() -> Iterator[SlotNotes]:
 
 
 def test_note_is_read_under_its_chunk_s_key_alone(notes: SlotNotes) -> None:
-    """A slot that has another chunk by now has no note of the first chunk. Other bytes of the slot are not touched."""
+    """If a slot has another chunk by now, the note of the first chunk is not read.
+
+    Other bytes of the slot do not change.
+    """
     assert notes.write(1, KEY, NOTE)
     assert notes.read(1, KEY) == NOTE
     assert notes.read(1, b"other") == notes.read(0, KEY) == b""
@@ -31,7 +34,7 @@ def test_note_is_read_under_its_chunk_s_key_alone(notes: SlotNotes) -> None:
 
 
 def test_half_written_note_is_not_read(notes: SlotNotes) -> None:
-    """At each byte, the rest of the slot is the note of the chunk before."""
+    """The note is cut at each byte. The rest of the slot still has the earlier chunk's note."""
     at = 2 * SLOT_BYTES - NOTE_BYTES
     assert notes.write(1, b"new", b"n" * 40)
     raw = bytes(notes._slots[at:])
@@ -43,7 +46,7 @@ def test_half_written_note_is_not_read(notes: SlotNotes) -> None:
 
 
 def test_note_without_room_is_not_written(notes: SlotNotes) -> None:
-    """The chunk then has no note, because the note of the chunk before has another key."""
+    """The chunk then has no note: the earlier chunk's note in this slot has another key."""
     assert notes.write(0, KEY, NOTE)
     assert not notes.write(0, b"new", bytes(NOTE_BYTES - 7))
     assert notes.write(0, b"new", b"n" * (NOTE_BYTES - 8))
@@ -53,6 +56,6 @@ def test_note_without_room_is_not_written(notes: SlotNotes) -> None:
 
 
 def test_garbage_is_no_note(notes: SlotNotes) -> None:
-    """A length beyond the slot is refused, so no other slot is read."""
+    """A note whose length goes beyond the slot is refused, so the next slot is not read."""
     notes._slots[SLOT_BYTES - NOTE_BYTES : SLOT_BYTES] = b"\xff" * NOTE_BYTES
     assert notes.read(0, KEY) == b""

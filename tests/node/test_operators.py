@@ -1,4 +1,4 @@
-"""Operators' orders on a node's memory: a pin is one engine's, an eviction is the node's."""
+"""Operators' orders on a node's memory: a pin belongs to one engine, and an eviction concerns all engines."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ SECONDS = 60.0
 
 
 def asked(engine: NodeWorld, units: int = 8) -> KnownPrompt:
-    """Return the prompt that the tests save, as an operator names it."""
+    """Return the prompt that the tests save, in the form in which an operator names it."""
     request = engine.request("asked", units, shared=units)
     return KnownPrompt(request.block_hashes, request.num_tokens)
 
 
 def carried_out(engine: NodeWorld, work: Generator[Any, None, Any]) -> Any:
-    """Carry out an order part by part, as an idle engine does, and return its result."""
+    """Carry out all parts of an order, as an idle engine does, and return the order's result."""
     assert engine.side.node is not None
     try:
         while True:
@@ -56,7 +56,7 @@ def pin(engine: NodeWorld) -> PinnedPrompt:
 
 @pytest.fixture
 def two(worlds: Worlds) -> tuple[NodeWorld, NodeWorld]:
-    """Return two engines that find two chunks, which the first one has saved."""
+    """Return two engines that both find two chunks, which the first engine has saved."""
     first, second = worlds.start(), worlds.start()
     first.run(first.request("one", 8, shared=8))
     second.step()
@@ -66,7 +66,7 @@ def two(worlds: Worlds) -> tuple[NodeWorld, NodeWorld]:
 
 
 def test_evicted_prompt_is_evicted_for_all_engines(worlds: Worlds, two: tuple[NodeWorld, NodeWorld]) -> None:
-    """Any engine may give the order. The slots are free at once, because no engine reads them."""
+    """Any engine may give the order. Slots that no engine reads are free at once."""
     first, second = two
     assert evict(second) == EvictedPrompt(2, 0, 0)
     usage = worlds.node.keeper.usage()
@@ -78,7 +78,7 @@ def test_evicted_prompt_is_evicted_for_all_engines(worlds: Worlds, two: tuple[No
 
 
 def test_read_chunk_is_freed_when_its_load_has_landed(worlds: Worlds, two: tuple[NodeWorld, NodeWorld]) -> None:
-    """The load of the other engine goes on, and no other request finds the chunk."""
+    """The load of the other engine continues, and no further request finds the chunk."""
     first, second = two
     other = second.request("other", 8, shared=8, extra=1)
     second.requests = [other]
@@ -95,7 +95,7 @@ def test_read_chunk_is_freed_when_its_load_has_landed(worlds: Worlds, two: tuple
 
 
 def test_chunk_that_is_reported_is_evicted_once_it_is_published(worlds: Worlds) -> None:
-    """The holder gets the report before the eviction, or the eviction names what the report makes."""
+    """The holder carries out the report first, whether the eviction is sent with the report or later."""
     first = worlds.start()
     one = first.request("one", 8, shared=8)
     first.requests = [one]
@@ -114,7 +114,7 @@ def test_chunk_that_is_reported_is_evicted_once_it_is_published(worlds: Worlds) 
 
 
 def test_chunk_with_an_answered_report_is_evicted(worlds: Worlds) -> None:
-    """The engine reads the chunk's record first."""
+    """The holder has answered the report. The engine reads the chunk's record first, and then sends the eviction."""
     first = worlds.start()
     one = first.request("one", 4, shared=4)
     first.requests = [one]
@@ -134,7 +134,7 @@ def test_chunk_with_an_answered_report_is_evicted(worlds: Worlds) -> None:
 
 
 def test_growing_chunk_is_evicted_without_the_holder(worlds: Worlds) -> None:
-    """Its slot returns to the stock."""
+    """The slot of the growing chunk returns to the engine's stock."""
     first = worlds.start(stock=4)
     one = first.request("one", 6)
     first.begin(one, 6, 7)
@@ -149,7 +149,7 @@ def test_growing_chunk_is_evicted_without_the_holder(worlds: Worlds) -> None:
 def test_eviction_of_an_old_chunk_leaves_the_slot_s_present_chunk(
     worlds: Worlds, two: tuple[NodeWorld, NodeWorld]
 ) -> None:
-    """A holder was replaced before it answered, so the order is sent again, when the slot has another chunk."""
+    """A holder was replaced before it answered, so the order is sent again. By then the slot has another chunk."""
     first, second = two
     (slot, other) = (chunk.slot for chunk in second.catalog.index(0).values())
     second.pool.stock.evictions[slot] = second.catalog._chunks[slot].generation - 2  # type: ignore[union-attr]
@@ -162,7 +162,7 @@ def test_eviction_of_an_old_chunk_leaves_the_slot_s_present_chunk(
 
 
 def test_eviction_waits_for_a_holder(worlds: Worlds, two: tuple[NodeWorld, NodeWorld]) -> None:
-    """It is sent to the next holder. The order ends before that."""
+    """The order itself ends at once. Its evictions are sent to the next holder."""
     first, second = two
     second.pool.mute = True
     second.side.pins.clock = iter(range(1000)).__next__
@@ -178,7 +178,7 @@ def test_eviction_waits_for_a_holder(worlds: Worlds, two: tuple[NodeWorld, NodeW
 
 
 def test_pin_keeps_chunks_until_its_engine_ends(two: tuple[NodeWorld, NodeWorld]) -> None:
-    """The other engine's saves evict every other chunk."""
+    """Until then, saves of the other engine evict only other chunks."""
     first, second = two
     assert pin(second).chunks == 2
     for number in range(8):
@@ -193,7 +193,7 @@ def test_pin_keeps_chunks_until_its_engine_ends(two: tuple[NodeWorld, NodeWorld]
 
 
 def test_eviction_ends_pins_of_other_engines(worlds: Worlds, two: tuple[NodeWorld, NodeWorld]) -> None:
-    """Their pins end with their next step, and then the slots are free."""
+    """The pins end with the next step of their engines. Then the slots are free."""
     first, second = two
     pin(second)
     assert evict(first).pins_ended == 0, "first has no pin"
@@ -206,7 +206,7 @@ def test_eviction_ends_pins_of_other_engines(worlds: Worlds, two: tuple[NodeWorl
 
 
 def test_prompt_that_is_evicted_meanwhile_is_not_pinned(worlds: Worlds, two: tuple[NodeWorld, NodeWorld]) -> None:
-    """The order is refused, and holds nothing."""
+    """The order to pin is refused, and holds no chunk."""
     _, second = two
     assert isinstance(second.catalog, OperatedCatalog)
     pins = second.side.pins
@@ -228,7 +228,7 @@ def test_pins_of_each_engine_have_an_equal_share(worlds: Worlds) -> None:
 
 
 def test_tenants_of_other_engines_are_unknown(two: tuple[NodeWorld, NodeWorld]) -> None:
-    """Their chunks are evicted by prompt, or with all chunks, but not by salt, adapter or age."""
+    """An engine can evict other engines' chunks by prompt or all at once, but not by salt, adapter or age."""
     first, second = two
     assert carried_out(first, pool_users(first.side)).unnamed == 0
     users = carried_out(second, pool_users(second.side))

@@ -18,7 +18,7 @@ HUGE = 2 * MIB
 
 @pytest.fixture
 def fd() -> Iterator[int]:
-    """Return a file in memory of `FILE_BYTES` bytes, without memory."""
+    """Return an empty sparse file in memory of `FILE_BYTES` bytes."""
     made = os.memfd_create("test")
     os.ftruncate(made, FILE_BYTES)
     yield made
@@ -30,7 +30,7 @@ def _memory_bytes(fd: int) -> int:
 
 
 def _kernel_gives_more(found: int, expected: int) -> bool:
-    """Whether this system's own setting, which a test cannot change, explains more memory than expected."""
+    """Whether this system's own setting explains more memory than expected. A test cannot change the setting."""
     return shared_huge_pages().mode not in {"", "never", "deny"} and found > expected
 
 
@@ -40,7 +40,7 @@ def _kernel_gives_more(found: int, expected: int) -> bool:
 def test_whole_huge_pages_get_memory_up_to_the_end_of_the_file(
     fd: int, at: int, size: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bytes that were written before stay."""
+    """Bytes that were written earlier do not change."""
     os.pwrite(fd, b"chunk", at)
     monkeypatch.setattr(pages, "shared_huge_pages", lambda: SharedHugePages("advise", HUGE, Path()))
     pages.give_memory(fd, at, size)
@@ -50,7 +50,7 @@ def test_whole_huge_pages_get_memory_up_to_the_end_of_the_file(
 
 
 def test_range_alone_gets_memory_without_huge_pages(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `never`, no other byte gets memory."""
+    """With the setting `never`, no byte outside of the range gets memory."""
     monkeypatch.setattr(pages, "shared_huge_pages", lambda: SharedHugePages("never", HUGE, Path()))
     assert not pages.give_memory(fd, 4096, 8192)
     assert _memory_bytes(fd) == 8192 or _kernel_gives_more(_memory_bytes(fd), 8192)
@@ -82,7 +82,7 @@ def test_result_tells_which_pages_the_kernel_has_given(
 def test_huge_pages_follow_the_setting_of_the_kernel(
     tmp_path: Path, files: dict[str, str], mode: str, file: str
 ) -> None:
-    """The setting of a size counts, unless it inherits the setting of all sizes."""
+    """The setting for one size of pages counts, unless it inherits the setting for all sizes."""
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text, encoding="ascii")
@@ -93,5 +93,5 @@ def test_huge_pages_follow_the_setting_of_the_kernel(
 
 
 def test_kernel_without_huge_pages_allows_none(tmp_path: Path) -> None:
-    """Such a kernel has no file with the setting."""
+    """The file with the setting does not exist on such a kernel."""
     assert not shared_huge_pages(tmp_path).allowed

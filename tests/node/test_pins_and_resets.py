@@ -1,4 +1,4 @@
-"""Pins of lookups in one step, and resets whose chunks later steps drop."""
+"""Several lookups of one step pin chunks. After a reset, later steps drop the remaining chunks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.rigs.scheduler_world import SAVE
 
 
 def test_second_lookup_of_a_step_keeps_the_first_one_s_hit(worlds: Worlds) -> None:
-    """Chunks that the holder evicts between two lookups are pinned, so both requests load them."""
+    """The holder evicts chunks between two lookups. The first lookup has pinned its chunks, so both requests load."""
     first, second = worlds.start(), worlds.start()
     first.run(first.request("one", 8, shared=8))
     second.step()
@@ -35,7 +35,7 @@ def test_second_lookup_of_a_step_keeps_the_first_one_s_hit(worlds: Worlds) -> No
 
 
 def test_reset_drops_only_held_chunks_at_once(worlds: Worlds) -> None:
-    """Later steps drop the others. Until then a lookup names the reset as the reason of its miss."""
+    """Later steps drop the other chunks. Until then, a lookup of these chunks misses, and its reason is the reset."""
     first = worlds.start()
     one, two = (first.request(name, 8) for name in ("one", "two"))
     first.run(one)
@@ -58,7 +58,7 @@ def test_reset_drops_only_held_chunks_at_once(worlds: Worlds) -> None:
 
 
 def test_reset_before_an_earlier_one_is_swept_forgets_everything(worlds: Worlds) -> None:
-    """The engine gets its old weights back in between, so it has the same chunks again."""
+    """Between the two resets the engine gets its old weights back, so it finds the same chunks again."""
     first = worlds.start()
     first.catalog.sweep_slots = 1
     one = first.request("one", 8, shared=8)
@@ -81,7 +81,7 @@ def test_reset_before_an_earlier_one_is_swept_forgets_everything(worlds: Worlds)
 def test_granted_slot_forgets_its_old_chunk_when_the_journal_is_not_read(
     worlds: Worlds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stamp of the old chunk neither pins the growing chunk in this slot nor drops it."""
+    """The slot of an old chunk is granted again. The old chunk's stamp neither pins nor drops the growing new chunk."""
     first = worlds.start(stock=16)
     first.run(first.request("one", 4, shared=4))
     (old,) = first.catalog.index(0).values()

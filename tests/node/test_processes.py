@@ -17,11 +17,11 @@ from tests.rigs.node_processes import NodeProcesses, processes
 
 ENGINE_DEATHS = ((node_link.ANSWER, 1), (node_grant.TAKE, 7), (node_grant.LANDED, 5))
 HOLDER_DEATHS = ("_append/", "_put/", "_raise", "set_row")
-"""A few of the steps: `test_world.py` has all of them, without processes."""
+"""A few of the ledger's steps. `test_world.py` has all steps, without processes."""
 
 
 def test_other_engines_continue_when_an_engine_is_killed(short_path: Path) -> None:
-    """Leases and grants of the killed engine end when its exit is visible."""
+    """The killed engine's leases and grants end when the holder sees its exit."""
     with processes(short_path) as node:
         observer = node.observe()
         victim = node.start(1)
@@ -51,7 +51,7 @@ def test_stopped_engine_delays_no_other_engine(short_path: Path) -> None:
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 def test_chunks_survive_a_holder(short_path: Path, sent: signal.Signals) -> None:
-    """Hits continue without a holder. A new holder has every chunk."""
+    """Hits continue without a holder. The next holder has every chunk."""
     with processes(short_path) as node:
         observer = node.observe()
         node.saves_on(100)
@@ -72,7 +72,7 @@ def test_chunks_survive_a_holder(short_path: Path, sent: signal.Signals) -> None
 
 @pytest.mark.parametrize("step", HOLDER_DEATHS)
 def test_holder_that_dies_within_a_transition_loses_nothing(short_path: Path, step: str) -> None:
-    """Another holder finishes the begun transition, or the transition did not happen."""
+    """The next holder finishes the transition or undoes it."""
     with processes(short_path) as node:
         node.hold(step, 1 if step.startswith("set") else 30)
         node.observe()
@@ -89,7 +89,7 @@ def _dies(node: NodeProcesses) -> bool:
 
 @pytest.mark.parametrize(("event", "count"), ENGINE_DEATHS)
 def test_engine_that_dies_at_a_transition_leaves_nothing(short_path: Path, event: str, count: int) -> None:
-    """A chunk that the engine had begun to write is never served, and its slots are reused."""
+    """A chunk that the engine was writing is never served, and its slots are reused."""
     with processes(short_path) as node:
         node.observe()
         victim = node.start(1, die=f"{event}:{count}")
@@ -99,7 +99,7 @@ def test_engine_that_dies_at_a_transition_leaves_nothing(short_path: Path, event
 
 
 def test_memory_ends_with_the_last_engine(short_path: Path) -> None:
-    """Some time later the holder exits, too."""
+    """Some time after the last engine, the holder exits, too, and the memory is freed."""
     with processes(short_path) as node:
         observer = node.observe()
         holder = node.holder()

@@ -1,4 +1,4 @@
-"""An engine publishes each chunk once, when all ranks have landed it and its request adds no more to it."""
+"""An engine publishes each chunk once: when all ranks have landed it and its request adds no more units to it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from tests.node.test_catalog import Worlds
 
 
 def test_last_part_of_a_request_is_published_when_the_request_ends(worlds: Worlds) -> None:
-    """While the request decodes, its last part grows in one slot, and is found up to the prompt's end only."""
+    """While the request decodes, its last chunk grows in one slot.
+
+    Until then it is found up to the prompt's end only.
+    """
     first, second = worlds.start(stock=4), worlds.start()
     one = first.request("one", 6, shared=16)
     first.requests = [one]
@@ -37,7 +40,7 @@ def test_last_part_of_a_request_is_published_when_the_request_ends(worlds: World
 
 
 def test_last_part_of_a_preempted_request_is_published(worlds: Worlds) -> None:
-    """The request finds it when it is admitted again."""
+    """The request finds this chunk when it is admitted again."""
     first = worlds.start(stock=4)
     one = first.request("one", 6)
     first.begin(one, 6, 7)
@@ -50,7 +53,7 @@ def test_last_part_of_a_preempted_request_is_published(worlds: Worlds) -> None:
 
 
 def test_parts_before_a_failed_part_are_published(worlds: Worlds) -> None:
-    """The parts before the failed part are published, and the rest is saved into another slot."""
+    """The parts before the failed part are published. The rest is saved into another slot."""
     first = worlds.start(stock=4)
     one = first.request("one", 4, extra=1)
     first.requests = [one]
@@ -82,7 +85,7 @@ def test_failed_save_is_never_found_and_returns_its_slot(worlds: Worlds) -> None
 
 
 def test_second_copy_of_a_chunk_keeps_its_slot(worlds: Worlds) -> None:
-    """Two engines compute the same prompt at once: the first to publish wins, and no slot is lost."""
+    """Two engines compute the same prompt at once. The first report is published, and no slot is lost."""
     first, second = worlds.start(), worlds.start()
     asked = [world.request("same", 8, shared=8) for world in (first, second)]
     jobs = []

@@ -1,4 +1,4 @@
-"""An engine sends reports as soon as a chunk has landed, so publication takes as few steps as the holder allows."""
+"""An engine sends its reports as soon as a chunk has landed. So publication takes as few steps as the holder allows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from tests.node.tiered_worlds import UNIT_TOKENS, TieredWorlds
 def test_fetched_chunks_are_found_in_the_first_step_after_their_publication(
     tiered: TieredWorlds, *, slow: bool
 ) -> None:
-    """The holder carries a batch out when it arrives, or at the engine's next poll. A private pool takes no step."""
+    """The holder carries a batch out at once, or (`slow`) at the engine's next poll.
+
+    A private pool would take no step.
+    """
     world, steps = tiered.start(), 0
     request = world.in_tier("a", 8)
     world.want(request)
@@ -30,7 +33,7 @@ def test_fetched_chunks_are_found_in_the_first_step_after_their_publication(
 
 @pytest.mark.parametrize("slow", [False, True])
 def test_saved_chunks_are_found_in_the_first_step_after_their_publication(tiered: TieredWorlds, *, slow: bool) -> None:
-    """The reports are sent when the save has landed, and not with the next step."""
+    """The engine sends its reports when the save has landed. The engine does not wait for the next step."""
     world, steps = tiered.start(), 0
     request = world.request("one", 8)
     world.requests = [request]
@@ -46,7 +49,7 @@ def test_saved_chunks_are_found_in_the_first_step_after_their_publication(tiered
 
 
 def test_reports_that_the_holder_answers_while_a_step_runs_are_read_with_its_report(tiered: TieredWorlds) -> None:
-    """So the next step's lookup finds them, although the step's own plan came too early."""
+    """The next step's lookup finds the chunks, although the running step was planned before the answer."""
     world = tiered.start()
     request = world.in_tier("a", 8)
     world.want(request)

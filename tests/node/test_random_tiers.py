@@ -1,4 +1,4 @@
-"""Engines on one memory and a tier make random calls."""
+"""Several engines on one memory with a tier make random calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.node.tiered_worlds import TieredWorld, TieredWorlds
 
 
 class RandomTieredEngines(RandomEngines):
-    """Three engines share few slots and a tier. Orders end in random order, and some fetches fail."""
+    """Three engines share few slots and a tier. Tier orders end in a random order, and some fetches fail."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
@@ -28,7 +28,7 @@ class RandomTieredEngines(RandomEngines):
         return sum(world.side.counters["chunks_fetched"] for world in self.worlds.engines)
 
     def start(self) -> TieredWorld:
-        """Start an engine whose fetches fail now and then."""
+        """Start an engine some of whose fetches fail."""
         made = self.worlds.start(stock=3)
         made.lands = lambda: self.chance.random() < 0.9
         return made
@@ -38,7 +38,7 @@ class RandomTieredEngines(RandomEngines):
         return super().moves() | {self.carry: 40}
 
     def carry(self, at: int) -> None:
-        """End a tier order."""
+        """End a random tier order."""
         world: Any = self.engines[at]
         if world.begun:
             world.carry(at=self.chance.randrange(len(world.begun)), ok=world.lands())
@@ -50,7 +50,7 @@ def test_random_engines_with_a_tier_read_only_their_chunks() -> None:
 
 
 def test_random_engines_find_a_store_without_a_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The holder reuses the slot, and the store reads another chunk."""
+    """With this bug, the holder reuses the slot during the store, so the store reads another chunk."""
     lease = NodeCatalog.lease
 
     def leased(catalog: NodeCatalog, owner: Owner, chunks: list[Chunk], **more: Any) -> None:

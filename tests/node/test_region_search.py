@@ -1,4 +1,4 @@
-"""A search for memory of other regions finds what plain loops over slots and pieces find."""
+"""The search for memory in other regions finds the same windows as plain loops over slots and pieces."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _age(memory: NodeMemory, piece: int, but: int) -> float:
 
 
 def _searched(memory: NodeMemory, segment: Segment, uses: Ages, count: int, short: float, most: int) -> list[range]:
-    """Return what `NodeMemory._windows` should find."""
+    """Return the windows that `NodeMemory._windows` should find."""
     found, layout, owners = [], segment.layout, memory._owners
     for first in range(0, segment.words[READY] - count + 1, max(count, owners.piece_bytes // layout.slot_bytes)):
         pieces = owners.pieces(layout, first, first + count)
@@ -48,7 +48,10 @@ def _searched(memory: NodeMemory, segment: Segment, uses: Ages, count: int, shor
 
 @pytest.mark.parametrize("pieces", [5, 128, 1000])
 def test_search_finds_the_windows_that_plain_loops_find(monkeypatch: pytest.MonkeyPatch, pieces: int) -> None:
-    """Engines of several sizes save and pin. Slots are larger or smaller than pieces, and pieces lack an owner."""
+    """Engines of several sizes save and pin.
+
+    Some slots are larger and some smaller than a piece, and some pieces are unowned.
+    """
     found = list[int]()
 
     def ages(memory: NodeMemory, but: int) -> Ages:
@@ -77,7 +80,7 @@ def test_search_finds_the_windows_that_plain_loops_find(monkeypatch: pytest.Monk
             world.take_over()
         if turn == 8:
             world.end(engines.pop())
-            engines.append(world.start(SIZES[2]))  # in the place of the region before
+            engines.append(world.start(SIZES[2]))  # this region replaces the region before it
         engine.unpin()
     world.close()
     assert max(found) > 1
@@ -89,7 +92,7 @@ def test_search_finds_the_windows_that_plain_loops_find(monkeypatch: pytest.Monk
 )
 @example([3, 1], [(0, 2), (1, 2), (2, 5), (0, 1)])
 def test_reduced_ranges_are_those_of_slices(values: list[int], bounds: list[tuple[int, int]]) -> None:
-    """Ranges may overlap, be empty, or end behind the values."""
+    """Ranges may overlap, be empty, or end behind the last value."""
     pairs = np.array(bounds, np.int64).reshape(-1, 2)
     for by, plain in ((np.maximum, max), (np.add, sum)):
         made = reduced(by, np.array(values, float), pairs[:, 0], pairs[:, 1], empty=7)

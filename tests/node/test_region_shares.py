@@ -1,4 +1,4 @@
-"""Regions of a node's memory get memory of each other by the last use of the chunks there, and do not take turns."""
+"""A region takes the least recently used memory of other regions, and regions do not take memory back and forth."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def _busy(world: RegionsWorld) -> tuple[SizedEngine, SizedEngine]:
 
 
 def _grown(world: RegionsWorld) -> list[int]:
-    """Return how often each region has got memory of the other region."""
+    """Return how often each region has taken memory from the other region."""
     return [keeper.counts["grown"] for _, keeper in world.memory.regions.values()]
 
 
 def test_one_call_does_not_return_memory_to_its_old_region(world: RegionsWorld) -> None:
-    """Slots that a region has just got are free. Another busy region must not take them as unused ones."""
+    """The slots that a region has just got are free. Another busy region must not take these slots as unused."""
     _busy(world)
     for _, keeper in world.memory.regions.values():
         keeper.short = math.inf
@@ -37,7 +37,7 @@ def test_one_call_does_not_return_memory_to_its_old_region(world: RegionsWorld) 
 
 
 def test_region_with_the_more_recent_victims_gets_memory_first(world: RegionsWorld) -> None:
-    """The number of the region does not matter."""
+    """The order of the regions' numbers does not matter."""
     _busy(world)
     for shorts in ((1e6, 2e6), (2e6, 1e6)):
         before = _grown(world)
@@ -50,7 +50,7 @@ def test_region_with_the_more_recent_victims_gets_memory_first(world: RegionsWor
 
 
 def test_region_gets_no_memory_that_was_used_later(world: RegionsWorld) -> None:
-    """A region evicts its own chunks as long as they are older than all memory of the other region."""
+    """If the other region used all its memory later, a region evicts its own chunks instead."""
     _busy(world)
     (_, loser), (_, keeper) = world.memory.regions.values()
     for short, may_grow in ((loser.used.min(), False), (loser.used[loser.used < math.inf].max() + 1, True)):
@@ -61,7 +61,7 @@ def test_region_gets_no_memory_that_was_used_later(world: RegionsWorld) -> None:
 
 
 def test_regions_with_equal_need_get_memory_in_turn(world: RegionsWorld) -> None:
-    """Regions that have no chunk to evict would otherwise get memory in the order of their numbers."""
+    """Without turns, regions that have no chunk to evict would get memory in the order of their numbers."""
     _busy(world)
     before = _grown(world)
     for _ in range(6):
@@ -73,7 +73,7 @@ def test_regions_with_equal_need_get_memory_in_turn(world: RegionsWorld) -> None
 
 
 def test_leases_of_old_chunks_do_not_stop_growth(world: RegionsWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk with a lease is in use, so later searches try other memory."""
+    """Chunks with leases cannot be evicted, so later searches try other memory."""
     monkeypatch.setattr("kvpipe.node.memory.WINDOWS_MAX", 1)
     first = world.start(SIZES[0])
     world.saves(first, range(SLOTS))
@@ -87,7 +87,7 @@ def test_leases_of_old_chunks_do_not_stop_growth(world: RegionsWorld, monkeypatc
 
 @pytest.mark.parametrize("how", ["takeover", "rank", "refused"])
 def test_only_a_new_engine_gets_memory_at_once(world: RegionsWorld, how: str) -> None:
-    """Known engines greet again after a takeover. Then no chunk of another size is evicted for their stock."""
+    """Known engines greet again after a takeover. Then the holder evicts no chunk of another size for their stock."""
     first = world.start(SIZES[0])
     others = [world.start(SIZES[1]) for _ in range(4)]
     world.saves(first, range(300))
@@ -105,19 +105,22 @@ def test_only_a_new_engine_gets_memory_at_once(world: RegionsWorld, how: str) ->
 
 
 def test_single_region_takes_no_slot_of_a_new_engine(world: RegionsWorld) -> None:
-    """A region had nothing to evict before its slots had memory.
+    """A region could evict nothing before its slots had memory.
 
-    When slots of another size are added, this was long ago.
+    When slots of another size are added later, this old need must not count.
     """
     world.start(SIZES[0])
     world.memory.regions[0].keeper.short = math.inf
-    world.start(SIZES[1])  # and a step of the holder, which searches memory for regions that are short of it
+    world.start(SIZES[1])  # the step of the holder also searches memory for regions that need more
     assert _grown(world)[0] == 0
     assert world.usable[1] >= SLOTS * SIZES[0] // SIZES[1] // 4
 
 
 def test_search_for_small_slots_looks_at_each_piece_once(world: RegionsWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A piece may have thousands of small slots, and engines kill a holder whose clock stands still."""
+    """A piece may have thousands of small slots.
+
+    A long search would stop the holder's clock, and engines would kill the holder.
+    """
     _busy(world)
     segment, _ = world.memory.regions[1]
     monkeypatch.setattr(world.memory._owners, "piece_bytes", 8 * SIZES[1])

@@ -1,4 +1,4 @@
-"""Engines with slots of several sizes share one memory, and each byte has one use."""
+"""Engines with slots of several sizes share one memory. Each byte belongs to one region at a time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SEEDS, MOVES = 4, 400
 
 
 def test_region_gets_the_least_recently_used_memory(world: RegionsWorld) -> None:
-    """The second engine may save as soon as it has started. The first engine loses its oldest chunks only."""
+    """The second engine may save as soon as it has started. The first engine loses only its oldest chunks."""
     first = world.start(SIZES[0])
     assert world.saves(first, range(SLOTS)) >= SLOTS - 4
     before = first.index()
@@ -47,7 +47,7 @@ def test_region_gets_the_least_recently_used_memory(world: RegionsWorld) -> None
 
 
 def test_busy_region_grows_and_idle_region_shrinks_both_ways(world: RegionsWorld) -> None:
-    """The memory follows the use. An idle engine keeps the slots that it was granted."""
+    """The memory follows the use. An idle engine keeps the slots that were granted to it."""
     first, second = world.start(SIZES[0]), world.start(SIZES[1])
     world.saves(first, range(100))
     world.saves(second, range(300))
@@ -60,7 +60,7 @@ def test_busy_region_grows_and_idle_region_shrinks_both_ways(world: RegionsWorld
 
 
 def test_single_size_owns_all_memory(world: RegionsWorld) -> None:
-    """With one slot size nothing is moved or lost."""
+    """With one slot size, no memory moves to another region and no chunk is lost."""
     first = world.start(SIZES[0])
     world.saves(first, range(3 * SLOTS))
     assert world.usable == [SLOTS]
@@ -68,7 +68,7 @@ def test_single_size_owns_all_memory(world: RegionsWorld) -> None:
 
 
 def test_leased_chunk_and_granted_slot_are_not_taken(world: RegionsWorld) -> None:
-    """The second engine gets no memory while the first one leases all chunks."""
+    """The second engine gets no memory while the first engine leases all chunks."""
     first = world.start(SIZES[0])
     world.saves(first, range(SLOTS))
     assert all(first.pin(key) for key in first.index())
@@ -82,7 +82,7 @@ def test_leased_chunk_and_granted_slot_are_not_taken(world: RegionsWorld) -> Non
 
 
 def test_lease_taken_during_the_transfer_keeps_the_slot(world: RegionsWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The holder sees the lease after its fence. The slots that are free already stay with their region."""
+    """The holder sees the lease after its fence. Free slots of the same range stay with their region."""
     first = world.start(SIZES[0])
     world.saves(first, range(SLOTS))
     keeper, client = world.memory.regions[0].keeper, first.client
@@ -119,9 +119,9 @@ def test_engines_of_both_sizes_find_their_chunks_after_a_restart(world: RegionsW
 
 
 def test_memory_has_a_bounded_number_of_slot_sizes(world: RegionsWorld) -> None:
-    """A size without engines makes room for the next one.
+    """A new size replaces a size without engines.
 
-    The chunks of that size are lost, and its bytes are used again.
+    The chunks of the replaced size are lost, and its bytes are used again.
     """
     sizes = [8192 + 64 * n for n in range(REGIONS_MAX)]
     engines = [world.start(SIZES[0]), *(world.start(size) for size in sizes[:-1])]
@@ -142,7 +142,7 @@ def test_memory_has_a_bounded_number_of_slot_sizes(world: RegionsWorld) -> None:
 
 
 def test_holder_that_dies_while_it_replaces_a_size_loses_no_other_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next holder finds the old size whole, or not at all."""
+    """The next holder either finds the old size whole, or does not find it."""
     fused(monkeypatch)
     monkeypatch.setattr("kvpipe.node.memory.REGIONS_MAX", 2)
     for step in (1, 9, 25):
@@ -160,7 +160,7 @@ def test_holder_that_dies_while_it_replaces_a_size_loses_no_other_size(monkeypat
 
 
 def test_processes_of_one_engine_have_slots_of_one_size(world: RegionsWorld) -> None:
-    """Otherwise a rank would write its part of a slot into slots of other engines."""
+    """A rank whose slots had another size would write its part of a slot into slots of other engines."""
     first = world.start(SIZES[0])
     world.start(SIZES[1])
     for size in SIZES[1:]:
@@ -172,7 +172,7 @@ def test_processes_of_one_engine_have_slots_of_one_size(world: RegionsWorld) -> 
 
 
 def test_memory_whose_slots_overlap_is_refused(world: RegionsWorld) -> None:
-    """A client has written into the tables. A holder of such a memory would serve torn chunks."""
+    """A client has written into the tables. If a holder served such a memory, the chunks would be torn."""
     first, second = world.start(SIZES[0]), world.start(SIZES[1])
     world.saves(first, range(SLOTS))
     world.saves(second, range(4))
@@ -187,14 +187,14 @@ def test_memory_whose_slots_overlap_is_refused(world: RegionsWorld) -> None:
 
 
 def _beats(*engines: SizedEngine) -> list[int]:
-    """Return the holder's clock as each engine sees it."""
+    """Return the value of the holder's clock that each engine sees."""
     return [engine.segment.words[BEAT] for engine in engines if engine.segment is not None]
 
 
 def test_engines_of_all_sizes_see_the_clock_move_while_the_holder_reads_tables(
     world: RegionsWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise engines would kill the next holder of a memory with many slots, and each later holder."""
+    """If the clock stood still, engines would kill each new holder of a memory with many slots."""
     engines = world.start(SIZES[0]), world.start(SIZES[1])
     world.saves(engines[0], range(8))
     monkeypatch.setattr("kvpipe.node.ledger.BEAT_SLOTS", 4)
@@ -209,7 +209,7 @@ def test_engines_of_all_sizes_see_the_clock_move_while_the_holder_reads_tables(
 def test_engines_see_the_clock_move_while_the_holder_writes_tables(
     world: RegionsWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine with many small slots must not make other engines kill the holder."""
+    """If the clock stood still while the holder makes many small slots, other engines would kill the holder."""
     first = world.start(SIZES[0])
     monkeypatch.setattr("kvpipe.node.segment.PIECE_BYTES", 512)
     (before,) = _beats(first)
@@ -219,7 +219,7 @@ def test_engines_see_the_clock_move_while_the_holder_writes_tables(
 
 
 def test_second_size_with_too_many_slots_is_refused(world: RegionsWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message has the smallest size that the memory takes."""
+    """The message names the smallest slot size that the memory accepts."""
     monkeypatch.setattr("kvpipe.node.memory.REGION_SLOTS_MAX", 50)
     least = SLOTS * SIZES[0] // 51 + 1
     with pytest.raises(RefusedError, match=f"at most 50 slots, so it needs at least {least} bytes.*chunk_tokens"):
@@ -228,7 +228,7 @@ def test_second_size_with_too_many_slots_is_refused(world: RegionsWorld, monkeyp
 
 
 def test_second_size_needs_free_memory_for_its_tables(world: RegionsWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tables of many small slots could take the memory of engines. The engine may try again."""
+    """The tables of many small slots could take memory that engines need. The engine may try again later."""
     monkeypatch.setattr("kvpipe.node.segment.tightest", lambda: Headroom(9 << 10, 100 << 10, "a limit"))
     with pytest.raises(RefusedError, match=r"get no tables: \d+ bytes are needed, but only 4096 are free") as caught:
         world.memory.region_for(Hello(VERSION, "scheduler", b"t" * 16, b"n" * 32, SLOTS, SIZES[1]))
@@ -237,7 +237,7 @@ def test_second_size_needs_free_memory_for_its_tables(world: RegionsWorld, monke
 
 @pytest.mark.parametrize("sizes", [2, REGIONS_MAX])
 def test_holder_killed_at_any_store_loses_and_damages_no_chunk(monkeypatch: pytest.MonkeyPatch, sizes: int) -> None:
-    """The lives together cause every kind of event, so the test cannot pass by doing nothing.
+    """All runs together cause every kind of event, so the test cannot pass by doing nothing.
 
     With room for two sizes, the third size replaces the second one.
     """

@@ -1,4 +1,4 @@
-"""Engines that need a holder at the same time start one of them."""
+"""Several engines need a holder at the same time: only one of them starts a holder."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def folder(short_path: Path) -> Iterator[Path]:
 
 
 def test_one_engine_starts_the_holder_when_several_have_lost_it(folder: Path) -> None:
-    """The start of a holder takes half a second of a core. Several starts at once would delay the next save."""
+    """Starting a holder takes half a second of a core. Several starts at once would delay the next save."""
     begun = list[object]()
     run = subprocess.run
 

@@ -1,4 +1,4 @@
-"""An engine with a tier while its neighbours take slots, and while it has no holder."""
+"""An engine with a tier, while other engines take slots or while the engine has no holder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.node.tiered_worlds import UNIT_TOKENS, TieredWorlds
 def test_stage_ends_when_other_engines_evict_its_chunks_in_each_try(
     tiered: TieredWorlds, monkeypatch: pytest.MonkeyPatch, evicted: int, then: str
 ) -> None:
-    """No stage stays in FOUND for another step, because no deadline holds there."""
+    """A stage that stayed in FOUND for another step would have no deadline."""
     world = tiered.start(stock=8)
     request = world.in_tier("a", 16)
     assert world.ask(request) == 16 * UNIT_TOKENS
@@ -45,7 +45,7 @@ def test_stage_ends_when_other_engines_evict_its_chunks_in_each_try(
 
 
 def test_waiting_requests_of_all_engines_hold_at_most_half_of_the_usable_slots(tiered: TieredWorlds) -> None:
-    """Slots that slots of another size use do not count. The share is smaller with each further engine."""
+    """The memory that slots of another size use does not count. The share shrinks with each further engine."""
     first = tiered.start(stock=8)
     first.want(first.in_tier("a", 4))
     first.step()
@@ -61,7 +61,7 @@ def test_waiting_requests_of_all_engines_hold_at_most_half_of_the_usable_slots(t
 
 
 def test_chunks_that_cannot_be_fetched_without_a_holder_are_no_fault_of_a_tier(tiered: TieredWorlds) -> None:
-    """Offers of chunks that no holder publishes wait for the holder."""
+    """Offers of chunks to a tier wait until a holder has published the chunks."""
     whys, world = list[object](), tiered.start()
     world.side.counters.watcher = lambda name, fields: whys.append((name, fields["why"]))
     request = world.request("one", 8)
@@ -77,7 +77,7 @@ def test_chunks_that_cannot_be_fetched_without_a_holder_are_no_fault_of_a_tier(t
 
 
 def test_fetch_without_a_slot_is_no_dropped_save(tiered: TieredWorlds) -> None:
-    """The parts of decoding requests continue to grow."""
+    """The chunks of decoding requests continue to grow, although the fetch has no slot."""
     world = tiered.start(stock=1)
     grows = world.request("grows", 3)
     world.requests = [grows]

@@ -31,7 +31,7 @@ def _fill(tiered: TieredWorlds, name: str = "one", units: int = 8) -> TieredWorl
 
 
 def _fetching(tiered: TieredWorlds) -> tuple[TieredWorld, Any, Stage]:
-    """Let another engine fetch two chunks that only the tier has. Returns the engine, its request and the stage."""
+    """Let another engine fetch two chunks that only the tier has. Returns this engine, its request and the stage."""
     _fill(tiered)
     world = tiered.start()
     request = world.request("other", 8, shared=8, extra=1)
@@ -41,7 +41,7 @@ def _fetching(tiered: TieredWorlds) -> tuple[TieredWorld, Any, Stage]:
 
 
 def test_chunk_is_stored_after_its_publication(tiered: TieredWorlds) -> None:
-    """While no holder answers, nothing is stored, and an idle engine takes no steps for it."""
+    """While no holder answers, nothing is stored. An idle engine takes no steps in order to store later."""
     first = tiered.start()
     request = first.request("one", 8)
     first.requests = [request]
@@ -58,7 +58,7 @@ def test_chunk_is_stored_after_its_publication(tiered: TieredWorlds) -> None:
 
 
 def test_only_the_engine_that_wrote_a_chunk_stores_it(tiered: TieredWorlds) -> None:
-    """Another engine that loads the chunk orders nothing. The last part of a prompt is stored, too."""
+    """Another engine that loads the chunk does not order a store. The last chunk of a prompt is stored, too."""
     first, second = tiered.start(), tiered.start()
     one = first.request("one", 6, shared=6)
     first.run(one)
@@ -72,7 +72,7 @@ def test_only_the_engine_that_wrote_a_chunk_stores_it(tiered: TieredWorlds) -> N
 
 
 def test_part_of_a_prompt_is_stored_before_its_request_ends(tiered: TieredWorlds) -> None:
-    """The request continues in another slot, so the part that ends with the prompt does not grow any more."""
+    """The request continues in another slot, so the chunk that ends with the prompt grows no more."""
     first = tiered.start()
     one = first.request("one", 6)
     first.begin(one, 6, 7)
@@ -82,7 +82,7 @@ def test_part_of_a_prompt_is_stored_before_its_request_ends(tiered: TieredWorlds
 
 
 def test_slot_of_a_store_is_not_reused_before_the_store_has_landed(tiered: TieredWorlds) -> None:
-    """The holder evicts the chunk meanwhile. The slot is free when all ranks have reported the store."""
+    """The holder evicts the chunk during the store. The slot is free when all ranks have reported the store."""
     first, second = tiered.start(), tiered.start(stock=8)
     one = first.request("one", 8)
     first.run(one)
@@ -101,7 +101,7 @@ def test_slot_of_a_store_is_not_reused_before_the_store_has_landed(tiered: Tiere
 
 
 def test_chunk_that_was_evicted_before_its_turn_is_not_stored(tiered: TieredWorlds) -> None:
-    """The engine has not read the eviction in the journal yet."""
+    """The engine has not read the eviction in the journal when it would store the chunk."""
     first = tiered.start()
     first.staging.stores._in_flight_max = 1
     first.run(first.request("one", 8))
@@ -115,7 +115,7 @@ def test_chunk_that_was_evicted_before_its_turn_is_not_stored(tiered: TieredWorl
 
 
 def test_fetched_chunks_are_found_by_other_engines(tiered: TieredWorlds) -> None:
-    """Fetched chunks are published when all ranks have them. Only then the request continues, with its whole hit."""
+    """Fetched chunks are published when all ranks have them. Then the request continues with its whole hit."""
     second, request, stage = _fetching(tiered)
     second.pool.slow = True
     third = tiered.start()
@@ -142,7 +142,7 @@ def test_fetched_chunks_are_found_by_other_engines(tiered: TieredWorlds) -> None
 
 
 def test_fetched_chunk_is_published_when_the_last_rank_has_landed(tiered: TieredWorlds) -> None:
-    """Until then no engine finds the chunk, and its slot stays the engine's."""
+    """Until the last rank has landed, no engine finds the chunk, and the engine keeps its slot."""
     world = tiered.start(ranks=2)
     request = world.request("one", 4, extra=1)
     for rank in range(2):
@@ -177,7 +177,7 @@ def test_failed_fetch_returns_its_slot(tiered: TieredWorlds) -> None:
 
 
 def test_fetches_wait_for_slots_when_the_stock_is_empty(tiered: TieredWorlds) -> None:
-    """The holder grants further slots in the next steps. All requests get their whole hits, and none gives way."""
+    """The holder grants more slots in the next steps. All requests get their whole hits, and no stage gives way."""
     world = tiered.start(stock=2)
     asked = [world.in_tier(name, 12) for name in "ab"]
     stages = [world.want(request) for request in asked]
@@ -215,7 +215,7 @@ def test_fetch_is_shorter_when_the_stock_stays_empty(tiered: TieredWorlds, *, lo
 
 
 def test_fetch_of_a_published_chunk_returns_its_slot(tiered: TieredWorlds) -> None:
-    """Both engines fetch the chunk at once. The first to land wins, and no slot is lost."""
+    """Both engines fetch the chunk at once. The fetch that lands first is published, and no slot is lost."""
     _fill(tiered)
     engines = [tiered.start(), tiered.start()]
     asked = [engine.request(str(at), 8, shared=8, extra=1) for at, engine in enumerate(engines)]
@@ -236,7 +236,7 @@ def test_fetch_of_a_published_chunk_returns_its_slot(tiered: TieredWorlds) -> No
 
 
 def test_chunk_in_memory_that_is_evicted_before_the_plan_is_no_fault(tiered: TieredWorlds) -> None:
-    """Tiers were asked for the first chunk only, because memory had the second. The hit ends after the first chunk."""
+    """Memory held the second chunk, so only the first chunk was fetched. The hit ends after the first chunk."""
     _fill(tiered)
     second, keeper = tiered.start(), tiered.node.keeper
     request, longer = (second.request(name, 8, shared=8, extra=1) for name in ("one", "two"))
@@ -258,7 +258,7 @@ def test_chunk_in_memory_that_is_evicted_before_the_plan_is_no_fault(tiered: Tie
 
 
 def test_engine_without_a_holder_does_not_wait_for_tiers(tiered: TieredWorlds) -> None:
-    """A request that waits for a landed fetch continues, too. The next holder publishes the fetched chunks."""
+    """A request continues even if it waits for a landed fetch. The next holder publishes the fetched chunks."""
     second, request, stage = _fetching(tiered)
     second.pool.mute = True
     second.carry()
@@ -281,7 +281,7 @@ def test_engine_without_a_holder_does_not_wait_for_tiers(tiered: TieredWorlds) -
 
 @pytest.mark.parametrize("landed", [0, 1, 2])
 def test_reset_during_a_fetch_publishes_nothing_more(tiered: TieredWorlds, landed: int) -> None:
-    """Slots whose fetch was under way return to the stock when all ranks have reported."""
+    """Slots of the fetches in flight return to the stock when all ranks have reported."""
     second, _, _ = _fetching(tiered)
     for _ in range(landed):
         second.carry()
@@ -300,7 +300,7 @@ def test_reset_during_a_fetch_publishes_nothing_more(tiered: TieredWorlds, lande
 
 @pytest.mark.parametrize("landed", [False, True])
 def test_fetch_continues_under_another_holder(tiered: TieredWorlds, *, landed: bool) -> None:
-    """The engine reports its grants, so no slot is lost, and the fetched chunks are published."""
+    """The engine reports its grants to the new holder. So no slot is lost, and the fetched chunks are published."""
     second, request, _ = _fetching(tiered)
     if not landed:
         tiered.node.take_over()
@@ -315,7 +315,7 @@ def test_fetch_continues_under_another_holder(tiered: TieredWorlds, *, landed: b
 
 
 def test_engine_that_ends_during_a_fetch_leaves_no_slot_behind(tiered: TieredWorlds) -> None:
-    """Other engines find nothing of the fetch, and get its slots."""
+    """Other engines find no chunk of the fetch, and get the fetch's slots."""
     second, _, _ = _fetching(tiered)
     second.pool.mute = True
     second.carry()

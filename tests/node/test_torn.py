@@ -17,9 +17,9 @@ OLD, NEW = b"o" * 64, b"n" * 64
 
 @pytest.mark.parametrize("before", [PUBLISHED, EVICTING])
 def test_half_written_entry_is_not_found(before: str) -> None:
-    """At each byte, the rest of the record is that of the record before.
+    """The record is cut at each byte: the rest belongs to the earlier record.
 
-    The key of such a record would be a mixture.
+    The key of such a record would be a mixture of both keys.
     """
     fd = create(1, 64, rows=1, ring=8)
     segment = Segment(fd)

@@ -25,7 +25,10 @@ from tests.rigs.node_engine import options
 
 
 def test_trace_replays_slots_and_shows_takeovers(worlds: Worlds) -> None:
-    """A slot that is granted again is a new cursor. The timeline marks when the holder was lost and replaced."""
+    """When a slot is granted again, the trace has a new cursor.
+
+    The timeline marks when the holder was lost and replaced.
+    """
     recorder = Recorder(lifecycle=True, transitions=True, detail=True)
     engine = worlds.start(stock=4, trace=recorder)
     for name in map(str, range(8)):  # more chunks than slots
@@ -50,7 +53,7 @@ def test_trace_replays_slots_and_shows_takeovers(worlds: Worlds) -> None:
 
 
 def test_trace_shows_the_holder_s_answers_under_no_request(worlds: Worlds) -> None:
-    """The answers arrive after the saves of a request were planned."""
+    """The answers arrive only after the saves of a request were planned, so the trace has them under no request."""
     recorder = Recorder(lifecycle=True, transitions=True, detail=True)
     engine = worlds.start(stock=4, trace=recorder)
     one, two = (engine.request(name, 4) for name in ("one", "two"))
@@ -67,7 +70,7 @@ def test_trace_shows_the_holder_s_answers_under_no_request(worlds: Worlds) -> No
 
 
 def test_only_the_connection_is_recorded_without_a_trace(worlds: Worlds) -> None:
-    """The log has a warning if the holder is lost, and a line when another one has taken over."""
+    """The log has a warning when the holder is lost, and a line when the next holder has taken over."""
     recorder = Recorder()
     engine = worlds.start(trace=recorder)
     engine.run(engine.request("one", 8))
@@ -80,7 +83,7 @@ def test_only_the_connection_is_recorded_without_a_trace(worlds: Worlds) -> None
 
 @pytest.mark.parametrize("silent", [True, False])
 def test_lost_holder_has_a_reason(short_path: Path, silent: bool) -> None:
-    """The holder's clock stands still, or the connection has ended."""
+    """The reason is that the holder's clock stands still, or that the connection has ended."""
     whys = list[str]()
 
     def watch(_: object, __: object, edge: Edge, why: str) -> None:
@@ -109,7 +112,7 @@ def test_lost_holder_has_a_reason(short_path: Path, silent: bool) -> None:
 
 
 def test_holder_s_log_has_the_moves_of_engines(short_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A line has the engine's name. The first line of a holder has what the memory holds."""
+    """Each line has the engine's name. A holder's first line has the content of the memory."""
     with caplog.at_level(logging.INFO, "kvpipe.node"), _holding(short_path) as holder:
         caller = Caller(holder, short_path)
         caller.ask(msgspec.structs.replace(_hello(), name="tiny"))

@@ -13,7 +13,7 @@ MOVES = 1000
 
 
 class CountingWorld(NodeWorld):
-    """A world that adds up what its holders have counted."""
+    """A world that adds up what all its holders have counted."""
 
     def __init__(self, total: Counter[str]) -> None:
         self._total = total
@@ -26,7 +26,7 @@ class CountingWorld(NodeWorld):
 
 
 def test_random_engines_and_holders_lose_and_damage_no_chunk() -> None:
-    """The lives together cause every kind of event, so the test cannot pass by doing nothing."""
+    """All runs together cause every kind of event, so the test cannot pass by doing nothing."""
     total: Counter[str] = Counter()
     for seed in range(SEEDS):
         world = CountingWorld(total)

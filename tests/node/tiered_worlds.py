@@ -83,7 +83,7 @@ class TieredWorld(NodeWorld):
         return stage
 
     def in_tier(self, name: str, units: int) -> Any:
-        """Return a request whose chunks the tier has, and no memory."""
+        """Return a request whose chunks the tier has, but the memory does not have."""
         request = self.request(name, units, extra=1)
         for end in range(CHUNK, units + 1, CHUNK):
             self.tier.values[Key(SPACE, chunk_name(request.block_hashes[end - 1]), 0, 0, 1).text] = b""

@@ -24,7 +24,7 @@ from kvpipe.testing.waiting import WAIT_S
 
 DRIVER, CHROMIUM = "/usr/bin/chromedriver", "/usr/bin/chromium"
 STARTS_MAX = 3
-"""Number of starts: on a busy machine a browser sometimes ends during its start."""
+"""The largest number of starts. On a busy machine a browser sometimes ends during its start."""
 FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -57,7 +57,7 @@ class Browser:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        """Start the driver on a free port, and the browser. If the browser ends at once, start another one."""
+        """Start the driver on a free port, and then the browser. If the browser ends at once, start it again."""
         for program, package in ((DRIVER, "chromium-driver"), (CHROMIUM, "chromium")):
             if shutil.which(program) is None:
                 msg = f"{program} is missing: apt-get install chromium chromium-driver ({package} has it)"
@@ -102,7 +102,7 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if self._dark else "light"}
         self._page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
         self.open("about:blank")
-        self.requested()  # forgets the page that a new window shows
+        self.requested()  # discards the request for the page that a new window shows
         self.complaints()
 
     # ---- driving a page ---------------------------------------------------------------------------------------------
@@ -136,13 +136,13 @@ class Browser:
             pass
 
     def drag(self, x: float, y: float, to_x: float, to_y: float) -> None:
-        """Press the button, move, release it."""
+        """Press the button at a place, move the pointer, and release the button."""
         with self._pointer(x, y) as pointer:
             pointer.pointer_down().move_to_location(round(to_x), round(to_y)).pointer_up()
 
     @contextlib.contextmanager
     def _pointer(self, x: float, y: float) -> Iterator[PointerActions]:
-        """Yield actions of the pointer, which was moved to a place of the window."""
+        """Yield actions of the pointer, beginning with a move to a place of the window."""
         actions = ActionBuilder(self._page, duration=0)
         yield actions.pointer_action.move_to_location(round(x), round(y))
         actions.perform()
@@ -160,7 +160,7 @@ class Browser:
     # ---- logs -------------------------------------------------------------------------------------------------------
 
     def complaints(self) -> list[str]:
-        """Return the console's lines since the last call, including errors and refusals."""
+        """Return the console's lines since the last call. Errors and refused requests are included."""
         return [f"{entry['level']}: {entry['message']}" for entry in self._page.get_log("browser")]
 
     def requested(self) -> list[str]:

@@ -10,8 +10,8 @@ from typing import Any
 from kvpipe.connectors.vllm.tiny.models import BASE, QWEN3_NEXT, cache_dir
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    # Three layers, each with a window: one has nothing else, one also has a state per 4 tokens and an indexer, and one
-    # also has a state per 128 tokens.
+    # Three layers, each with a window: one layer has only the window, one layer also has a state per 4 tokens and an
+    # indexer, and one layer also has a state per 128 tokens.
     "deepseek-v4": {
         "architectures": ["DeepseekV4ForCausalLM"],
         "model_type": "deepseek_v4",
@@ -52,7 +52,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
             "beta_slow": 1,
         },
     },
-    # Kimi delta attention in the place of gated delta nets; see `tests/engine/kda.py`
+    # like "qwen3-next", but with Kimi delta attention instead of gated delta nets; see `tests/engine/kda.py`
     "qwen3-next-kda": {
         **QWEN3_NEXT,
         "architectures": ["Qwen3NextForCausalLM"],
@@ -66,7 +66,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         },
     },
 }
-"""Configurations in vLLM's form of models that transformers cannot make. Their weights are random."""
+"""Configurations, in vLLM's form, of models that transformers cannot make. The models' weights are random."""
 
 
 def make_configuration(recipe: str) -> Path:

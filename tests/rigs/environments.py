@@ -1,4 +1,4 @@
-"""Makes virtual environments with packages of kvpipe, in which a test runs them as a user does."""
+"""Makes virtual environments with packages of kvpipe. A test runs these packages there as a user does."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def run(*command: str | Path, cwd: Path, ok: bool = True) -> str:
 def environment(folder: Path, *packages: Path) -> Path:
     """Make the virtual environment `folder`, install sdists or wheels into it, and return its folder of packages.
 
-    Torch, vLLM and the other dependencies come from the environment that runs the tests, which is last on the path. The
-    kvpipe that is installed there is editable. Its `.pth` file has no effect, because Python reads these files only in
-    the new environment's own folder. The network is not used.
+    Torch, vLLM and other dependencies come from the environment that runs the tests, which is last on the path.
+    That environment has kvpipe as an editable installation. The `.pth` file of kvpipe has no effect, because Python
+    reads such files only in the new environment's own folder. The network is not used.
     """
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
     (site,) = (folder / "lib").glob("python*/site-packages")

@@ -1,4 +1,4 @@
-"""Forks of the process that runs a test, because user code may fork a process that has an engine."""
+"""Forks of the process that runs a test. User code may fork a process that has an engine."""
 
 from __future__ import annotations
 

@@ -9,7 +9,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def interrupts_enabled() -> Iterator[None]:
-    """Let processes that the context starts take SIGINT. In a background job they would inherit that it is ignored."""
+    """Let processes that the context starts react to SIGINT.
+
+    In a background job they would inherit a setting to ignore SIGINT.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield

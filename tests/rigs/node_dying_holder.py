@@ -19,7 +19,8 @@ def _die() -> None:
 def main(folder: Path, step: str, count: int) -> None:
     """Run a holder that dies at the `count`-th call of the ledger's method `step`.
 
-    The holder dies before the call if `step` ends with "<", by half if it ends with "/", and otherwise behind it.
+    If `step` ends with "<", the holder dies before the call. If it ends with "/", the holder has written half of
+    the record. Otherwise the holder dies after the call.
     """
     name, when = step.rstrip("</"), step[-1]
     real: Callable[..., Any] = getattr(Ledger, name)

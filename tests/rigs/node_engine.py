@@ -1,8 +1,8 @@
-"""An engine that uses a node's memory as real ones do, for tests that kill it.
+"""An engine that uses a node's memory as real engines do, for tests that kill the engine.
 
-The engine saves chunks whose bytes can be computed, and reads chunks of other engines while they are pinned. The engine
-ends with status `WRONG` if it reads bytes of another chunk. `die` is "" or "EVENT:N": the process kills itself at the
-N-th such event of one of its machines, after the move and before the event has any effect elsewhere.
+The engine saves chunks whose bytes can be computed, and reads chunks of other engines while they are pinned. If the
+engine reads bytes of another chunk, it ends with status `WRONG`. `die` is "" or "EVENT:N": the process kills itself at
+the N-th such event of one of its machines. The process dies after the move, before the event has an effect elsewhere.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def options(
 
 
 def content(key: bytes, slot_bytes: int = SLOT_BYTES) -> bytes:
-    """Return the bytes of a chunk. The bytes differ for each size."""
+    """Return the bytes of a chunk, which also depend on the size."""
     return hashlib.blake2b(b"%d " % slot_bytes + key).digest() * (slot_bytes // 64)
 
 
@@ -72,7 +72,7 @@ class BusyEngine:
         self._pinned: list[tuple[NodeChunkPlace, bytes, SlotPins]] = []
 
     def step(self) -> None:
-        """Do what one step of an engine does."""
+        """Do the work of one step of an engine."""
         began = time.perf_counter()
         self.pool.poll()
         if self.replica is not None:
@@ -120,7 +120,10 @@ class BusyEngine:
 
 
 def main(folder: Path, seed: int, die: str, slot_bytes: int, busy: Connection) -> None:
-    """Run one engine until it is killed. Reports its first hit, and whether it has read bytes of another chunk."""
+    """Run one engine until it is killed.
+
+    The engine reports its first hit, and whether it has read bytes of another chunk.
+    """
     engine = BusyEngine(folder, seed, die, slot_bytes)
     told = False
     while not engine.wrong:

@@ -27,13 +27,13 @@ def moves_of(seed: int, count: int) -> list[Move]:
 
 
 class Mover:
-    """Makes moves in a world. A move that is not possible is left out."""
+    """Makes moves in a world. A move that is not possible is skipped."""
 
     def __init__(self, world: NodeWorld) -> None:
         self.world = world
 
     def play(self, moves: Iterable[Move]) -> None:
-        """Make the moves, check the world after each, then end all engines and check that nothing is held."""
+        """Make the moves, and check the world after each move. Then end all engines, and check that no slot is held."""
         self.world.start(NAMESPACES[0])
         for move in moves:
             self.move(*move)
@@ -61,7 +61,7 @@ class Mover:
             self.world.start(NAMESPACES[a % 4 == 0])
 
     def common_attach(self, _: int, __: int) -> None:
-        """Connect engines whose holder was lost."""
+        """Connect engines that have lost their holder."""
         for engine in self.world.engines:
             if engine.client is None and len(engine.running) == 2:
                 self.world.attach(engine)
@@ -76,34 +76,34 @@ class Mover:
             self.world.holding(lambda: evict_all(self.world.keeper))
 
     def common_fuse(self, _: int, b: int) -> None:
-        """Let the holder die soon."""
+        """Let the holder die within the next 40 steps."""
         self.world.ledger.fuse = 1 + b % 40
 
     def common_take_over(self, _: int, __: int) -> None:
-        """Let another holder begin."""
+        """Let another holder take over."""
         self.world.take_over()
 
     def process_write(self, engine: WorldEngine, b: int) -> None:
-        """Let the rank write until its end was seen: a DMA outlives its process."""
+        """Let the rank write, even after it was killed, until its pidfd fires, because a DMA outlives its process."""
         if engine.writing and engine.rank not in engine.fired:
             self.world.write(engine, sorted(engine.writing)[b % len(engine.writing)], half=b % 2 == 0)
 
     def process_leave(self, engine: WorldEngine, b: int) -> None:
-        """Let the rank leave."""
+        """Let the rank say goodbye and end."""
         if b % 4 == 0 and not engine.pinned and not engine.writing:
             self.world.leave(engine, engine.rank)
 
     def process_kill(self, engine: WorldEngine, b: int) -> None:
-        """End a process."""
+        """Kill the rank or the scheduler."""
         self.world.kill(engine, (engine.rank, engine.scheduler)[b % 2])
 
     def process_fire(self, engine: WorldEngine, _: int) -> None:
-        """Let the end of a process be seen."""
+        """Let the pidfd of a killed process fire."""
         for process in sorted({engine.scheduler, engine.rank} - engine.running - engine.fired)[:1]:
             self.world.fire(engine, process)
 
     def scheduler_save_whole(self, engine: WorldEngine, b: int) -> None:
-        """Save a chunk and send the batch."""
+        """Save a chunk, let it land, and send the batch."""
         if engine.rank in engine.running:
             if (slot := self.world.save(engine, KEYS[b % len(KEYS)])) is not None:
                 self.world.land(engine, slot)
@@ -114,19 +114,19 @@ class Mover:
         self.world.save(engine, KEYS[b % len(KEYS)])
 
     def scheduler_land(self, engine: WorldEngine, _: int) -> None:
-        """End a save."""
+        """Let a save land."""
         if engine.writing and engine.rank in engine.running:
             self.world.land(engine, min(engine.writing))
 
     def scheduler_fail(self, engine: WorldEngine, _: int) -> None:
-        """Give a save up."""
+        """Let a save fail."""
         if engine.writing:
             slot = min(engine.writing)
             del engine.writing[slot]
             engine.stock.failed(slot)
 
     def scheduler_poll(self, engine: WorldEngine, b: int) -> None:
-        """Read some of the journal."""
+        """Read some records of the journal."""
         assert engine.replica is not None
         engine.replica.poll((1, 1, 2, 3, 100)[b % 5])
 
@@ -158,7 +158,7 @@ class Mover:
             self._compare(engine)
 
     def _compare(self, engine: WorldEngine) -> None:
-        """When an engine has read all of the journal, its dict has the published chunks of its namespace."""
+        """An engine that has read the whole journal has exactly the published chunks of its namespace in its dict."""
         world, replica = self.world, engine.replica
         assert replica is not None
         for _ in range(100):

@@ -30,7 +30,7 @@ FORKS.set_forkserver_preload(["tests.rigs.node_engine", "tests.rigs.node_dying_h
 
 
 class EngineProcess(NamedTuple):
-    """An engine, and the connection on which it reports its first hit."""
+    """The process of an engine, and the connection on which the engine reports its first hit."""
 
     process: ForkServerProcess
     busy: Connection
@@ -43,7 +43,7 @@ class EngineProcess(NamedTuple):
 
 
 class NodeProcesses:
-    """The engines of one folder, and an engine in this process, which checks what it reads."""
+    """The engines of one folder, and an observer: an engine in this process that checks the bytes that it reads."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -58,7 +58,7 @@ class NodeProcesses:
         assert eventually(lambda: (self.folder / "holder.sock").exists() or not self.holders[-1].is_alive())
 
     def observe(self) -> BusyEngine:
-        """Attach an engine in this process."""
+        """Attach the observer."""
         self.observer = BusyEngine(self.folder, 0)
         assert eventually(self._is_observing)
         return self.observer
@@ -85,17 +85,17 @@ class NodeProcesses:
         return engine.process.exitcode
 
     def holder(self) -> int:
-        """Return the holder's process, or 0."""
+        """Return the number of the holder's process, or 0 if there is no holder."""
         return holder_of(self.folder)
 
     def kill(self, engine: EngineProcess, sent: signal.Signals = signal.SIGKILL) -> None:
-        """Send a signal to an engine. An engine that was not killed by it has read wrong bytes."""
+        """Send a signal to an engine. If SIGKILL did not end it, the engine has read wrong bytes."""
         os.kill(engine.pid, sent)
         if sent == signal.SIGKILL:
             assert self.ended(engine) == -signal.SIGKILL
 
     def report(self) -> str:
-        """Return the state of all, for the message of a failure."""
+        """Return the state of the observer, the slots and all processes, for the message of a failure."""
         observer = self.observer
         assert observer is not None
         assert observer.pool.segment is not None
@@ -111,7 +111,7 @@ class NodeProcesses:
         )
 
     def observing(self, what: str, true: object, limit_s: float = WAIT_S) -> float:
-        """Let the observer work until `true()` holds. Returns how long that took."""
+        """Let the observer work until `true()` holds. Returns the seconds that this took."""
         assert callable(true)
         assert self.observer is not None
         began = time.monotonic()
@@ -124,7 +124,7 @@ class NodeProcesses:
         return time.monotonic() - began
 
     def saves_on(self, count: int = 20) -> None:
-        """Let the observer save and read `count` chunks, with a holder that answers."""
+        """Let the observer save and read `count` chunks. This requires a holder that answers."""
         observer = self.observer
         assert observer is not None
         saved, hits = observer.saved, observer.hits
@@ -177,7 +177,7 @@ class NodeProcesses:
 
 @contextmanager
 def processes(folder: Path) -> Iterator[NodeProcesses]:
-    """Make a folder's processes, and end them all."""
+    """Make the processes of a folder, and end them all afterwards."""
     made = NodeProcesses(folder / "node")
     try:
         yield made

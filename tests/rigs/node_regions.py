@@ -1,4 +1,4 @@
-"""A node's memory with engines of several slot sizes in one process. Holders die between any two stores."""
+"""A node's memory with engines of several slot sizes in one process. A holder may die between any two stores."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.rigs.node_world import DyingLedger, Killed
 
 SIZES = (12288, 8192, 20480)
 SLOTS = 48
-"""The number of slots of the first size that a memory has."""
+"""The number of slots of the memory if all slots have the first size."""
 MOVES = (
     ("save", 40), ("exchange", 30), ("pin", 20), ("unpin", 8), ("share", 12), ("die", 2), ("start", 4), ("fuse", 3),
     ("take_over", 1),
@@ -36,12 +36,12 @@ T = TypeVar("T")
 
 
 class Fuse:
-    """Kills the holder at its `left`-th step from now on."""
+    """Kills the holder at its `left`-th step from now on. A negative `left` kills no holder."""
 
     left = -1
 
     def burn(self) -> None:
-        """Take a step."""
+        """Take a step of the holder."""
         self.left -= 1
         if self.left == 0:
             raise Killed
@@ -58,17 +58,17 @@ def _lock(fd: int) -> int | None:
 
 
 class FusedLedger(DyingLedger):
-    """A ledger in which every step burns `FUSE`."""
+    """A ledger each of whose steps is a step of `FUSE`."""
 
     def _burn(self) -> None:
         FUSE.burn()
 
 
 class FusedOwners(Owners):
-    """Owners whose stores are steps of `FUSE`."""
+    """Owners of pieces whose stores are steps of `FUSE`."""
 
     def give(self, pieces: object, region: int) -> None:
-        """Store the owner of one piece after the other."""
+        """Store the owner of the pieces, one piece after the other."""
         for piece in pieces:  # type: ignore[attr-defined]
             FUSE.burn()
             super().give([piece], region)
@@ -93,7 +93,7 @@ class SizedEngine:
         self.pinned: list[tuple[SlotPins, NodeChunkPlace, bytes]] = []
 
     def attach(self, memory: NodeMemory) -> None:
-        """Greet the holder, for the first time or again."""
+        """Greet the holder, for the first time or after a takeover."""
         token = b"" if self.segment is None else self.segment.layout.token
         held = self.stock.held
         hello = Hello(VERSION, "scheduler", self.token, b"n" * 32, SLOTS, self.slot_bytes, token, held)
@@ -178,7 +178,7 @@ class RegionsWorld:
         return memory
 
     def take_over(self) -> None:
-        """Replace the holder, also if it dies while it takes over."""
+        """Replace the holder. If the new holder dies while it takes over, replace it, too."""
         for _, keeper in self.memory.regions.values():
             self.counts += keeper.counts
         self.memory.close()
@@ -208,7 +208,10 @@ class RegionsWorld:
             self.counts["refused"] += 1
 
     def holding(self, call: Callable[[], T]) -> T | None:
-        """Return what a call of the holder returns, or None if the holder dies. Another one takes over then."""
+        """Return the result of a call of the holder.
+
+        If the holder dies, let another holder take over, and return None.
+        """
         try:
             return call()
         except Killed:
@@ -231,7 +234,7 @@ class RegionsWorld:
             self.holding(lambda: self.memory.died(engine.process))
 
     def exchange(self, engine: SizedEngine) -> None:
-        """Send an engine's batch, and take the answer if the holder lives."""
+        """Send an engine's batch. If the holder lives, take its answer."""
         keeper, client, batch = engine.keeper, engine.client, engine.stock.batch(1)
         if batch is None or keeper is None or client is None:
             return
@@ -257,7 +260,7 @@ class RegionsWorld:
             engine.check()
 
     def close(self) -> None:
-        """End all engines. Then every slot is free or has a chunk, whose bytes are right."""
+        """End all engines. Then every slot is free or has a published chunk with the right bytes."""
         FUSE.left = -1
         self.take_over()
         for engine in list(self.engines):
@@ -313,7 +316,11 @@ class RegionsWorld:
 
 
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let holders die at steps of `FUSE`. The memory has few pieces, whose edges differ from the edges of slots."""
+    """Let holders die at steps of `FUSE`.
+
+    The slots' memory is divided into 128 pieces instead of 4096 (`owners.PIECES`), and the bounds of these pieces
+    differ from the bounds of slots.
+    """
     FUSE.left = -1
     monkeypatch.setattr("kvpipe.node.memory.Ledger", FusedLedger)
     monkeypatch.setattr("kvpipe.node.memory.Owners", FusedOwners)

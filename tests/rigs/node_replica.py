@@ -10,7 +10,7 @@ from kvpipe.node.replica import Follower, stamp_of
 
 
 class NodeChunkPlace(msgspec.Struct, frozen=True, gc=False):
-    """The place of a chunk: a slot, while the slot has this generation. The chunk has `units` units."""
+    """The place of a chunk of `units` units: a slot, as long as the slot has this generation."""
 
     slot: int
     generation: int
@@ -23,7 +23,7 @@ class NodeChunkPlace(msgspec.Struct, frozen=True, gc=False):
 
 
 class Replica(Follower[NodeChunkPlace]):
-    """The places of the chunks of one namespace."""
+    """The places of the chunks of one namespace, as an engine knows them."""
 
     def _made(self, record: SlotRecord) -> NodeChunkPlace:
         return NodeChunkPlace(record.slot, record.generation, record.units)

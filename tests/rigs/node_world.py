@@ -1,4 +1,4 @@
-"""A node's memory with several engines in one process: engines end, holders die between any two stores."""
+"""A node's memory with several engines in one process. Engines end, and holders die between any two stores."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ NAMESPACES = (b"a" * 32, b"b" * 32)
 
 
 class Killed(BaseException):
-    """The holder was killed between two stores."""
+    """This exception means that the holder was killed between two stores."""
 
 
 class DyingLedger(Ledger):
-    """A ledger whose process dies at the `fuse`-th step. A store that was begun is done by half."""
+    """A ledger whose holder dies at the `fuse`-th step. A store in which the holder dies is done by half."""
 
     fuse = -1
 
@@ -60,7 +60,7 @@ class DyingLedger(Ledger):
         self._burn()
 
     def set_row(self, row: int, client: ClientRow) -> ClientRow:
-        """Write a row, and maybe die before or after."""
+        """Write a row. The holder may die before or after."""
         self._burn()
         made = super().set_row(row, client)
         self._burn()
@@ -73,7 +73,10 @@ def content(namespace: bytes, key: bytes) -> bytes:
 
 
 class WorldEngine:
-    """An engine: a scheduler and one rank. `running` has the processes that live, `fired` those whose end was seen."""
+    """An engine: a scheduler and one rank.
+
+    `running`: the living processes. `fired`: the processes whose pidfd has fired.
+    """
 
     def __init__(self, fd: int, number: int, namespace: bytes) -> None:
         self.fd, self.namespace = fd, namespace
@@ -113,7 +116,10 @@ class NodeWorld:
         return keeper
 
     def holding(self, call: Callable[[], object]) -> object:
-        """Return what the holder's `call` returns, or None if the holder dies. Another one takes over then."""
+        """Return the result of the holder's `call`.
+
+        If the holder dies, let another holder take over, and return None.
+        """
         try:
             return call()
         except Killed:
@@ -121,7 +127,7 @@ class NodeWorld:
             return None
 
     def take_over(self) -> None:
-        """Let another holder begin, which sees again which processes have ended."""
+        """Let another holder take over. The holder sees again which processes have ended."""
         self.takeovers += 1
         for engine in self.engines:
             engine.client = None
@@ -175,7 +181,7 @@ class NodeWorld:
         return slot
 
     def write(self, engine: WorldEngine, slot: int, *, half: bool) -> None:
-        """Let a rank write a slot, wholly or by half: also after the death of the other processes."""
+        """Let a rank write all of a slot or half of it. The rank may do so after the death of its process."""
         raw = content(engine.namespace, engine.writing[slot])
         size = SLOT_BYTES // 2 if half else SLOT_BYTES
         engine.segment.slot(slot)[:size] = raw[:size]
@@ -186,7 +192,7 @@ class NodeWorld:
         engine.stock.landed(slot, 0, engine.writing.pop(slot), 1)
 
     def pin(self, engine: WorldEngine, keys: Iterable[bytes]) -> None:
-        """Look keys up in the engine's present dict, which may be outdated, and pin all hits at once."""
+        """Look keys up in the engine's present dict, which may be outdated. Pin all hits at once."""
         assert engine.replica is not None
         assert engine.leases is not None
         index = engine.replica.index(0)
@@ -202,7 +208,7 @@ class NodeWorld:
         engine.leases.unpin(pins)
 
     def kill(self, engine: WorldEngine, process: Process) -> None:
-        """End a process. The holder does not see that yet."""
+        """Kill a process. The holder does not see its end yet."""
         engine.running.discard(process)
 
     def fire(self, engine: WorldEngine, process: Process) -> None:
@@ -222,7 +228,7 @@ class NodeWorld:
             self.holding(lambda: self.keeper.left(client, process))
 
     def check(self) -> None:
-        """No reader sees bytes of another chunk, and every slot is accounted for."""
+        """Check that no reader sees bytes of another chunk, and that every slot is accounted for."""
         for engine in self.engines:
             for place, key in itertools.chain.from_iterable(hits for _, hits in engine.pinned):
                 assert bytes(engine.segment.slot(place.slot)) == content(engine.namespace, key)
@@ -233,7 +239,7 @@ class NodeWorld:
         assert all(client.token in tokens for client in self.keeper.clients.values())
 
     def rest(self) -> None:
-        """End every engine, and check that nothing is held."""
+        """End every engine, and check that no slot stays leased or granted."""
         self.ledger.fuse = -1
         for engine in list(self.engines):
             for process in (engine.scheduler, engine.rank):
@@ -256,5 +262,5 @@ class NodeWorld:
                 assert bytes(survivors.segment.slot(slot)) == content(namespace, record.key)
 
     def close(self) -> None:
-        """Let the memory go."""
+        """Close the memory."""
         os.close(self.fd)

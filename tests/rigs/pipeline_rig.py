@@ -1,4 +1,4 @@
-"""Parts that the unit and property tests share: jobs, small geometries, and a copy engine that obeys the test."""
+"""Parts that unit tests and property tests share: jobs, small geometries, and a copy engine that a test controls."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def make_caches(geometry: Geometry, blocks: int) -> dict[str, torch.Tensor]:
 
 
 class Waiting(Enum):
-    """How the fake engine answers a wait."""
+    """The ways in which the fake engine answers a wait."""
 
     OBEDIENT = "completes what is waited for, then returns True"
     STUCK = "a timeout: returns False at once and completes nothing"
@@ -68,7 +68,7 @@ class Waiting(Enum):
 
 
 class Copy(NamedTuple):
-    """One submission."""
+    """One submitted copy."""
 
     plan: CopyPlan
     ticket: Ticket
@@ -76,9 +76,9 @@ class Copy(NamedTuple):
 
 
 class FakeEngine:
-    """An engine without copies.
+    """A transfer engine that copies nothing.
 
-    The transfer engine completes tickets of each direction in order, on the test's command or on a wait.
+    The engine completes the tickets of each direction in order, on the test's command or when it is waited for.
     """
 
     piece_bytes = 1 << 20
@@ -159,7 +159,7 @@ class FakeEngine:
 
 
 class ThreadedEngine(FakeEngine):
-    """An engine that completes every copy at once, on its own thread."""
+    """A transfer engine that completes every copy at once, on its own thread."""
 
     def __init__(self) -> None:
         """Start the thread."""
@@ -196,7 +196,7 @@ class ThreadedEngine(FakeEngine):
 
 
 class Rig:
-    """A pipeline over a fake engine."""
+    """A pipeline over a fake engine, with the calls that tests need."""
 
     def __init__(
         self,
@@ -235,12 +235,12 @@ class Rig:
     def busy(self) -> bool:
         """Whether the step has per-layer work.
 
-        A method, because mypy would assume that an attribute does not change.
+        This is a method, because mypy would assume that an attribute does not change.
         """
         return bool(self.pipeline._save.jobs or self.pipeline._sync.jobs)
 
     def in_flight(self) -> int:
-        """The number of jobs that have begun and were not collected."""
+        """The number of jobs that have begun and whose end was not collected."""
         return self.pipeline.in_flight
 
     def save_all(self) -> None:
@@ -258,7 +258,7 @@ class Rig:
         assert self.pipeline.copies.loop.settle(WAIT_S)
 
     def news(self) -> dict[int, bool]:
-        """Return how jobs have ended since the last call. Checks that no job is reported twice."""
+        """Return the jobs that have ended since the last call, and how. Checks that no job is reported twice."""
         if self.pipeline.copies.loop.alive:
             self.settle()
         outcomes = self.pipeline.collect()
@@ -279,7 +279,7 @@ class Rig:
 
 
 class SideRig(Rig):
-    """A worker side over a fake engine. The side's pipeline is that of the rig."""
+    """A worker side over a fake engine. The side uses the pipeline of the rig."""
 
     side: WorkerSide
 

@@ -1,4 +1,4 @@
-"""Prometheus' program `promtool`, which tests rules, and answers queries about scrapes of `/metrics`."""
+"""Runs Prometheus' program `promtool`, which tests rules, and answers queries about scrapes of `/metrics`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
 VARIABLES = {"__rate_interval": "5m", "__range": "5m", "model": ".*", "instance": ".*", "pod": ".*"}
-"""The values of a dashboard's variables if all options are chosen."""
+"""The values that a dashboard's variables have when all options are chosen."""
 
 
 def run(*words: str, folder: Path) -> str:
@@ -32,7 +32,7 @@ def main_queries() -> list[str]:
 
 
 def check_answers(queries: Iterable[str], scrapes: Sequence[str], folder: Path) -> None:
-    """Check that each query has a number (not NaN) as its answer after the `scrapes`, which are a minute apart."""
+    """Check that each query has a number (not NaN) as its answer after the `scrapes`. Scrapes are a minute apart."""
     series: dict[str, list[str]] = {}
     for at, scrape in enumerate(scrapes):
         for family in text_string_to_metric_families(scrape):

@@ -1,4 +1,4 @@
-"""A scheduler side together with plain namespaces in place of the objects of vLLM around it."""
+"""A scheduler side in a world of plain namespaces, which stand in for vLLM's objects."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from kvpipe.trace.recorder import OFF, Recorder
 
 UNIT = 16
 GROUP_BYTES = 4
-"""The number of bytes of the group in a key of vLLM's prefix cache, after the block's hash."""
+"""The number of bytes for the group in a key of vLLM's prefix cache, behind the block's hash."""
 SAVE, SYNC, ASYNC = Kind.SAVE, Kind.LOAD_SYNC, Kind.LOAD_ASYNC
 
 
 class TableEntry(NamedTuple):
-    """A block as it is stored in a block table."""
+    """A block, as a block table stores it."""
 
     block_id: int
     is_null: bool
 
 
 class PlayedBlocks(ManagedBlocks):
-    """The block tables of a fake cache manager, without an import of vLLM."""
+    """The block tables of a fake cache manager, made without vLLM."""
 
     def knows(self, block_id: int, key: bytes) -> bool:
-        """Whether the prefix cache has a block under `key`."""
+        """Whether vLLM's prefix cache has a block under `key`."""
         known = self._manager.block_pool.blocks[block_id].block_hash
         return known is not None and known[:-GROUP_BYTES] == key
 
@@ -76,7 +76,7 @@ def geometry_of_windows(
 
 
 class SchedulerWorld:
-    """A scheduler side, the requests and block tables around it, and the content that each page must have."""
+    """A scheduler side with requests, their block tables, and the content that each page must have."""
 
     def __init__(
         self,
@@ -102,9 +102,10 @@ class SchedulerWorld:
         pipeline_stages: int = 1,
         node: NodePool | None = None,
     ) -> None:
-        """Make an empty cache. `node` is the node's memory that the engine uses, or None."""
+        """Make an empty cache. `node` is the node's memory that the engine uses, or None for a private pool."""
         keys: dict[str, Any] = {"load": load, "prefault": touch, "policy": policy, "save_decode_steps": save_steps}
-        keys |= {"quotas": list(quotas)} if quotas else {}  # otherwise the environment's variables may set quotas
+        # without the key, the environment's variables may set quotas
+        keys |= {"quotas": list(quotas)} if quotas else {}
         settings = load_settings(keys)
         geometry = geometry_of_windows(windows, chunk_units, slots, states, ahead_tokens, dropped_units)
         self.ranks, self.groups, self.free, self._states = ranks, len(windows), 1 << 20, states
@@ -128,7 +129,7 @@ class SchedulerWorld:
         self.tables: list[dict[str, list[TableEntry]]] = [{} for _ in windows]
         self.forgotten: set[int] = set()
         self.known: dict[int, Any] = {}
-        """The blocks of the offered states, as vLLM's prefix cache has them."""
+        """The blocks of the offered states, as they are in vLLM's prefix cache."""
         managers: Any = [SimpleNamespace(req_to_blocks=tables, num_cached_block={}) for tables in self.tables]
         manager: Any = SimpleNamespace(
             coordinator=SimpleNamespace(single_type_managers=managers),
@@ -192,9 +193,9 @@ class SchedulerWorld:
         return tokens
 
     def admit_local(self, request: Any, tokens: int) -> int:
-        """Look up and admit `request` while vLLM's own cache holds `tokens` tokens.
+        """Look up and admit `request`, while vLLM's own cache holds `tokens` tokens.
 
-        Returns the tokens that kvpipe adds.
+        Returns the number of tokens that kvpipe adds.
         """
         external = self.ask(request, tokens)
         self.side.admitted(request, self.allocate(request), 0)
@@ -231,7 +232,7 @@ class SchedulerWorld:
         return group, block, units * UNIT
 
     def report(self, *tallies: tuple[Job, int, int]) -> None:
-        """Report each (job, ok, bad)."""
+        """Report each (job, ok, bad): `ok` ranks have succeeded, and `bad` ranks have failed."""
         self.side.reported(Report({job.id: Tally(ok, bad) for job, ok, bad in tallies}))
         self.check()
 
@@ -240,7 +241,7 @@ class SchedulerWorld:
         self.report(*((job, self.ranks, 0) for job in jobs))
 
     def preempt(self, request: Any) -> None:
-        """Take the request's blocks away."""
+        """Preempt `request`: vLLM takes its blocks."""
         request.num_preemptions += 1
         request.num_computed_tokens = 0
         for tables in self.tables:
@@ -254,7 +255,7 @@ class SchedulerWorld:
         assert self.found(request) == len(request.block_hashes)
 
     def found(self, request: Any) -> int:
-        """Return the length in units of the longest prefix of `request` that the first group's index has."""
+        """Return the number of units in the longest prefix of `request` that the first group's index has."""
         index = self.side.catalog.index(0)
         return max((i for i, key in enumerate(request.block_hashes, 1) if key in index), default=0)
 
@@ -265,7 +266,7 @@ class SchedulerWorld:
         self.side.catalog._drop(chunk, "evicted")
 
     def check(self) -> None:
-        """Check that the catalog is consistent, and that every prefix that can be found is in its pages."""
+        """Check that the catalog is consistent, and that the pages have every prefix that can be found."""
         catalog = self.side.catalog
         check_integrity(catalog)
         for group in range(self.groups):

@@ -21,13 +21,13 @@ HOSTILE = (
     "'\"><svg onload=window.pwned=3>",
     "\u2028]}</textarea>{{7*7}}",
 )
-"""Names of requests that try to inject code into a page."""
+"""Names of requests that would run code in a page that does not escape them."""
 
 
 def moment(
     ms: float, kind: type[Event], /, rank: int = SCHEDULER, *, epoch: int = 1, step: int = 0, **fields: Any
 ) -> Event:
-    """Return the common fields of an event `at_ms` after the beginning."""
+    """Return the common fields of an event that occurs `at_ms` milliseconds after the beginning."""
     name, engine = str(fields.pop("request", "r")), str(fields.pop("engine", "e"))
     return kind(int(ms * MS), rank, name, epoch, step, int(ms * MS) + WALL_NS, engine, **fields)  # type: ignore[arg-type]
 
@@ -56,7 +56,7 @@ class Play:
     def __init__(
         self, requests: int, ranks: int = 2, layers: int = 4, *, engine: str = "e1", seed: int = 0, running_max: int = 8
     ) -> None:
-        """Equal arguments give equal events."""
+        """Prepare the play. Equal arguments give equal events."""
         self.rng = random.Random(seed)
         self.engine, self.ranks, self.layers, self.running_max = engine, ranks, layers, running_max
         self.events: list[Event] = []

@@ -1,7 +1,7 @@
 """Records which thread touches which attribute while code runs, for tests of the `SHARED` lists.
 
-The attributes of instances of the given classes are watched. Recorded are reads, writes after the object was made, and
-containers whose content has changed when another thread reads them. Writes of an object's constructor are not recorded,
+The attributes of instances of the given classes are watched. Three things are recorded: reads, writes after the object
+was made, and containers that differ when another thread reads them. Writes of an object's constructor are not recorded,
 because other threads know of the object only afterwards.
 """
 
@@ -23,10 +23,10 @@ import pydantic
 import pytest
 
 _Content = tuple[Any, ...] | bytes | None
-"""The items of a container and of its inner containers; None: the value is not a container."""
+"""The items of a container and of its inner containers. None: the value is not a container."""
 
 _DEPTH: Final = 3
-"""The depth to which containers in containers are compared."""
+"""The depth up to which containers in containers are compared."""
 _ABSENT: Final = object()
 _UNCHANGING: Final = (tuple, Enum, BaseException, pydantic.BaseModel, msgspec.Struct)
 
@@ -44,10 +44,10 @@ def classes_of(*names: str) -> Iterator[type]:
 
 
 class _Look(NamedTuple):
-    """The content of a container when a thread last read it."""
+    """The content of a container when a thread has last read it."""
 
     owner: object
-    """The container is kept, so that no other object gets its id."""
+    """The object that has the container. This reference prevents that another object gets the same id."""
     role: Hashable
     content: _Content
 
@@ -56,14 +56,17 @@ class AttributeWatch:
     """Records touched attributes, as `Class.attribute`, by the role of the thread that touches them."""
 
     def __init__(self, role: Callable[[], Hashable]) -> None:
-        """`role` returns the present role of the calling thread, or None for a thread that is not watched."""
+        """Start without touches.
+
+        `role` returns the role of the calling thread, or None for a thread that is not watched.
+        """
         self._role = role
         self._touched: dict[Hashable, set[str]] = {}
         self._written: dict[Hashable, set[str]] = {}
         self._names: dict[tuple[type, str], str] = {}
         self._changed: set[str] = set()
         self._looks: dict[tuple[int, str], _Look] = {}
-        """By the id of the object that has a container, and the attribute's name."""
+        """The last look at each container, by the id of the object that has it and the attribute's name."""
 
     def watch(self, classes: Iterable[type], patch: pytest.MonkeyPatch) -> None:
         """Watch the instances of `classes` until `patch` is undone.
@@ -100,7 +103,10 @@ class AttributeWatch:
         patch.setattr(owner, "__setattr__", writing)
 
     def _named(self, watched: type, owner: type, name: str) -> str:
-        """Return `Class.name`: of the class with the slot, else of the highest watched class. A method has no name."""
+        """Return `Class.name` for an attribute, and "" for a method.
+
+        The class is the one that has the slot. Without a slot, the class is the highest watched class.
+        """
         known = self._names.get((owner, name))
         if known is None:
             static = inspect.getattr_static(owner, name, _ABSENT)
@@ -124,13 +130,13 @@ class AttributeWatch:
         self._looks[id(one), touched] = _Look(one, role, content)
 
     def shared(self, one: Hashable, other: Hashable) -> set[str]:
-        """Return the attributes that both roles touch, and that a role has written or whose content has changed."""
+        """Return the attributes that both roles touch, and that one role has written or whose content has changed."""
         both = self._touched.get(one, set()) & self._touched.get(other, set())
         return both & (self._written.get(one, set()) | self._written.get(other, set()) | self._changed)
 
 
 def _is_made_by(frame: FrameType | None, one: object) -> bool:
-    """Whether the constructor of `one` is among the callers."""
+    """Return whether the constructor of `one` is running now, in this call or in a caller."""
     while frame is not None:
         if frame.f_code.co_name == "__init__" and frame.f_locals.get("self") is one:
             return True
@@ -157,7 +163,7 @@ def content_of(value: object, depth: int = _DEPTH) -> _Content:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two contents have the same objects in the same order."""
+    """Return whether two contents have the same objects in the same order."""
     if isinstance(one, tuple) and isinstance(other, tuple):
         return len(one) == len(other) and all(map(same, one, other))
     return one is other or (isinstance(one, bytes) and one == other)

@@ -10,7 +10,7 @@ _MUTATORS: Final = frozenset({"add", "append", "clear", "discard", "extend", "po
 
 
 def written(node: ast.AST) -> Iterator[ast.Attribute]:
-    """Yield the attributes that a statement assigns, or whose content it changes."""
+    """Yield the attributes that a statement assigns, and the attributes whose content the statement changes."""
     match node:
         case ast.Assign(targets=targets):
             todo = list(targets)

@@ -59,7 +59,7 @@ def test_digest_of_an_adapter_depends_on_its_files_alone(tmp_path: Path) -> None
 
 
 def test_overwritten_file_is_read_again(tmp_path: Path) -> None:
-    """A file is overwritten by a file of equal size and times, at once or long after the last reading."""
+    """A file is overwritten by a file of equal size and times, at once or long after the last read."""
     files, folder = AdapterFiles(), _write(tmp_path / "a")
     one = files.read(folder).digest
     _write(tmp_path / "a", b"two")  # so soon that a clock may not show the difference
@@ -75,7 +75,7 @@ def test_overwritten_file_is_read_again(tmp_path: Path) -> None:
 
 
 def test_adapter_that_changes_during_the_read_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An adapter that changes while it is read is read again. If it never stops changing, that is reported."""
+    """An adapter that changes during the read is read again. An adapter that never stops changing is reported."""
     folder, changes = _write(tmp_path / "a"), [b"two"]
     read = module.digest_of
 
@@ -99,7 +99,7 @@ def _fifo(folder: Path) -> None:
 
 def _socket(folder: Path) -> None:
     with contextlib.chdir(folder), socket.socket(socket.AF_UNIX) as one:
-        one.bind(WEIGHTS)  # a relative name, because a socket's address has at most 107 bytes
+        one.bind(WEIGHTS)  # a relative name, because the address of a Unix socket has at most 107 bytes
 
 
 def _device(folder: Path) -> None:
@@ -144,7 +144,7 @@ def test_invalid_path_causes_one_fault(path: str) -> None:
 
 
 def test_files_that_vllm_does_not_read_are_ignored(tmp_path: Path) -> None:
-    """Names that are not UTF-8, pipes, thousands of files and links beside an adapter are not touched."""
+    """Beside an adapter's files, names that are not UTF-8, pipes, links and thousands of files are not touched."""
     folder = Path(_write(tmp_path / "a"))
     one = AdapterFiles().read(str(folder)).digest
     Path(os.fsdecode(os.fsencode(folder) + b"/\xff\xfe")).touch()
@@ -176,7 +176,7 @@ def test_digest_of_an_adapter_in_a_hub_folder(tmp_path: Path, monkeypatch: pytes
 
 
 def test_vllm_reads_no_other_files() -> None:
-    """The files that count are exactly those that vLLM's LoRA code names."""
+    """The files that a digest covers are exactly the files that vLLM's LoRA code names."""
     import re
 
     import vllm.lora
@@ -193,7 +193,7 @@ def test_vllm_reads_no_other_files() -> None:
 
 
 def test_waiting_lookups_share_one_read_of_an_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sixty lookups of one adapter cause at most two readings, although new files are normally read for each lookup."""
+    """Sixty lookups of one adapter cause at most two reads, although each lookup normally reads new files."""
     folder, go, begun = _write(tmp_path / "a"), threading.Event(), threading.Event()
     read = module.digest_of
 
@@ -211,7 +211,7 @@ def test_waiting_lookups_share_one_read_of_an_adapter(tmp_path: Path, monkeypatc
         asked.append(time.monotonic())
         assert reader.digest(folder, asked[-1]) is None
     go.set()
-    _ask(reader, str(tmp_path / "b"))  # everything that was requested before has been read
+    _ask(reader, str(tmp_path / "b"))  # all files that were requested before have now been read
     assert len({reader.digest(folder, since_s) for since_s in asked}) == 1
     assert reader.readings == 2
     reader.stop()
@@ -228,13 +228,13 @@ class _Reader:
         self.asked: list[float] = []
 
     def digest(self, _: str, since_s: float) -> bytes | None:
-        """Return `found`, or nothing."""
+        """Return `found`, or None."""
         self.asked.append(since_s)
         return self.found
 
 
 class _World:
-    """The scheduler side's adapters, and one request of adapter 1."""
+    """The scheduler side's adapters, and one request with adapter 1."""
 
     def __init__(
         self, ranks: int = 1, *, seconds_max: float = 1000.0, in_place: bool = False, fused: bool = False
@@ -258,16 +258,19 @@ class _World:
         return list(self.side.keys(self.request))
 
     def called(self, number: int) -> None:
-        """Let vLLM load or remove an adapter, after the last planned step."""
+        """Let vLLM load or remove an adapter after the last planned step."""
         self.side.called(number, self.step)
 
     def noted(self, news: dict[int, dict[int, bytes]], *, after: int = 1) -> None:
-        """Let ranks report what they hold. The report is of the step `after` steps after the last planned step."""
+        """Let ranks report the adapters that they hold.
+
+        The report is of the `after`-th step behind the last planned step.
+        """
         self.side.reported(news, self.step + after)
 
 
 def test_keys_cover_the_bytes() -> None:
-    """Keys of an adapter differ from those of every other adapter and of none, in memory and in a tier."""
+    """Keys differ for each adapter and for requests without an adapter, in memory and in a tier."""
     world = _World()
     world.reader.found = b"d" * 16
     assert world.keys() == [b"0" + b"d" * 16, b"1" + b"d" * 16]
@@ -281,9 +284,9 @@ def test_keys_cover_the_bytes() -> None:
 
 
 def test_request_waits_for_adapter_files_only_if_it_may_find_chunks() -> None:
-    """A lookup waits for the files only if the request may find something, and not for ever.
+    """A lookup waits for the files only if the request may find something, and only for a limited time.
 
-    In a step its answer is fixed.
+    The answer to a request does not change within a step.
     """
     world = _World()
     assert world.keys(worth=False) == []  # the request is computed at once, and saved as soon as a rank has reported
@@ -301,7 +304,7 @@ def test_request_waits_for_adapter_files_only_if_it_may_find_chunks() -> None:
 
 
 def test_files_read_as_another_kind_of_adapter_have_other_keys() -> None:
-    """The engine may read an adapter as one of fused experts. Then its keys differ from those of the plain adapter."""
+    """If the engine reads the adapter as one of fused experts, its keys differ from the keys of the plain adapter."""
     world = _World(fused=True)
     world.reader.found = b"d" * 16
     other = read_as(b"d" * 16, fused=True)
@@ -316,7 +319,10 @@ def test_files_read_as_another_kind_of_adapter_have_other_keys() -> None:
 
 
 def test_unreadable_adapter_has_no_keys() -> None:
-    """With an unknown hub id, or files without permission, nothing is found or saved until a rank holds the adapter."""
+    """The adapter has an unknown hub id, or files without permission.
+
+    Nothing is found or saved until a rank holds it.
+    """
     world = _World()
     world.reader.found = b""
     assert world.keys() == []
@@ -326,7 +332,10 @@ def test_unreadable_adapter_has_no_keys() -> None:
 
 
 def test_digest_that_all_ranks_hold_overrides_that_of_the_files() -> None:
-    """A digest that all ranks hold counts, whatever is on disk. If the ranks' digests differ, there are no keys."""
+    """The digest that all ranks hold decides, not the files on disk.
+
+    If the ranks' digests differ, there are no keys.
+    """
     world = _World(ranks=2)
     world.reader.found = b"new"
     assert world.keys() == [b"0new", b"1new"]
@@ -347,7 +356,10 @@ def test_digest_that_all_ranks_hold_overrides_that_of_the_files() -> None:
 
 
 def test_adapter_loaded_in_place_has_the_digest_of_its_files() -> None:
-    """VLLM loads the files of such an adapter in every step. The digest is certain once the ranks hold these bytes."""
+    """VLLM loads the adapter's files in every step.
+
+    The digest is certain once the ranks hold the bytes of these files.
+    """
     world = _World(in_place=True)
     world.noted({0: {1: b"old"}})
     world.reader.found = b"new"
@@ -392,9 +404,9 @@ def test_adapter_is_in_doubt_after_a_call_until_every_rank_has_reported(now: byt
 
 
 def test_report_of_a_step_that_began_before_the_call_is_ignored() -> None:
-    """In such a step, ranks report the adapters from before the call.
+    """The step began before the call, so its report has the adapters of that time.
 
-    The bytes stay unknown until a later step is reported.
+    The adapter's bytes stay unknown until a later step is reported.
     """
     world = _World(ranks=2)
     world.noted({rank: {1: b"old"} for rank in range(2)})
@@ -409,9 +421,9 @@ def test_report_of_a_step_that_began_before_the_call_is_ignored() -> None:
 
 
 def test_request_that_does_not_wait_has_no_keys_until_ranks_have_reported() -> None:
-    """A lookup does not wait if it could find nothing, or has waited too long.
+    """A lookup does not wait if it could find nothing, or if it has waited too long.
 
-    Its KV is saved once the bytes are known.
+    The request's KV is saved once the adapter's bytes are known.
     """
     for world in (late := _World(seconds_max=0.0)), _World():
         world.noted({0: {1: b"old"}})
@@ -426,8 +438,8 @@ def test_request_that_does_not_wait_has_no_keys_until_ranks_have_reported() -> N
 def test_jobs_name_the_step_since_which_the_adapter_must_be_unchanged() -> None:
     """For a save, the rank must have held the adapter since the save's tokens were computed.
 
-    If vLLM's cache held a part, it must have held the adapter since its first step. For a load, it must hold the
-    adapter now.
+    If vLLM's cache held a part of the prefix, the rank must have held the adapter since the engine's first step.
+    For a load, the rank must hold the adapter now.
     """
     world = _World()
     world.reader.found = b"d"
@@ -444,7 +456,7 @@ def test_jobs_name_the_step_since_which_the_adapter_must_be_unchanged() -> None:
 
 
 class _Rank:
-    """A rank that holds the adapters that it is told to load."""
+    """A rank that holds the adapters that the test loads."""
 
     def __init__(self) -> None:
         """Start without adapters."""
@@ -483,7 +495,7 @@ def test_a_job_of_another_adapter_is_refused() -> None:
     assert not rank.takes(b"e", 1)
     changed = rank.step
     rank.load(1, b"d")
-    assert not rank.takes(b"d", changed)  # a part was computed with the other adapter
+    assert not rank.takes(b"d", changed)  # a part of the save was computed with the other adapter
     assert rank.takes(b"d", changed, Kind.LOAD_SYNC) is False
     assert rank.takes(b"d", ALWAYS, Kind.LOAD_SYNC)
     del rank.there[1]
@@ -492,7 +504,10 @@ def test_a_job_of_another_adapter_is_refused() -> None:
 
 
 def test_save_is_refused_when_its_adapters_name_was_loaded_again_meanwhile() -> None:
-    """VLLM's cache knows an adapter by name and path. So its hits may be KV of the bytes that had this name before."""
+    """VLLM's cache knows an adapter by name and path.
+
+    So a hit may be KV of other bytes that had the same name before.
+    """
     rank = _Rank()
     rank.load(1, b"d")
     rank.takes(b"d", 0)
@@ -504,14 +519,14 @@ def test_save_is_refused_when_its_adapters_name_was_loaded_again_meanwhile() -> 
 
 
 def test_sum_of_reports_has_the_step_of_the_slowest_rank() -> None:
-    """The sum of the reports of several ranks has the step of the slowest rank."""
+    """The sum of the reports of several ranks has the step that the slowest rank has reported."""
     report = Report(adapters={0: {1: b"d"}}, step=3)
     report.add(Report(adapters={1: {1: b"d"}}, step=2))
     assert (report.step, set(report.adapters)) == (2, {0, 1})
 
 
 def test_rank_reports_its_adapters_once_when_they_change() -> None:
-    """A rank reports its adapters once when they change, and again if the scheduler side does not know them."""
+    """A rank reports its adapters once after each change, and again if the scheduler side does not know them."""
     rank = _Rank()
     assert rank.held.news() == {}
     rank.load(1, b"d")
@@ -527,7 +542,7 @@ def test_rank_reports_its_adapters_once_when_they_change() -> None:
 
 
 def test_forgotten_adapter_counts_as_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forgotten adapter may have changed, so KV that was computed with it before is not used."""
+    """An adapter that the rank has forgotten may have changed. KV that was computed with it before is not used."""
     monkeypatch.setattr("kvpipe.worker.adapters.KNOWN_MAX", 4)
     rank = _Rank()
     for number in range(1, 9):

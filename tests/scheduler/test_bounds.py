@@ -34,7 +34,10 @@ def _entries(root: object) -> dict[str, int]:
 
 
 def _serve(world: SchedulerWorld, number: int) -> None:
-    """Serve a request with a new salt, session and class, with a hint and an answer. Every tenth gets a second turn."""
+    """Serve a request with a new salt, session and class, with a hint and an answer.
+
+    Every tenth session has a second turn.
+    """
     side, salt = world.side, f"salt {number}"
     for turn, units in enumerate((CHUNK, CHUNK + 1)[: 2 - bool(number % 10)]):
         request: Any = world.request(f"{number}/{turn}", 2 * CHUNK + 2)
@@ -52,7 +55,7 @@ def _serve(world: SchedulerWorld, number: int) -> None:
 
 
 def test_tenants_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many entries are kept after all tenants as after half of the tenants."""
+    """After all tenants, the scheduler side keeps as many entries as after half of the tenants."""
     monkeypatch.setenv("KVPIPE_POLICY", "sessions")
     monkeypatch.setenv("KVPIPE_QUOTAS", '[{"name": "alice", "salt": "alice", "share": 0.5}]')
     monkeypatch.setattr(durations, "KEPT_MAX", 1024)

@@ -1,4 +1,4 @@
-"""Tests of events of requests: which parts are called, in which order, and the effect of a part that raises."""
+"""Tests of the events of requests: which parts are called, in which order, and what happens when a part raises."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_events_follow_the_life_of_a_request() -> None:
 
 
 def test_subscriber_is_called_when_an_earlier_one_raises() -> None:
-    """Subscribers are called in the order of the list. The fault is counted with the method that has raised."""
+    """Subscribers are called in the order of the list. The fault's name has the method that has raised."""
     counters, noted = Counters(), list[str]()
     events = Events(counters)
     counters.watcher = lambda name, fields: noted.append(f"{name} in {fields['where']}")

@@ -1,4 +1,4 @@
-"""Saves of generated tokens in every n-th step only (`save_decode_steps`)."""
+"""Tests of `save_decode_steps`: generated tokens are saved only in every n-th step."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_default_saves_in_more_steps_when_more_requests_run(running: int, saving
     assert [count for count in saves if count] == [running] * saving
 
 
-def test_each_16th_step_saves_when_the_number_of_requests_changes() -> None:
-    """The number of requests decides anew in each step whether the step saves."""
+def test_saves_are_at_most_16_steps_apart_when_the_number_of_requests_changes() -> None:
+    """Each step decides anew, from the present number of requests, whether it saves."""
     world = SchedulerWorld(save_steps=None)
     request, *others = (world.request(f"r{number}", 1) for number in range(17))
     for one in (request, *others):
@@ -90,7 +90,10 @@ def test_at_most_the_tokens_of_15_steps_are_lost_when_a_request_ends_or_is_preem
 
 
 def test_generated_tokens_that_are_computed_again_are_saved_at_once() -> None:
-    """A preempted request resumes without a hit. Many steps may have generated the tokens that one step computes."""
+    """A preempted request resumes without a hit.
+
+    One step may compute again the tokens that many steps have generated.
+    """
     world = SchedulerWorld(save_steps=1024)
     request, other = world.request("a", 1), world.request("b", 1)
     for one in (request, other):
@@ -105,7 +108,10 @@ def test_generated_tokens_that_are_computed_again_are_saved_at_once() -> None:
 
 
 def test_prompt_is_saved_at_once_if_it_could_not_be_saved_when_it_was_computed() -> None:
-    """The save of the prompt has failed. The next decode step saves the prompt again, and waits for no group."""
+    """The prompt's save has failed.
+
+    The next decode step saves the prompt again, and does not wait for the 1024th step.
+    """
     world = SchedulerWorld(save_steps=1024)
     request = world.request("a", 3)
     world.admit(request)
@@ -122,7 +128,7 @@ def test_prompt_is_saved_at_once_if_it_could_not_be_saved_when_it_was_computed()
 def test_answers_are_saved_before_their_blocks_leave_a_window(
     windows: tuple[int | None, ...], local: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The request ends long before a step in which all generated tokens are saved."""
+    """The request ends long before the step that would save the generated tokens of all requests."""
     monkeypatch.setattr(arrivals, "ANSWER_TOKENS_MAX", 8 * BLOCK)
     shape = Shape(windows=windows, locals=local, load="async", save_steps=1024, blocks=36, pool_slots=24)
     trial = Trial(shape, 0)
@@ -135,7 +141,7 @@ def test_answers_are_saved_before_their_blocks_leave_a_window(
 
 
 def test_the_chunk_of_the_saved_end_is_used_when_a_request_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The policy is notified of every chunk of a request that ends, including the last chunk, which is not full."""
+    """When a request ends, the policy is notified of all its chunks, even of the last chunk, which is not full."""
     world = SchedulerWorld(chunk_units=4, save_steps=1024)
     request = world.request("a", 2)
     world.admit(request)

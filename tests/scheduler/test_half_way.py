@@ -1,4 +1,4 @@
-"""A request, a load or a lookup that ends or raises half way leaves nothing behind."""
+"""A request, a load or a lookup that ends or raises half way leaves no lease, no job and no answer behind."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ def _in_turn(*calls: Callable[..., object]) -> Callable[..., object]:
 
 @pytest.mark.parametrize("old", ["hit", "later"])
 def test_a_lookup_that_raises_leaves_no_answer(old: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine continues as after a miss. The answer and the postponement of earlier lookups are forgotten."""
+    """The engine continues as after a miss.
+
+    The request's answer and the postponement of its earlier lookups are forgotten.
+    """
     world = SchedulerWorld(load="async")
     world.publish(world.request("old", 4, shared=4))
     request = world.request("new", 6, shared=4)
@@ -51,7 +54,7 @@ def test_a_lookup_that_raises_leaves_no_answer(old: str, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("first", ["new", "preempted", "unknown", "untrackable"])
 def test_a_lookup_that_raises_is_a_miss(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine admits the request. The request is tracked, its KV is checked for old weights, and is saved."""
+    """The engine admits the request. The request is tracked and saved, and its KV is checked for old weights."""
     world = SchedulerWorld(load="async")
     request, stale = world.request("new", 3), list[str]()
     if first == "preempted":
@@ -81,7 +84,10 @@ def test_a_lookup_that_raises_is_a_miss(first: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_lookup_that_raises_during_a_load_is_a_miss() -> None:
-    """There is no answer, because blocks are allocated and the engine looks up only before that."""
+    """The lookup has no answer, because the request already has blocks.
+
+    VLLM looks a request up only before it has blocks.
+    """
     world = SchedulerWorld(load="async")
     world.publish(world.request("old", 4, shared=4))
     request = world.request("new", 6, shared=4)
@@ -151,7 +157,7 @@ def test_load_of_a_request_that_ends_first_is_not_sent() -> None:
 
 
 def test_failed_load_ends_when_other_loads_cannot_be_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The load's leases end, its request is computed, and other jobs of the report are processed."""
+    """The leases of the failed load end, its request is computed, and other jobs of the report are processed."""
     world = SchedulerWorld(load="sync")
     world.publish(world.request("old", 4, shared=4))
     request, other = world.request("new", 6, shared=4), world.request("other", 2)
@@ -168,7 +174,10 @@ def test_failed_load_ends_when_other_loads_cannot_be_reported(monkeypatch: pytes
 
 
 def test_blocks_of_a_request_that_is_over_are_forgotten_only_while_loads_may_fail() -> None:
-    """When a finished request's loads can no longer fail, its blocks stay in vLLM's cache if a later load fails."""
+    """The request has ended, and none of its loads can fail any more.
+
+    If a later load fails, the request's blocks stay in vLLM's cache.
+    """
     world = SchedulerWorld(load="sync")
     world.publish(world.request("old", 4, shared=4))
     first, reader, last = (world.request(name, 6, shared=4) for name in ("first", "reader", "last"))

@@ -1,4 +1,4 @@
-"""Tests of hints: they are read once, bounded, and passed to the policy, or ignored and counted."""
+"""Tests of hints: each hint is read once and bounded, and is passed to the policy, or is ignored and counted."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class HintedSide:
         self.received.append((chunk.identity, hint))
 
     def arrive(self, name: str, units: int, own: object, actions: object = None) -> Any:
-        """Return a request of `units` units that arrives with hints."""
+        """Return a request of `units` units, which arrives with hints."""
         request = self.world.request(name, units)
         self.world.side.on_new_request(request, RawHints(actions, own))
         self.world.admit(request)
         return request
 
     def counted(self, what: str) -> dict[str, int]:
-        """Return how often hints were ignored or applied, by reason or action."""
+        """Return how often hints were `what`: "ignored", by reason, or "applied", by action."""
         stats = self.world.side.stats()
         return {name.partition(".")[2]: n for name, n in stats.items() if name.startswith(f"hints_{what}.")}
 
@@ -110,14 +110,14 @@ _BAD_PAYLOADS: list[object] = [
     ids=lambda value: repr(value)[:60],
 )
 def test_invalid_hint_is_ignored_and_counted(raw: RawHints, why: list[str]) -> None:
-    """The hint is ignored with a reason, and without an exception."""
+    """The hint is ignored with a reason. No exception is raised."""
     received: list[str] = []
     assert read(raw, received.append) == ()
     assert received == why
 
 
 def test_first_hint_of_a_kind_is_used() -> None:
-    """The envelope's hint takes precedence over the parameter's. Hints of other kinds are applied."""
+    """The envelope's hint replaces a hint of the same kind in the parameter. Hints of other kinds are applied, too."""
     received: list[str] = []
     actions = [RawAction("kv.retain", "1.0", {"ttl_seconds": 5}), RawAction("kv.fetch", "1.0", {})]
     own = {"retain": {"ttl_seconds": 6}, "resume": {"after_seconds": 4}}
@@ -126,7 +126,7 @@ def test_first_hint_of_a_kind_is_used() -> None:
 
 
 def test_malformed_action_is_counted_once_beside_actions_that_are_not() -> None:
-    """One of two actions is malformed. The other action is applied."""
+    """A request has two actions, one of which is malformed. The other action is applied."""
     received: list[str] = []
     actions = [None, RawAction("kv.retain", "1.0", {"ttl_seconds": 5})]
     assert read(RawHints(actions, None), received.append) == ((RETAIN, 5.0),)
@@ -155,12 +155,12 @@ def test_the_policy_takes_hints_when_chunks_land_and_when_the_request_is_over() 
 
 
 def test_late_chunk_is_reported_to_the_policy() -> None:
-    """If the last save lands after the request's end, its hint counts from the end of the request."""
+    """The last save lands after the request's end. The hint of its chunks counts from the end of the request."""
     hinted = HintedSide()
     request = hinted.arrive("a", 2 * CHUNK_UNITS, {"resume": {"after_seconds": 20}})
     jobs = hinted.world.step(request)
     hinted.world.side.finished(request)
-    hinted.received.clear()  # the last chunk, which is being written
+    hinted.received.clear()  # forget the calls for the last chunk, which is still being written
     catalog: Any = hinted.world.side.catalog
     catalog._clock = lambda: NOW_S + 7
     ended: list[bool] = []
@@ -174,7 +174,7 @@ def test_late_chunk_is_reported_to_the_policy() -> None:
 
 @pytest.mark.parametrize("adapter", [False, True])
 def test_all_chunks_of_a_request_with_an_adapter_are_reported(*, adapter: bool) -> None:
-    """The adapter's keys are not known any more after the request has ended."""
+    """The report does not use the adapter's keys, which are not known any more after the request has ended."""
     hinted = HintedSide()
     world: Any = hinted.world
     world.check = lambda: None  # the check does not know adapters
@@ -199,7 +199,10 @@ def test_all_chunks_of_a_request_with_an_adapter_are_reported(*, adapter: bool) 
 
 @pytest.mark.parametrize("end", ["never admitted", "aborted", "preempted"])
 def test_request_without_chunks_in_the_pool_gets_no_hint(end: str) -> None:
-    """A request that saved nothing, or whose chunks were evicted, gets no hint."""
+    """A request that was never admitted has saved nothing, so the policy does not get its hint.
+
+    The hint of an aborted or preempted request is passed to the policy.
+    """
     hinted = HintedSide()
     request = hinted.world.request("a", CHUNK_UNITS)
     hinted.world.side.on_new_request(request, RawHints(None, {"demote": {}}))
@@ -233,7 +236,7 @@ def test_request_ends_when_the_policy_raises() -> None:
 
 
 def test_policy_without_hints_gets_none() -> None:
-    """If the policy takes no hints, the hints of requests are not read, whatever they contain."""
+    """If the policy accepts no hints, the hints of requests are not read."""
     hinted = HintedSide(takes_hints=False)
     request = hinted.arrive("a", CHUNK_UNITS, {"retain": {}}, [None] * 1000)
     hinted.world.succeed(*hinted.world.step(request))
@@ -243,7 +246,7 @@ def test_policy_without_hints_gets_none() -> None:
 
 
 def test_a_request_without_hints_costs_nothing() -> None:
-    """Nothing is read, looked up or counted."""
+    """Without hints, no hint is read, no chunk is looked up and no counter changes."""
     hinted = HintedSide()
     hinted.world.publish(hinted.world.request("a", 2 * CHUNK_UNITS))
     assert hinted.received == []
@@ -252,7 +255,7 @@ def test_a_request_without_hints_costs_nothing() -> None:
 
 @pytest.mark.parametrize("own", [{"retain": {}}, {"retain": {}, "resume": {"after_seconds": 1}}])
 def test_hints_add_no_lookup_of_chunks(own: dict[str, Any]) -> None:
-    """At the end of the request its chunks are looked up once for all hints, as without hints."""
+    """When the request ends, one lookup of its chunks serves all hints, just as without hints."""
     hinted = HintedSide()
     catalog: Any = hinted.world.side.catalog
     index = CountingIndex(catalog._index[0])
@@ -268,7 +271,10 @@ def test_hints_add_no_lookup_of_chunks(own: dict[str, Any]) -> None:
 
 
 def _served(hints: object) -> list[int]:
-    """Return the tokens that several requests are promised, each with `hints`, in a pool with room for all."""
+    """Return the tokens that several requests are promised.
+
+    Each request has `hints`. The pool has room for all chunks.
+    """
     hinted = HintedSide()
     out = []
     for name in "abca":
@@ -284,5 +290,5 @@ def _served(hints: object) -> list[int]:
     "hints", [{"retain": {}}, {"demote": {}}, {"resume": {"after_seconds": 0}}, "nonsense"], ids=repr
 )
 def test_hints_change_no_answer(hints: object) -> None:
-    """A held chunk is found, whatever hints were given for it."""
+    """Hints do not change which held chunks are found."""
     assert _served(hints) == _served(None) == [0, 0, 0, 2 * CHUNK_UNITS * UNIT - 1]

@@ -1,4 +1,4 @@
-"""A job ends with the last rank's report. It is done only if every rank succeeds and the job is not in doubt."""
+"""A job ends with the last rank's report. A job is done only if every rank succeeds and the job is not in doubt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GOOD, BAD = Tally(1, 0), Tally(0, 1)
 @pytest.mark.parametrize("reports", itertools.product((GOOD, BAD), repeat=RANKS))
 @pytest.mark.parametrize("tainted_after", [None, 0, 1, 2])
 def test_one_failure_or_doubt_loses_the_job(reports: tuple[Tally, ...], tainted_after: int | None) -> None:
-    """Ranks report in any order. One failed or doubtful report makes the whole job fail."""
+    """Ranks report in any order. If one report is failed or doubtful, the whole job fails."""
     job = Reported(m.JOB.compile(), 1, None)
     for i, report in enumerate(reports):
         if tainted_after == i:
@@ -38,7 +38,7 @@ def test_sum_of_all_reports_ends_the_job(reports: Tally) -> None:
 
 
 def test_only_jobs_that_were_sent_recently_are_awaited() -> None:
-    """Only jobs that were sent recently are awaited. If no job was sent, there is nothing to await."""
+    """If no job was sent recently, the engine does not wait for a report."""
     first, last = Reported(m.JOB.compile(), 1, None), Reported(m.JOB.compile(), 2, None)
     assert not awaited({}, 100.0)
     assert awaited({1: first, 2: last}, 100.0)

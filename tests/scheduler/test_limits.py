@@ -23,7 +23,7 @@ LOCAL, REMOTE = TierMatcher(None, "local"), TierMatcher(None, "remote")
 
 
 def _arrive(world: SchedulerWorld, name: str, units: int = UNITS, **limits: Any) -> Any:
-    """Return a new request with limits, which begins with the same tokens as every other one."""
+    """Return a new request with limits. All requests of this function begin with the same tokens."""
     request = world.request(name, units, shared=4 * UNITS)
     world.side.on_new_request(request, None, RequestLimits(**limits))
     return request
@@ -35,7 +35,7 @@ def _arrive(world: SchedulerWorld, name: str, units: int = UNITS, **limits: Any)
 )
 @pytest.mark.parametrize("windows", [(None,), (None, 3 * UNIT), (2 * UNIT,)], ids=str)
 def test_hit_ends_at_the_limit(windows: tuple[int | None, ...], tokens: int, local: int, hit: int) -> None:
-    """The limit is rounded down to a unit, and counts beyond the tokens that the engine's own cache holds."""
+    """The limit is rounded down to a unit. Tokens that the engine's own cache holds do not count towards the limit."""
     world = SchedulerWorld(chunk_units=CHUNK, windows=windows)
     world.publish(world.request("a", UNITS, shared=UNITS))
     request = _arrive(world, "b", UNITS + 1, load_tokens_max=tokens)
@@ -58,7 +58,7 @@ def test_limit_holds_again_after_a_preemption() -> None:
     (2 * UNIT, UNITS, "limit"), (2 * UNIT, 1, "not_saved"), (99 * UNIT, 5, "not_saved"), (0, 3, "limit"),
 ])  # fmt: skip
 def test_miss_has_the_reason_limit_when_the_limit_ends_the_hit(tokens: int, held: int, why: str) -> None:
-    """In all other cases the miss has the same reason as without a limit."""
+    """In all other cases the miss has the reason that it would have without a limit."""
     world = SchedulerWorld(chunk_units=CHUNK)
     world.publish(world.request("a", held, shared=held))
     request = _arrive(world, "b", load_tokens_max=tokens)
@@ -71,7 +71,7 @@ def test_miss_has_the_reason_limit_when_the_limit_ends_the_hit(tokens: int, held
 )
 @pytest.mark.parametrize("steps", [1, 3])
 def test_only_the_first_tokens_are_saved(tokens: int, saved: int, steps: int) -> None:
-    """The limit is rounded down to a unit. It counts from the first token, however the request is computed."""
+    """The limit is rounded down to a unit. The limit counts from the first token in all steps."""
     world = SchedulerWorld(chunk_units=CHUNK)
     request = _arrive(world, "a", UNITS - steps + 1, save_tokens_max=tokens)
     world.admit(request)
@@ -107,7 +107,7 @@ def test_failed_save_is_retried_up_to_the_limit() -> None:
 
 
 def test_end_of_the_saved_part_stays_found_when_another_request_extends_the_chunk() -> None:
-    """A client that limits saves to a shared beginning expects later prompts to find that beginning."""
+    """A client may limit saves to the beginning that its prompts share. Later prompts must find this beginning."""
     world = SchedulerWorld(chunk_units=CHUNK)
     limited = _arrive(world, "a", save_tokens_max=2 * UNIT)
     world.admit(limited)
@@ -118,7 +118,7 @@ def test_end_of_the_saved_part_stays_found_when_another_request_extends_the_chun
 
 @pytest.mark.parametrize(("tokens", "saved"), [(8 * UNIT - 1, 0), (8 * UNIT, 1)])
 def test_states_behind_the_limit_are_not_saved(tokens: int, saved: int) -> None:
-    """A state after 8 units counts as the tokens of all 8 units."""
+    """A state after 8 units counts as the tokens of all 8 units, so a limit below 8 units excludes the state."""
     world = SchedulerWorld(windows=(None, None), states=(1,), chunk_units=CHUNK)
     request = _arrive(world, "a", 9, save_tokens_max=tokens)
     world.admit(request)
@@ -159,7 +159,7 @@ def _orders(world: SchedulerWorld, staging: Any) -> list[Any]:
      ((), None)],
 )  # fmt: skip
 def test_only_tiers_that_a_matcher_stands_for_are_asked(matchers: Any, orders: list[int] | None) -> None:
-    """If no matcher selects any tier, no tier is asked, and the lookup does not wait."""
+    """If no matcher selects a tier, no tier is asked and the lookup does not wait."""
     with _tiered() as (world, staging, tiers):
         staging.space.base = SPACE
         request = _arrive(world, "a", 2 * CHUNK, load_tiers=None if matchers is None else frozenset(matchers))
@@ -173,7 +173,7 @@ def test_only_tiers_that_a_matcher_stands_for_are_asked(matchers: Any, orders: l
 
 
 def test_memory_counts_although_no_tier_may_be_asked() -> None:
-    """In vLLM, every load goes through host memory, so no matcher excludes host memory."""
+    """Every load goes through host memory, so no matcher excludes the chunks in host memory."""
     with _tiered() as (world, staging, _):
         world.publish(world.request("a", UNITS, shared=UNITS))
         staging.space.base = SPACE
@@ -182,7 +182,7 @@ def test_memory_counts_although_no_tier_may_be_asked() -> None:
 
 @pytest.mark.parametrize(("tokens", "units"), [(2 * CHUNK * UNIT - 1, [CHUNK]), (2 * CHUNK * UNIT, [CHUNK] * 2)])
 def test_chunks_behind_the_limit_are_not_fetched(tokens: int, units: list[int]) -> None:
-    """If the limit ends within a chunk, the whole chunk is not fetched, because a tier returns only whole chunks."""
+    """If the limit ends within a chunk, this chunk is not fetched, because a tier returns only whole chunks."""
     with _tiered() as (world, staging, tiers):
         staging.space.base = SPACE
         request = _arrive(world, "a", 4 * CHUNK, load_tokens_max=tokens)
@@ -192,7 +192,7 @@ def test_chunks_behind_the_limit_are_not_fetched(tokens: int, units: list[int]) 
 
 
 def test_no_tier_is_asked_when_nothing_may_be_loaded() -> None:
-    """The request does not wait."""
+    """A lookup of such a request does not wait."""
     with _tiered() as (world, staging, tiers):
         staging.space.base = SPACE
         request = _arrive(world, "a", 4 * CHUNK, load_tokens_max=0)
@@ -203,9 +203,9 @@ def test_no_tier_is_asked_when_nothing_may_be_loaded() -> None:
 
 @pytest.mark.parametrize(("tokens", "stored"), [(None, 4), (CHUNK * UNIT, 2), (0, 0)])
 def test_chunks_behind_the_limit_are_not_stored_at_a_second_use(tokens: int | None, stored: int) -> None:
-    """Two tiers store chunks only when a second request uses them.
+    """Two tiers store a chunk only when a second request uses it.
 
-    The limit of this request applies to these stores.
+    The limit of this second request also applies to the stores.
     """
     with _tiered(store="second_use") as (world, staging, _):
         world.publish(world.request("a", 2 * CHUNK, shared=2 * CHUNK))
@@ -218,7 +218,10 @@ def test_chunks_behind_the_limit_are_not_stored_at_a_second_use(tokens: int | No
 
 
 def test_repeated_lookups_keep_the_prompt_that_they_want_when_its_limit_stays() -> None:
-    """VLLM repeats a lookup in each step while the request waits. The lookups reuse one description of the prompt."""
+    """VLLM repeats a lookup in each step while the request waits.
+
+    All these lookups use the same description of the prompt.
+    """
     with _tiered() as (world, staging, _):
         staging.space.base = SPACE
         request = _arrive(world, "a")
@@ -232,7 +235,7 @@ def test_repeated_lookups_keep_the_prompt_that_they_want_when_its_limit_stays() 
 
 
 def test_loads_search_no_keys_when_no_tier_stores_at_the_second_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A limit then has nothing to forbid."""
+    """Without such a tier, the limit on saves can forbid no store, so a load searches no keys."""
     with _tiered() as (world, staging, _):
         _arrive(world, "a", save_tokens_max=UNIT)
         without = dataclasses.replace(staging.stores._context, prefixes=cast("Any", None))

@@ -31,7 +31,7 @@ class Ordering:
     """A side with orders and with saved prompts."""
 
     def __init__(self, **keys: Any) -> None:
-        """Create the side. `keys` are arguments of `SchedulerWorld`."""
+        """Create the side. `keys`: the arguments of `SchedulerWorld`."""
         self.world = SchedulerWorld(**keys)
         self.side, self.now_s = self.world.side, 0.0
         self.side.orders.slice_s_max = float("inf")
@@ -39,7 +39,7 @@ class Ordering:
         self.prefixes = Prefixes(self.side.catalog, self.side.geometry, UNIT, lambda asked: asked.block_hashes)
 
     def save(self, name: str, units: int, *, shared: int = 0) -> Any:
-        """Return a request that was saved and has finished."""
+        """Save a request to its end, and return the request."""
         request = self.world.request(name, units, shared=shared)
         self.world.admit(request)
         self.world.succeed(*self.world.step(request))
@@ -47,7 +47,7 @@ class Ordering:
         return request
 
     def do(self, make: Any) -> Any:
-        """Put an order, make steps until it is over, and return its result."""
+        """Put an order into the queue, make steps until the order is over, and return its result."""
         order = self.side.orders.queue_change(make)
         for _ in range(100):
             if order.over:
@@ -60,7 +60,7 @@ class Ordering:
         return order.result
 
     def idle(self, make: Any) -> Order:
-        """Put an order while the engine has nothing to do, and carry out due orders."""
+        """Put an order into the queue while the engine has no requests, and carry out due orders."""
         order = self.side.orders.queue_change(make)
         while self.side.orders.due:
             assert self.side.orders.turns.borrow()
@@ -80,14 +80,14 @@ class Ordering:
         return noted
 
     def held(self, request: Any) -> int:
-        """Return the number of units of the request that are found."""
+        """Return the number of units of the request that the catalog finds."""
         return self.prefixes.longest(request)
 
 
 def test_a_pinned_prompt_stays_until_its_deadline() -> None:
-    """Other saves do not evict the prompt.
+    """Saves of other requests do not evict the pinned prompt.
 
-    If the pool has no room beside the prompt, chunks of other requests are not saved.
+    If the pool has no room beside the pinned prompt, chunks of other requests are not saved.
     """
     one = Ordering(slots=8)
     kept = one.save("a", 3 * CHUNK)
@@ -107,11 +107,11 @@ def test_a_pinned_prompt_stays_until_its_deadline() -> None:
 
 
 def test_a_pin_ends_at_its_own_deadline_when_an_earlier_pin_lasts_longer() -> None:
-    """Two pins hold the same prompt. The second pin has the earlier deadline."""
+    """Two pins hold the same prompt. The second pin has the earlier deadline and ends first."""
     one = Ordering(slots=8)
     kept = one.save("a", 3 * CHUNK)
     longer = one.pin(kept, 100)
-    one.world.step()  # this step records the first deadline, which is then 100
+    one.world.step()  # this step takes 100 as the first deadline
     one.pin(kept, 10)
     one.now_s = 11
     one.world.step()
@@ -123,7 +123,7 @@ def test_a_pin_ends_at_its_own_deadline_when_an_earlier_pin_lasts_longer() -> No
 
 
 def test_the_age_of_the_oldest_lease_counts_no_pins() -> None:
-    """Leases of pins are left out, because pins are meant to last long."""
+    """Leases of pins do not count, because pins are meant to last long."""
     one = Ordering()
     one.pin(one.save("a", CHUNK))
     assert one.side.catalog.leases == 1
@@ -131,7 +131,7 @@ def test_the_age_of_the_oldest_lease_counts_no_pins() -> None:
 
 
 def test_a_pin_that_is_over_takes_no_room() -> None:
-    """A pin whose time is over is not reported, even without a step. The next pin gets its room."""
+    """An expired pin is not reported, even if no step follows. The next pin may use its room."""
     one = Ordering(slots=8)
     kept, other = one.save("a", 4 * CHUNK), one.save("b", 2 * CHUNK)
     one.pin(kept, 10)
@@ -146,9 +146,9 @@ def test_a_pin_that_is_over_takes_no_room() -> None:
 @pytest.mark.parametrize("units", [CHUNK + 4, 2 * CHUNK])
 @pytest.mark.parametrize("keys", [{"windows": (None, 4 * UNIT)}, {"windows": (None, None), "states": (1,)}])
 def test_a_pinned_prompt_may_end_with_a_block(keys: dict[str, Any], units: int) -> None:
-    """A pin includes the prompt's last unit and the state after it.
+    """A pin includes the prompt's last unit and the state after the last unit.
 
-    Only longer prompts load these, because a request with the same prompt computes its last unit again.
+    Only longer prompts load these two, because a request with the same prompt computes its last unit again.
     """
     one = Ordering(slots=16, **keys)
     continued = one.world.request("a", units, extra=1)
@@ -184,7 +184,7 @@ def test_pin_holds_the_chunks_that_a_hit_needs(keys: dict[str, Any]) -> None:
 
 
 def test_pins_are_bounded() -> None:
-    """The share of the pool, the seconds, and the held chunks limit a pin. A refused pin holds nothing."""
+    """The share of the pool, the seconds and the number of held chunks limit a pin. A refused pin holds nothing."""
     one = Ordering(slots=2 * (PART_CHUNKS + 4))
     long = one.save("a", (PART_CHUNKS + 5) * CHUNK)
     with pytest.raises(OrderRefusedError, match="pins may hold 20 chunks"):
@@ -207,7 +207,7 @@ def test_pins_are_bounded() -> None:
 
 
 def test_a_pin_has_no_gaps() -> None:
-    """A pin is refused if one of its chunks is evicted while the pin is made. The refused pin holds nothing."""
+    """If one of its chunks is evicted while a pin is made, the pin is refused and holds nothing."""
     one = Ordering(slots=8 * PART_CHUNKS)
     request = one.save("a", 3 * PART_CHUNKS * CHUNK)
     work = one.side.pins.pin(one.prefixes, request, 10)
@@ -233,7 +233,7 @@ def test_eviction_from_a_token_on_keeps_the_chunks_before_it() -> None:
 
 
 def test_chunk_with_a_save_in_flight_is_evicted() -> None:
-    """The chunk is not found after its save has landed. Then its slot is free."""
+    """The save lands, but the chunk is not found any more. Then its slot is free."""
     one = Ordering()
     request = one.world.request("a", 2 * CHUNK)
     one.world.admit(request)
@@ -244,7 +244,7 @@ def test_chunk_with_a_save_in_flight_is_evicted() -> None:
 
 
 def test_eviction_of_a_chunk_ends_its_pins() -> None:
-    """The other slots of the pin become free, because a pin without this chunk gives no hit."""
+    """A pin without the evicted chunk gives no hit, so the pin ends and its other slots become free."""
     one = Ordering()
     request, beside = one.save("a", 3 * CHUNK), one.save("b", CHUNK)
     one.pin(request)
@@ -274,7 +274,7 @@ def test_a_reset_ends_pins() -> None:
 
 
 def test_owner_of_a_pin_differs_from_every_requests_owner() -> None:
-    """A request with the name of a pin's owner has another owner, in every epoch."""
+    """A request may have the name of a pin's owner. The request's owner still differs, in every epoch."""
     one = Ordering()
     request = one.save("a", CHUNK)
     one.pin(request)
@@ -284,7 +284,7 @@ def test_owner_of_a_pin_differs_from_every_requests_owner() -> None:
 
 
 def test_too_many_orders_are_refused_but_not_the_ends_of_pins() -> None:
-    """The number of waiting orders is limited. A pin whose time is over ends all the same."""
+    """The number of waiting orders is limited. A pin still ends at its deadline."""
     one = Ordering()
     request = one.save("a", CHUNK)
     one.pin(request)
@@ -299,7 +299,7 @@ def test_too_many_orders_are_refused_but_not_the_ends_of_pins() -> None:
 
 
 def test_ends_of_pins_leave_orders_their_room() -> None:
-    """Ends of pins do not take room from orders, however many there are."""
+    """The ends of expired pins wait as orders, too, but take no room from other orders."""
     one = Ordering()
     request = one.save("a", CHUNK)
     for _ in range(ORDERS_MAX + 1):
@@ -312,7 +312,7 @@ def test_ends_of_pins_leave_orders_their_room() -> None:
 
 
 def test_failed_order_is_answered_and_counted() -> None:
-    """The failure is answered and counted, and later orders are carried out."""
+    """The order's caller gets the failure, which is counted. Later orders are carried out."""
 
     def broken() -> Work:
         yield
@@ -354,7 +354,7 @@ def _calls() -> list[str]:
 
 @pytest.mark.parametrize("name", _calls())
 def test_every_call_takes_the_turn(name: str) -> None:
-    """Each call takes the turn before it does anything, because another thread may use the catalog."""
+    """Each call takes the turn before any other work, because another thread may be using the catalog."""
     one = Ordering()
     assert not one.side.pending
     turns = one.side.orders.turns
@@ -383,7 +383,7 @@ def test_an_idle_engine_gives_the_turn_back_after_a_reset() -> None:
 
 
 def test_the_turn_is_given_when_nothing_is_pending() -> None:
-    """The turn is not given away while ranks owe the report of a save."""
+    """While ranks owe the report of a save, the turn is not given away."""
     one = Ordering()
 
     def pending() -> bool:

@@ -73,7 +73,7 @@ def test_every_parameter_can_be_set(load: Workload) -> None:
     ],
 )
 def test_impossible_value_is_refused(part: str, given: str, wording: str) -> None:
-    """An impossible value is refused by name, before anything is replayed."""
+    """An impossible value is refused by its parameter's name before the replay begins."""
     with pytest.raises(ValueError, match=wording):
         Setting().with_set(part, [given])
 
@@ -86,7 +86,7 @@ def _rows(file: Path, *more: str) -> dict[str, Any]:
 
 
 def test_replay_follows_its_settings(load: Workload, usual: Path, tmp_path: Path) -> None:
-    """With a quarter of the compute rate, first tokens are later. Capacities are those that were set."""
+    """A quarter of the compute rate delays the first tokens. The capacities are those that the test has set."""
     fast = json.loads(usual.read_text(encoding="utf-8"))
     slow = _rows(tmp_path / "slow.json", "--share", "0.005", "0.3", "--model", "flop_per_s=4e14", "--disk", "share=0.5")
     assert [row["share"] for row in fast["yardstick"]] == [0.01, 0.02, 0.05, 0.1]
@@ -103,7 +103,7 @@ def test_replay_follows_its_settings(load: Workload, usual: Path, tmp_path: Path
 
 
 def test_a_file_has_one_set_of_parameters(usual: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows of another set of parameters are not added to a file, in particular not to the repository's."""
+    """A file of results, in particular the repository's file, accepts no rows of another set of parameters."""
     for file in (usual, report.RESULTS):
         with pytest.raises(SystemExit):
             command.main(["--memory", "share=0.2", "--json", str(file)])
@@ -111,9 +111,9 @@ def test_a_file_has_one_set_of_parameters(usual: Path, capsys: pytest.CaptureFix
 
 
 def test_report_has_rows_for_announced_resumes(usual: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Announced resumes have rows of their own, beside the same replay without; chunks fetched ahead are used.
+    """Announced resumes have rows beside the rows of the same replay without hints. Prefetched chunks are used.
 
-    The device holds all sessions of `load`, so this test replays more of them.
+    The device holds all sessions of `load`, so this test replays more sessions.
     """
     more = coding_agents(5, sessions=20, hours=0.3, chunk_tokens=512)
     monkeypatch.setattr(announced, "load_of", lambda *_: more)

@@ -1,4 +1,4 @@
-"""Regression tests of the scheduler side, one for each fault that a review found. Plain namespaces replace vLLM."""
+"""Regression tests of the scheduler side, one for each fault that a review found, without objects of vLLM."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from tests.rigs.scheduler_world import (
 
 @pytest.mark.parametrize("apart", [False, True])
 def test_chunk_is_continued_only_from_the_prefix_at_its_end(apart: bool) -> None:
-    """A chunk is continued only from the prefix hash at its end.
+    """A request continues another request's chunk only if their prefix hashes at the chunk's end are equal.
 
-    Equal unit counts are not equal prefixes (ABA).
+    An equal number of units does not make two prefixes equal (ABA).
     """
     world = SchedulerWorld(ranks=2)
     first, fork = world.request("first", 3, shared=3), world.request("fork", 4, shared=3)
@@ -51,7 +51,7 @@ def test_chunk_is_continued_only_from_the_prefix_at_its_end(apart: bool) -> None
     world.grow(first, 5)
     (j4,) = world.step(first)
     assert not set(slots_of(j3)) & set(slots_of(j4))
-    assert (set(slots_of(j1)) == set(slots_of(j3))) is apart  # the fork uses the chunk if the chunk's end is the fork's
+    assert (set(slots_of(j1)) == set(slots_of(j3))) is apart  # the fork uses only a chunk that ends at its prefix
     world.succeed(j3, j4)
     assert world.side.catalog.find(0, fork.block_hashes[3]) is not None
     assert world.side.catalog.find(0, first.block_hashes[4]) is not None
@@ -93,7 +93,7 @@ def _half_leased(world: SchedulerWorld, request: Any) -> int:
 def test_a_load_that_cannot_be_planned_is_reported_as_failed(
     promise: Callable[[SchedulerWorld, Any], int], load: str, *, traced: bool
 ) -> None:
-    """VLLM relies on every promised load. A load that cannot be planned is sent with rows that no rank accepts."""
+    """VLLM relies on every promised load. If a load cannot be planned, it is sent with rows that no rank accepts."""
     trace = Recorder(lifecycle=traced, transitions=traced, detail=traced)
     world = SchedulerWorld(ranks=2, load=load, trace=trace)
     world.publish(world.request("old", 4, shared=4))
@@ -111,7 +111,7 @@ def test_a_load_that_cannot_be_planned_is_reported_as_failed(
     other = world.request("other", 2)
     world.admit(other)
     (save,) = world.step(other)
-    world.report((jobs[0], 0, 2), (save, 2, 0))  # the outcome of the other job is not lost
+    world.report((jobs[0], 0, 2), (save, 2, 0))  # the outcome of the save is not lost
     assert world.side.catalog.leases == 0
     assert not world.side.pending
     assert world.side.lookup(request, 0) == (0, False), "a request whose load has failed never loads again"
@@ -137,7 +137,7 @@ def test_other_loads_of_a_step_are_sent_beside_an_illegal_admission(load: str) -
 
 @pytest.mark.parametrize("load", ["sync", "async"])
 def test_other_loads_are_sent_when_an_admission_fails_half_way(load: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """VLLM relies on the load, so it is sent as a load that fails."""
+    """VLLM relies on the failed admission's load, so this load is sent as a load that fails."""
     world = SchedulerWorld(load=load)
     world.publish(world.request("old", 4, shared=4))
     request = world.request("new", 6, shared=4)
@@ -152,9 +152,9 @@ def test_other_loads_are_sent_when_an_admission_fails_half_way(load: str, monkey
 
 
 def test_loads_of_a_step_are_sent_beside_an_illegal_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An admission that failed half way leaves a request that may not be preempted.
+    """After an admission that failed half way, its request may not be preempted.
 
-    Other loads of the step are sent.
+    Other loads of the step are sent all the same.
     """
     world = SchedulerWorld(load="sync")
     world.publish(world.request("old", 4, shared=4))
@@ -178,7 +178,7 @@ def _boom(*_: object) -> None:
 
 @pytest.mark.parametrize("load", ["sync", "async"])
 def test_a_hit_that_vanished_is_emitted_as_broken(load: str) -> None:
-    """A promised chunk that is gone at admission is in the job, in rows that fail on every rank."""
+    """A promised chunk is gone at the admission. The job still names it, in rows that fail on every rank."""
     world = SchedulerWorld(load=load, chunk_units=2)
     old = world.request("old", 4, shared=4)
     world.publish(old)
@@ -197,7 +197,7 @@ def test_a_hit_that_vanished_is_emitted_as_broken(load: str) -> None:
 
 
 def test_other_jobs_are_sent_when_one_save_cannot_be_planned() -> None:
-    """An exception while one save is planned loses no load, no other save of the step, and no claimed piece."""
+    """If one save raises while it is planned, no load, no other save of the step, and no claimed piece is lost."""
     world = SchedulerWorld(windows=(None, None))
     world.publish(world.request("old", 2, shared=2))
     loading, broken, fine = world.request("loading", 4, shared=2), world.request("broken", 3), world.request("fine", 3)
@@ -220,7 +220,7 @@ def test_other_jobs_are_sent_when_one_save_cannot_be_planned() -> None:
 
 @pytest.mark.parametrize("bad", [0, 1])
 def test_a_reset_ends_the_saving_of_running_requests(bad: int) -> None:
-    """A running request may continue with KV that the reset drops, so it saves nothing before its next admission."""
+    """A running request may continue with KV that the reset drops. So it saves nothing until its next admission."""
     world = SchedulerWorld()
     request = world.request("running", 3)
     world.admit(request)
@@ -241,7 +241,7 @@ def test_a_reset_ends_the_saving_of_running_requests(bad: int) -> None:
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_a_hit_satisfies_every_sliding_window(order: tuple[int, int]) -> None:
-    """A hit is shortened until all windows are held, not only one of them."""
+    """A hit is shortened until all windows are held, not only one window."""
     world = SchedulerWorld(windows=(None, 2 * UNIT + 1, 2 * UNIT + 1), chunk_units=2)
     old = world.request("old", 8, shared=8)
     world.publish(old)
@@ -253,13 +253,13 @@ def test_a_hit_satisfies_every_sliding_window(order: tuple[int, int]) -> None:
     world.side.admitted(request, world.allocate(request, null=4), 6 * UNIT)
     (load,) = world.step()
     assert BROKEN not in slots_of(load)
-    world.drop(whole, old.block_hashes[5])  # now one group holds units 4 and 5, the other group units 6 and 7
+    world.drop(whole, old.block_hashes[5])  # now one group holds units 4 and 5, the second group units 6 and 7
     assert world.side.lookup(world.request("newer", 8, shared=8, extra=1), 0) == (4 * UNIT, True)
 
 
 @pytest.mark.parametrize("load", ["sync", "async"])
 def test_a_whole_prompt_hit_of_a_windowed_model_leaves_one_unit(load: str) -> None:
-    """The window of the recomputed last token begins before the window that the hit was checked for."""
+    """The recomputed last token's window begins before the window for which the hit was checked."""
     world = SchedulerWorld(windows=(2 * UNIT + 1,), chunk_units=2, load=load)
     old = world.request("old", 8, shared=8)
     world.publish(old)
@@ -294,7 +294,7 @@ def _bad_news_last(world: SchedulerWorld, load: Job, save: Job) -> None:
 
 @pytest.mark.parametrize("order", [_together, _one_rank_first, _save_lands_first, _bad_news_last])
 def test_saves_planned_after_a_failed_load_are_not_published(order: Callable[[SchedulerWorld, Job, Job], None]) -> None:
-    """Saves of a step whose load has failed are not published, though every rank reports the saves as ok.
+    """The load of a step fails, so the saves of that step are not published, though every rank reports them as ok.
 
     The request plans no save before it is admitted again.
     """
@@ -321,10 +321,7 @@ def test_saves_planned_after_a_failed_load_are_not_published(order: Callable[[Sc
 
 
 def test_nothing_is_saved_between_the_first_failed_report_and_the_last() -> None:
-    """A request whose load has failed on one rank saves nothing more.
-
-    Other ranks have not reported the load yet.
-    """
+    """While only the first rank has reported that a load failed, the load's request saves nothing."""
     world = SchedulerWorld(ranks=2)
     world.publish(world.request("old", 4, shared=4))
     request = world.request("new", 6, shared=4)
@@ -345,9 +342,9 @@ def test_nothing_is_saved_between_the_first_failed_report_and_the_last() -> None
 
 @pytest.mark.parametrize("windows", [(None, 1024), (None, 1024, 4096), (1024,)])
 def test_a_long_prompt_is_looked_up_in_linear_time(windows: tuple[int | None, ...]) -> None:
-    """The full group holds 128k tokens and the window groups none.
+    """The full group holds 128k tokens, and the window groups hold none.
 
-    The number of index probes is linear in the chunks.
+    The number of index probes grows only linearly with the number of chunks.
     """
     chunks, per_chunk = 512, 16
     world = SchedulerWorld(windows=windows, chunk_units=per_chunk)
@@ -364,7 +361,10 @@ def test_a_long_prompt_is_looked_up_in_linear_time(windows: tuple[int | None, ..
 
 
 def test_a_reused_request_id_has_leases_of_its_own() -> None:
-    """Two requests with one id, of which the first still loads, have different owners. Their leases end separately."""
+    """Two requests have one id, and the first still loads.
+
+    They have different owners, so their leases end separately.
+    """
     world = SchedulerWorld()
     world.publish(world.request("old", 4, shared=4))
     loads = []
@@ -385,7 +385,7 @@ def test_a_reused_request_id_has_leases_of_its_own() -> None:
 
 
 def test_a_producer_saves_again_after_a_preemption() -> None:
-    """A producer never loads, but learns from the admission that a preempted request has new blocks."""
+    """A producer never loads. From the admission it still learns that a preempted request has new blocks."""
     world = SchedulerWorld(loads=False)
     request = world.request("r", 3)
     assert world.admit(request) == 0
@@ -401,7 +401,7 @@ def test_a_producer_saves_again_after_a_preemption() -> None:
 
 
 def test_blocks_reported_as_invalid_fail_their_load_before_its_report() -> None:
-    """The engine reports the blocks of a load that timed out, long before ranks report it. The load fails at once."""
+    """A load has timed out. The engine reports its blocks long before ranks report the load, which fails at once."""
     world = SchedulerWorld()
     world.publish(world.request("old", 4, shared=4))
     request = world.request("new", 6, shared=4)
@@ -422,7 +422,7 @@ def test_blocks_reported_as_invalid_fail_their_load_before_its_report() -> None:
 
 
 def test_a_request_that_reads_no_cache_is_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The request computes its whole prompt: no probe, no tier lookup, and no hit. Its KV is saved."""
+    """The request computes its whole prompt without an index probe, a tier lookup or a hit. The KV is saved."""
     world = SchedulerWorld()
     world.publish(world.request("old", 4, shared=4))
     monkeypatch.setattr(world.side.prefixes, "longest", lambda _: pytest.fail("looked up"))
@@ -442,7 +442,7 @@ def test_a_request_that_reads_no_cache_is_not_looked_up(monkeypatch: pytest.Monk
 
 
 def test_a_request_that_reads_no_cache_waits_for_nothing() -> None:
-    """For such a request vLLM accepts neither a hit nor `LATER`, so it is admitted while the weights are unknown."""
+    """VLLM accepts neither a hit nor `LATER` for such a request, so it is admitted while the weights are unknown."""
     world = SchedulerWorld()
     request = world.request("new", 6)
     request.skip_reading_prefix_cache = True
@@ -459,7 +459,7 @@ def test_hit_is_loaded_in_the_step_after_the_load_of_another_connector_failed(
 ) -> None:
     """Another connector's load has failed.
 
-    A load between steps might then never end, so the hit is loaded in the step.
+    An async load might then never end, so the hit is loaded within the step.
     """
     world = SchedulerWorld(load=load)
     world.publish(world.request("old", 4, shared=4))
@@ -471,7 +471,7 @@ def test_hit_is_loaded_in_the_step_after_the_load_of_another_connector_failed(
         del tables["new"]
     world.step()
     if world.side.loading.stall is not None:
-        # a running request would wait very long
+        # a request is running, and it would wait very long for a load
         world.side.loading.stall.running, world.side.loading.stall.rate = 1, 1.0
     assert world.side.lookup(request, 0) == world.side.lookup(request, 0) == answers
     world.side.admitted(request, world.allocate(request), answers[0])
@@ -485,7 +485,7 @@ def test_hit_is_loaded_in_the_step_after_the_load_of_another_connector_failed(
 
 @pytest.mark.parametrize("kind", [SAVE, SYNC, ASYNC])
 def test_lost_report_does_not_keep_the_engine_busy(kind: int) -> None:
-    """After a time limit the engine makes no more steps for the report. A late report is still processed."""
+    """After a time limit no more steps are planned only for the report. A late report is still processed."""
     world = SchedulerWorld(ranks=2)
     first, other = world.request("first", 4, shared=4), world.request("other", 4, shared=4)
     world.admit(first)
@@ -509,7 +509,7 @@ def test_lost_report_does_not_keep_the_engine_busy(kind: int) -> None:
 
 
 def test_a_later_job_is_waited_for_beside_a_lost_one() -> None:
-    """After a lost report the engine still makes steps for jobs that are in flight."""
+    """After a lost report, the engine still plans steps to get the reports of jobs in flight."""
     world = SchedulerWorld()
     first, other = world.request("first", 4), world.request("other", 4)
     world.admit(first)
@@ -524,7 +524,7 @@ def test_a_later_job_is_waited_for_beside_a_lost_one() -> None:
 
 
 def test_slots_are_used_when_every_rank_has_them_ready() -> None:
-    """A rank that has not reported, or has fewer ready slots, limits the slots that are used."""
+    """Ranks that have not reported, or that have fewer ready slots, limit the number of slots in use."""
     side = SchedulerWorld(ranks=2, slots=8, touch="ahead").side
     assert side.catalog.ready == 0
     side.slots_ready({0: 5})
@@ -539,7 +539,7 @@ def test_slots_are_used_when_every_rank_has_them_ready() -> None:
 
 
 def test_the_tail_of_a_request_does_not_evict_its_head() -> None:
-    """Chunks whose tokens vLLM's own cache holds count as used, so a full pool evicts other chunks first."""
+    """A prefix in vLLM's own cache counts as used. So a full pool evicts chunks of other requests first."""
     world = SchedulerWorld(chunk_units=4, slots=4)
     world.publish(world.request("head", 8, shared=8))
     world.publish(world.request("other", 8))
@@ -553,7 +553,7 @@ def test_the_tail_of_a_request_does_not_evict_its_head() -> None:
 
 
 def test_turns_of_a_conversation_are_one_chain() -> None:
-    """For a policy of sessions, the chunk in which a turn ends and the next turn continues is no separate branch."""
+    """A turn ends in the middle of a chunk, and the next turn continues the chunk. This chunk is no separate branch."""
     world = SchedulerWorld(chunk_units=4, slots=64, policy="sessions")
     for turn in range(1, 9):
         world.publish(world.request("chat", 6 * turn + 1))
@@ -563,7 +563,7 @@ def test_turns_of_a_conversation_are_one_chain() -> None:
 
 @pytest.mark.parametrize("why", [miss_reasons.NO_ROOM, miss_reasons.ADAPTER])
 def test_a_hit_whose_load_may_not_begin_is_reported(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The miss has its own reason. The reason `not_saved` would mislead operators."""
+    """The miss has a reason of its own, because the reason `not_saved` would mislead operators."""
     world = SchedulerWorld(load="async")
     world.publish(world.request("old", 4, shared=4))
     if why == miss_reasons.NO_ROOM:
@@ -571,7 +571,7 @@ def test_a_hit_whose_load_may_not_begin_is_reported(why: str, monkeypatch: pytes
         session.resumable = True
         world.admit(session)
         world.step(session)
-        world.free = 58 + 7  # for the session, and one less than the others need
+        world.free = 58 + 7  # for the session, and one less than the other requests need
     else:
         monkeypatch.setattr(world.side.adapters, "certain", lambda _: False)
     for shared, reason in ((4, why), (0, miss_reasons.NOT_SAVED)):
@@ -582,7 +582,7 @@ def test_a_hit_whose_load_may_not_begin_is_reported(why: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("old", ["step_planned", "extra_loads"])
 def test_a_recovery_of_an_older_version_is_refused(old: str) -> None:
-    """A method with a former name would never be called, so its remedy would silently be missing."""
+    """A method with a former name would never be called, so the remedy would do nothing and nobody would notice."""
     with pytest.raises(TypeError, match=rf"Mine: rename {old} to .*begin_step\("):
         type("Mine", (Recovery,), {old: lambda *_: None})
 

@@ -54,7 +54,7 @@ def test_a_prefix_is_shortened_to_the_start_of_the_span_that_it_cuts() -> None:
 @pytest.mark.parametrize("windows", [(None,), (None, 2 * UNIT)], ids=["full", "window"])
 @pytest.mark.parametrize("held", range(1, 9))
 def test_a_hit_ends_before_the_span_that_it_would_cut(held: int, windows: tuple[int | None, ...]) -> None:
-    """Units with a part of the image are loaded with the whole image or not at all."""
+    """The units of an image are either all loaded or all not loaded."""
     world = _world(IMAGE, windows=windows, load="async")
     world.publish(world.request("text", held, shared=held))
     hit = world.ask(world.request("new", 12, shared=held))
@@ -64,14 +64,17 @@ def test_a_hit_ends_before_the_span_that_it_would_cut(held: int, windows: tuple[
 
 
 def test_a_hit_ends_inside_a_span_when_the_engine_has_none() -> None:
-    """Models whose images attend only to earlier tokens keep such hits."""
+    """An engine whose images attend only to earlier tokens reports no spans.
+
+    Such an engine keeps a hit that ends inside an image.
+    """
     world = SchedulerWorld(chunk_units=4)
     world.publish(world.request("text", 3, shared=3))
     assert world.ask(world.request("new", 12, shared=3)) == 3 * UNIT
 
 
 def test_nothing_behind_a_cut_is_saved() -> None:
-    """The step ends inside the image. The image and later KV are wrong; earlier KV is right and is saved."""
+    """The step ends inside the image. KV from the image on is wrong. Earlier KV is right, and is saved."""
     world = _world(IMAGE)
     request = world.request("new", 12)
     world.side.admitted(request, world.allocate(request), world.ask(request))
@@ -84,7 +87,10 @@ def test_nothing_behind_a_cut_is_saved() -> None:
 
 
 def test_all_units_are_saved_when_each_span_is_computed_in_one_step() -> None:
-    """A step may begin inside an image whose first part vLLM's own cache holds. The rest then sees the whole image."""
+    """A step may begin inside an image if vLLM's own cache holds the image's first part.
+
+    The rest of the image then attends to the whole image.
+    """
     world = _world(IMAGE, (7 * UNIT, 8 * UNIT))
     request = world.request("new", 12)
     world.admit_local(request, 3 * UNIT)
@@ -96,7 +102,7 @@ def test_all_units_are_saved_when_each_span_is_computed_in_one_step() -> None:
 
 
 def test_a_span_that_a_local_hit_cuts_is_wrong_from_where_its_rest_is_cut() -> None:
-    """The engine continues inside the image and splits the rest. Only the rest has not attended to the whole image."""
+    """The engine continues inside the image, and splits the rest of the image. Only the KV of the rest is wrong."""
     world = _world(IMAGE)
     request = world.request("new", 12)
     world.admit_local(request, 3 * UNIT)
@@ -106,7 +112,10 @@ def test_a_span_that_a_local_hit_cuts_is_wrong_from_where_its_rest_is_cut() -> N
 
 
 def test_wrong_kv_leaves_the_engines_own_cache() -> None:
-    """Wrong blocks are removed from vLLM's cache, and again at the request's end, because vLLM may cache them again."""
+    """Wrong blocks are removed from vLLM's cache.
+
+    This is repeated at the request's end, as vLLM may cache the blocks again.
+    """
     world = _world(IMAGE)
     request = world.request("new", 12)
     world.side.admitted(request, world.allocate(request), world.ask(request))
@@ -123,7 +132,7 @@ def test_wrong_kv_leaves_the_engines_own_cache() -> None:
 
 
 def test_a_request_that_shares_wrong_blocks_saves_nothing() -> None:
-    """The request may have got such blocks in the scheduling pass in which the span was cut."""
+    """The request may have received wrong blocks in the scheduling pass that has cut the span."""
     world = _world(IMAGE)
     first, other = world.request("first", 12, shared=12), world.request("text", 14, shared=12)
     world.side.admitted(first, world.allocate(first), world.ask(first))
@@ -138,7 +147,7 @@ def test_a_request_that_shares_wrong_blocks_saves_nothing() -> None:
 
 
 def test_a_preempted_request_is_saved_again() -> None:
-    """The wrong blocks are gone, and no span is cut in the request's new blocks."""
+    """The wrong blocks are gone. No span is cut in the blocks of the request's new admission."""
     world = _world(IMAGE)
     request = world.request("new", 12)
     world.side.admitted(request, world.allocate(request), world.ask(request))
@@ -192,7 +201,7 @@ def test_nothing_is_saved_when_spans_cannot_be_read() -> None:
 
 
 def test_work_is_bounded_when_no_request_has_spans() -> None:
-    """A step reads only requests that have spans ahead."""
+    """Each step reads only requests whose remaining tokens have spans."""
     world = _world(IMAGE)
     text = world.request("text", 12)
     world.side.admitted(text, world.allocate(text), world.ask(text))
@@ -208,7 +217,7 @@ def test_work_is_bounded_when_no_request_has_spans() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_units_are_saved_exactly_when_they_have_seen_all_of_their_spans(seed: int) -> None:
-    """Random spans and steps are compared with an oracle: a unit is saved if it lies before the first cut token."""
+    """An oracle checks random spans and steps: a unit is saved if it ends before the first wrong token."""
     rng = random.Random(seed)
     ends = sorted(rng.sample(range(1, 20 * UNIT), 6))
     spans = [(ends[0], ends[1]), (ends[2], ends[3]), (ends[4], ends[5])]

@@ -29,7 +29,7 @@ SPACE, CHUNK, LANES = "1" * 32, 4, 2
 
 @contextmanager
 def tiered(*tiers: HeldTier, **world: Any) -> Iterator[tuple[SchedulerWorld, Any]]:
-    """Yield a scheduler side with tiers, and its staging. No rank carries out orders."""
+    """Yield a scheduler side with tiers, and its staging. No rank carries out the tier orders."""
     spec = DictSpec.model_validate(PATIENT | {"lanes": LANES})
     uses = guarded([(tier.name, spec, tier) for tier in tiers], (FIND,))
     made = SchedulerWorld(tiers=uses, chunk_units=CHUNK, **world)
@@ -49,7 +49,7 @@ def prompt_in(tier: HeldTier, world: SchedulerWorld, name: str, chunks: int) -> 
 
 @pytest.mark.parametrize("restarted", [False, True])
 def test_both_namespaces_follow_the_weights(*, restarted: bool) -> None:
-    """Ranks report new weights after a call of the engine, or because the engine has restarted them."""
+    """Ranks report new weights after a call of the engine, or because the engine has restarted the ranks."""
     with tiered(HeldTier(), also_of="layout of {}".format) as (world, staging):
         world.side.ranks_ready({0: 256}, ["first"])
         assert (staging.space.name, staging.space.also) == ("first", "layout of first")
@@ -69,7 +69,7 @@ def test_last_chunk_of_a_request_is_stored_when_its_save_lands(*, late: bool) ->
     with tiered(HeldTier()) as (world, staging):
         request = world.request("a", CHUNK + 2)
         world.admit(request)
-        staging.space.base = SPACE  # only now, because a lookup would wait for the tier
+        staging.space.base = SPACE  # set late, because a lookup would otherwise wait for the tier
         jobs = world.step(request)
         if not late:
             world.succeed(*jobs)
@@ -82,7 +82,7 @@ def test_last_chunk_of_a_request_is_stored_when_its_save_lands(*, late: bool) ->
 
 
 def _stored_in(staging: Any, steps: int) -> list[int]:
-    """Report all stores that the next `steps` steps plan as done, and return their tiers."""
+    """Report all stores as done that the next `steps` steps plan, and return the tiers of these stores."""
     tiers = []
     for _ in range(steps):
         for order in staging.plan(stores=True):
@@ -93,7 +93,7 @@ def _stored_in(staging: Any, steps: int) -> list[int]:
 
 
 def test_tier_gets_its_stores_when_a_store_in_another_tier_fails() -> None:
-    """The failed tier gets no store for some steps, and its offers are dropped."""
+    """The failed tier gets no stores for some steps, and the chunks offered to it are dropped."""
     with tiered(HeldTier("near"), HeldTier("far")) as (world, staging):
         requests = [world.request(name, CHUNK) for name in "abcd"]
         for request in requests:
@@ -115,7 +115,7 @@ def test_tier_gets_its_stores_when_a_store_in_another_tier_fails() -> None:
 
 @pytest.mark.parametrize("hangs", [0, 1])
 def test_tier_gets_all_its_stores_when_another_tier_hangs(hangs: int) -> None:
-    """The hanging tier holds only its own half of the limit on stores in flight."""
+    """The hanging tier holds only its own half of the allowed stores in flight. The rest is for the other tier."""
     with tiered(HeldTier("near"), HeldTier("far")) as (world, staging):
         requests = [world.request(name, CHUNK) for name in "abcdefghijkl"]
         for request in requests:
@@ -136,9 +136,9 @@ def test_tier_gets_all_its_stores_when_another_tier_hangs(hangs: int) -> None:
 
 @pytest.mark.parametrize(("bound", "each"), [(1, 1), (2, 1), (5, 2), (1000, 32)])
 def test_tiers_have_equal_parts_of_the_bound_on_stores(bound: int, each: int) -> None:
-    """Each tier may have at least one store in flight, and all tiers together at most a quarter of the pool.
+    """Each tier may have at least one store in flight. All tiers together have at most a quarter of the pool in flight.
 
-    Read-only tiers have no part.
+    Read-only tiers have no part of this bound.
     """
     with tiered(HeldTier("near"), HeldTier("far"), HeldTier("read")) as (world, staging):
         side, keys = world.side, {"tier_bytes_in_flight_max": bound * world.side.geometry.slot_bytes}
@@ -151,9 +151,9 @@ def test_tiers_have_equal_parts_of_the_bound_on_stores(bound: int, each: int) ->
 
 @pytest.mark.parametrize("producer", [True, False])
 def test_producer_stores_chunks_of_finished_requests_first(*, producer: bool) -> None:
-    """A router sends a finished prompt to the decode engine at once.
+    """A router sends a finished prompt to the decode engine at once, so its chunks are stored first.
 
-    The chunks of a request are stored in their order.
+    The chunks of one request are stored in their order.
     """
     with tiered(HeldTier(), loads=not producer) as (world, staging):
         requests = [world.request(name, 2 * CHUNK) for name in "abcd"]
@@ -176,7 +176,7 @@ def test_producer_stores_chunks_of_finished_requests_first(*, producer: bool) ->
 
 
 def test_producer_stores_a_chunk_first_when_one_of_its_two_requests_has_finished() -> None:
-    """The running request has saved the chunk, and a finished request uses it, too."""
+    """The running request has saved the chunk. The finished request also uses the chunk."""
     with tiered(HeldTier(), loads=False) as (world, staging):
         running, finished = [world.request(name, 2 * CHUNK, shared=CHUNK) for name in "ab"]
         for request in (running, finished):
@@ -190,7 +190,10 @@ def test_producer_stores_a_chunk_first_when_one_of_its_two_requests_has_finished
 
 
 def test_prefetches_leave_lanes_of_a_tier_to_requests() -> None:
-    """A prefetch takes one order per lane. A request that arrives then is fetched at once, up to the tier's limit."""
+    """A prefetch has one order per lane in flight.
+
+    A request that arrives later is fetched at once, up to the tier's limit.
+    """
     tier = HeldTier()
     with tiered(tier) as (world, staging):
         staging.space.base = SPACE
@@ -230,7 +233,7 @@ def test_wait_of_a_lookup_is_measured_until_its_answer() -> None:
 
 
 def _fetched(world: SchedulerWorld, staging: Any, request: Any) -> list[Any]:
-    """Fetch the chunks that tiers hold of a request's prompt. Return the orders, all of which succeeded."""
+    """Fetch the chunks of a request's prompt that tiers hold. Return the orders, all of which succeed."""
     assert world.side.lookup(request, 0) is LATER
     stage: Any = world.side.requests.tracked[request.request_id].stage
     assert eventually(lambda: stage.lookup.done)
@@ -244,7 +247,7 @@ def _fetched(world: SchedulerWorld, staging: Any, request: Any) -> list[Any]:
 
 
 def test_hits_of_a_tier_are_counted_from_zero() -> None:
-    """The first load from a tier counts exactly its tokens."""
+    """The counter of hit tokens of a tier starts at 0. The first load from the tier counts exactly its tokens."""
     tier = HeldTier()
     with tiered(tier) as (world, staging):
         staging.space.base = SPACE
@@ -258,7 +261,7 @@ def test_hits_of_a_tier_are_counted_from_zero() -> None:
 def test_chunks_outside_of_a_window_are_not_fetched() -> None:
     """The last two chunks are fetched for a window of one chunk.
 
-    The window may begin in the chunk before the last.
+    The window may begin in the last chunk but one.
     """
     tier = HeldTier()
     with tiered(tier, windows=(None, CHUNK * UNIT)) as (world, staging):
@@ -274,7 +277,7 @@ def test_chunks_outside_of_a_window_are_not_fetched() -> None:
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_chunk_counts_as_prefetched_when_no_request_waits_for_it(*, waits: bool) -> None:
-    """If a request waits for the chunk, its fetch does not count as a prefetch."""
+    """The fetch of a chunk for which a request waits does not count as a prefetch."""
     tier = HeldTier()
     with tiered(tier) as (world, staging):
         staging.space.base = SPACE
@@ -293,7 +296,7 @@ def test_chunk_counts_as_prefetched_when_no_request_waits_for_it(*, waits: bool)
 
 
 def test_namespace_reports_a_change_of_the_reason_for_one_layout() -> None:
-    """A new reason is reported, and the former reason is reported as ended."""
+    """A new reason is reported as a change, and so is the end of the last reason."""
     space = Namespace()
     changed = [space.bind(why) for why in ("", "caches", "caches", "weights", "", "")]
     assert changed == [False, True, False, True, True, False]
@@ -301,14 +304,15 @@ def test_namespace_reports_a_change_of_the_reason_for_one_layout() -> None:
 
 
 def test_request_takes_the_room_of_a_later_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The later request gives up its stage, even if the stage holds only chunks that were already in memory."""
+    """The later request gives up its stage, even if this stage holds only chunks that were already in memory."""
     tier = HeldTier()
     with tiered(tier) as (world, staging):
         world.publish(world.request("old", CHUNK, shared=CHUNK))
         staging.space.base = SPACE
         first, last = prompt_in(tier, world, "first", 1), world.request("last", 2 * CHUNK, shared=CHUNK)
         tier.values[Key(SPACE, chunk_name(last.block_hashes[-1]), 0, 0, 1).text] = b""
-        world.side.on_new_request(first)  # so it comes first in turn, though it is looked up last
+        # so `first` is before `last` in the order of requests, though it is looked up last
+        world.side.on_new_request(first)
         monkeypatch.setattr(type(staging), "_held_max", 1)
         for request in (last, first):
             world.side.lookup(request, 0)

@@ -1,4 +1,4 @@
-"""Tests of the rules that make a load asynchronous, and of the wait of an idle step, without a scheduler."""
+"""Tests of two rules: which loads are asynchronous, and how long an idle step waits. No scheduler is used."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GEOMETRY = Geometry((Group((Layer("a", 100), Layer("b", 100)), block_tokens=4),)
         (0, False, 1.0, 50, False),  # no other request waits, however slow the load is
         (0, True, 1.0, 0, False),
         (1, False, 0.0, 50, False),  # the rate was never measured
-        (1, False, 1000 * TOKEN_BYTES / 0.05, 50, False),  # just in time
+        (1, False, 1000 * TOKEN_BYTES / 0.05, 50, False),  # the load takes exactly as long as is allowed
         (1, False, 999 * TOKEN_BYTES / 0.05, 50, True),
         (1, True, 1e12, 50, True),  # the load would wait for the other load
         (1, False, 0.0, 0, True),  # no wait is allowed
@@ -28,14 +28,14 @@ GEOMETRY = Geometry((Group((Layer("a", 100), Layer("b", 100)), block_tokens=4),)
 def test_load_is_asynchronous_when_others_would_wait_too_long(
     running: int, loading: bool, rate: float, stall_ms_max: int, expected: bool
 ) -> None:
-    """A load of 1000 tokens is compared with the longest allowed wait of other requests."""
+    """A load of 1000 tokens makes other requests wait. This wait is compared with the longest allowed wait."""
     stall = Stall(GEOMETRY, stall_ms_max)
     stall.running, stall.rate = running, rate
     assert stall.too_long(1000, loading=loading) is expected
 
 
 def test_the_loads_of_a_step_add_up() -> None:
-    """Ten hits of 30 ms in one step would take 300 ms. The second hit is already asynchronous."""
+    """Ten hits of 30 ms in one step would take 300 ms. So the second hit is already loaded asynchronously."""
     stall = Stall(GEOMETRY, 50)
     stall.running, stall.rate = 1, 1000 * TOKEN_BYTES / 0.03
     assert not stall.too_long(1000, loading=False)

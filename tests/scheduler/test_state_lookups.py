@@ -1,4 +1,4 @@
-"""Tiers are asked for few states, in two calls, and hits are as long as if all states had been looked up."""
+"""A lookup asks tiers for few states, in two calls. Hits are as long as if all states had been looked up."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class _Case:
             self.tier.values[Key(SPACE, name, group, rank, self.ranks).text] = b""
 
     def reach(self) -> tuple[int, list[int]]:
-        """Return the number of units that a lookup finds together with memory, and the number of keys of each call."""
+        """Return the number of units that memory and a lookup find together, and the number of keys of each call."""
         self.tier.asked.clear()
         stage, _ = self.staging.ask(None, self.request, 0, 1, precedence=(0, 1))
         if stage is None:
@@ -85,7 +85,7 @@ class _Case:
         return self.staging._reach(stage), list(self.tier.asked)
 
     def reach_of_all(self) -> tuple[int, int]:
-        """Return the units and keys if every boundary of every group were looked up."""
+        """Return the numbers of units and keys of a lookup of every boundary of every group."""
         self.tier.asked.clear()
         keys = self.request.block_hashes
         wanted: list[Place] = []
@@ -112,7 +112,7 @@ def _make(ranks: int) -> _Case:
 
 
 def _fill(case: _Case, drawn: random.Random) -> None:
-    """Let memory and the tier hold some chunks of every group, as prompts of several lengths would leave them."""
+    """Let memory and the tier hold some chunks of every group, as if prompts of several lengths had been saved."""
     ends = sorted(drawn.sample(range(1, UNITS), drawn.randrange(1, 6)))
     for group in (FULL, WINDOW):
         whole = range(PER_CHUNK, drawn.choice((UNITS, *ends)) + 1, PER_CHUNK)
@@ -130,7 +130,7 @@ def _fill(case: _Case, drawn: random.Random) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_hits_are_as_long_as_if_all_states_were_looked_up(ranks: int) -> None:
-    """With any contents of memory and the tier, a lookup needs at most two calls and no more keys than a search."""
+    """With any held chunks, a lookup needs at most two calls, and no more keys than a lookup of all states."""
     hits = 0
     for seed in range(60):
         case = _make(ranks)
@@ -147,7 +147,7 @@ def test_hits_are_as_long_as_if_all_states_were_looked_up(ranks: int) -> None:
 
 
 def test_lookup_asks_for_as_many_state_keys_as_one_group_has() -> None:
-    """A lookup needs as many state keys as one group has, whether the tier has nothing or everything."""
+    """A lookup needs as many state keys as one group has, both when the tier has nothing and when it has everything."""
     case = _make(1)
     try:
         whole = 2 * UNITS // PER_CHUNK
@@ -166,8 +166,8 @@ def test_lookup_asks_for_as_many_state_keys_as_one_group_has() -> None:
         case.finder.stop()
 
 
-def test_attention_chunks_come_before_states() -> None:
-    """Attention chunks come before states, because only attention chunks tell the policy which chunk they follow."""
+def test_needed_chunks_lists_attention_chunks_before_states() -> None:
+    """Attention chunks are fetched first, because only they tell the policy which chunk precedes them."""
     world = SchedulerWorld(windows=(None, None), states=(0,), chunk_units=PER_CHUNK)
     case = _Case(world, 1)
     try:

@@ -1,4 +1,4 @@
-"""Tests of recurrent states on the scheduler side: which states are saved, and the length of hits that need them."""
+"""Tests of recurrent states on the scheduler side: which states are saved, and how they limit the length of hits."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def _world(**options: Any) -> SchedulerWorld:
 
 
 def _states(world: SchedulerWorld, request: Any, group: int = STATE) -> list[int]:
-    """Return the boundaries of the request's prefix whose states are held."""
+    """Return the boundaries of the request's prefix at which states are held."""
     index = world.side.catalog.index(group)
     return [units for units, key in enumerate(request.block_hashes, 1) if key in index]
 
 
 def _sit_out(world: SchedulerWorld, request: Any, *boundaries: int) -> None:
-    """Plan a step without the request, in which vLLM offers the states of `boundaries`."""
+    """Plan a step that does not include the request. VLLM offers the states of `boundaries` in this step."""
     offered = {request.request_id: [world._offer(request, g, at) for g in (STATE, OTHER) for at in boundaries]}
     states = SimpleNamespace(boundary_state_offloads=offered)
     plan = world.side.plan_step(
@@ -44,17 +44,17 @@ def _sit_out(world: SchedulerWorld, request: Any, *boundaries: int) -> None:
 
 
 def _run(world: SchedulerWorld, request: Any, *boundaries: int) -> None:
-    """Compute the request to its end. The states of `boundaries` become final."""
+    """Compute the request to its end. The request's states at `boundaries` become final."""
     world.admit(request)
     world.succeed(*world.step(request, boundaries=boundaries))
     world.side.finished(request)
 
 
 def test_a_hit_ends_at_a_boundary_whose_states_are_held() -> None:
-    """Attention is held up to unit 9, and of every group only the state after 6 units."""
+    """Attention is held up to unit 9. Each group of states holds only the state after 6 units, where the hit ends."""
     world = _world()
     first = world.request("a", 9, extra=1)
-    first.num_prompt_tokens = 6 * UNIT + 1  # the other tokens are its answer
+    first.num_prompt_tokens = 6 * UNIT + 1  # the other tokens are the answer
     _run(world, first, 6)
     assert _states(world, first) == _states(world, first, OTHER) == [6]
     again = world.request("b", 9, shared=9, extra=1)
@@ -65,7 +65,7 @@ def test_a_hit_ends_at_a_boundary_whose_states_are_held() -> None:
 
 
 def test_state_is_saved_when_its_request_is_not_in_the_step() -> None:
-    """A pipeline stage decodes a request only in some steps. vLLM offers the states that become final in between."""
+    """A pipeline stage decodes a request only in some steps. In other steps vLLM offers its newly final states."""
     world = _world()
     first = world.request("a", 4, extra=1)
     world.admit(first)
@@ -75,7 +75,7 @@ def test_state_is_saved_when_its_request_is_not_in_the_step() -> None:
     assert _states(world, first) == _states(world, first, OTHER) == [4]
     assert world.found(first) == held == 4
     world.side.finished(first)
-    _sit_out(world, first, 4)  # no part tracks it any more
+    _sit_out(world, first, 4)  # the request has finished, so the offered state is ignored
     assert not world.side.counters["scheduled_unknown_request"]
 
 
@@ -96,7 +96,7 @@ def test_a_hit_needs_every_group(group: int) -> None:
 
 
 def test_state_with_the_last_token_is_not_used() -> None:
-    """The last token is computed again. A state that already includes it would then include it twice."""
+    """The last token is computed again. A state that already includes this token would then include it twice."""
     world = _world()
     first = world.request("a", 8)
     _run(world, first, 7, 8)
@@ -110,7 +110,7 @@ def test_state_with_the_last_token_is_not_used() -> None:
 
 
 def test_state_is_loaded_into_one_block() -> None:
-    """A state is loaded from its own slot into the block of the boundary. Attention is loaded for all tokens."""
+    """A state is loaded from its own slot into the block of its boundary. Attention is loaded for all tokens."""
     world = _world()
     first = world.request("a", 8, extra=1)
     _run(world, first, 8)
@@ -127,7 +127,7 @@ def test_state_is_loaded_into_one_block() -> None:
 
 @pytest.mark.parametrize("short", [1, UNIT], ids=["in-a-block", "at-another-boundary"])
 def test_load_of_fewer_tokens_than_promised_fails(short: int) -> None:
-    """VLLM allocates for fewer tokens than promised. No state for that boundary exists, so the load fails."""
+    """VLLM allocates blocks for fewer tokens than promised. That boundary has no state, so the load fails."""
     world = _world()
     first = world.request("a", 8, extra=1)
     _run(world, first, 8)
@@ -140,7 +140,7 @@ def test_load_of_fewer_tokens_than_promised_fails(short: int) -> None:
 
 
 def test_load_without_a_block_for_its_state_fails() -> None:
-    """A state that cannot be loaded is never left out: the load fails."""
+    """If a state cannot be loaded, the whole load fails: no load leaves a state out."""
     world = _world()
     first = world.request("a", 8, extra=1)
     _run(world, first, 8)
@@ -155,7 +155,7 @@ def test_load_without_a_block_for_its_state_fails() -> None:
 
 
 def test_states_are_saved_at_ends_and_branches_of_prompts() -> None:
-    """States are saved at the ends and branches of prompts and at boundaries of answers, but not inside a prefill."""
+    """States are saved at the ends and branches of prompts and at boundaries of answers, but not within a prefill."""
     world = _world()
     first = world.request("a", 12, extra=1)
     first.num_prompt_tokens, first.shared_prefix_boundary = 9 * UNIT + 1, 4 * UNIT
@@ -171,7 +171,7 @@ def test_states_are_saved_at_ends_and_branches_of_prompts() -> None:
 
 
 def test_offers_of_states_that_are_not_final_or_not_whole_are_ignored() -> None:
-    """A boundary within a unit, beyond the final tokens, or of a group without states is not saved."""
+    """An offer is ignored within a unit, beyond the final tokens, or in a group without states."""
     world = _world()
     one = world.request("a", 4, extra=1)
     world.admit(one)
@@ -182,7 +182,7 @@ def test_offers_of_states_that_are_not_final_or_not_whole_are_ignored() -> None:
 
 
 def test_aborted_request_saves_no_state() -> None:
-    """A request that runs through a reset may hold KV that the reset was to forget, so its states are not saved."""
+    """A request that runs through a reset may hold KV that the reset must forget, so its states are not saved."""
     world = _world()
     one = world.request("a", 4, extra=1)
     world.admit(one)
@@ -191,7 +191,7 @@ def test_aborted_request_saves_no_state() -> None:
 
 
 def test_a_failed_save_loses_the_state_only() -> None:
-    """The failed state is counted, and is not found.
+    """The failed save of a state is counted, and the state is not found.
 
     Attention is saved again. The state is saved again if vLLM offers it again.
     """
@@ -217,7 +217,7 @@ def test_a_failed_save_loses_the_state_only() -> None:
 
 
 def test_a_state_whose_save_cannot_be_planned_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure between the claim of states and the planning of their job loses these states. They are counted."""
+    """If planning a job fails after its states were claimed, these states are lost and counted."""
     world = _world()
     one = world.request("a", 4, extra=1)
     world.admit(one)
@@ -229,7 +229,7 @@ def test_a_state_whose_save_cannot_be_planned_is_counted(monkeypatch: pytest.Mon
 
 
 def test_a_branch_is_found_when_its_chunk_has_grown() -> None:
-    """At a branch of prompts a state is kept, and so is the attention up to there, within a chunk."""
+    """At a branch of prompts, which lies within a chunk, the state and the attention up to the branch are kept."""
     world = _world()
     _run(world, world.request("a", 9, shared=6, extra=1))
     second = world.request("b", 9, shared=6, extra=1)
@@ -245,7 +245,7 @@ def test_a_branch_is_found_when_its_chunk_has_grown() -> None:
 
 @pytest.mark.parametrize("resumable", [False, True])
 def test_session_saves_nothing_when_the_model_has_states(resumable: bool) -> None:
-    """A session loses its last token when its next input comes, but the session's state contains that token."""
+    """When a session's next input comes, the session loses its last token, which its state already contains."""
     world = _world()
     session = world.request("a", 6, extra=1)
     session.resumable = resumable
@@ -266,7 +266,7 @@ def test_answer_of_a_short_prompt_keeps_no_mark_behind_the_prompt() -> None:
 
 
 def test_states_count_as_used_with_their_attention() -> None:
-    """A prefix that vLLM holds itself keeps attention and states from being evicted, and states are evicted last."""
+    """A prefix in vLLM's own cache counts as used, both its attention and its states. States are evicted last."""
     world = _world()
     first = world.request("a", 9, extra=1)
     _run(world, first, 9)
@@ -275,9 +275,9 @@ def test_states_count_as_used_with_their_attention() -> None:
 
 
 def test_attention_up_to_a_state_is_stored_in_mid_chunk() -> None:
-    """A chunk continues after a prompt's end.
+    """A prompt ends within a chunk, and the chunk grows afterwards.
 
-    Tiers also get the part up to this end, which is all that the state needs.
+    Tiers also get the chunk up to the prompt's end, because the state needs no more.
     """
     world = _world()
     side, space = world.side, Namespace()
@@ -298,9 +298,9 @@ def test_attention_up_to_a_state_is_stored_in_mid_chunk() -> None:
 
 
 def test_state_in_a_block_of_another_request_is_not_saved() -> None:
-    """VLLM may have made an offer before the step that is planned now.
+    """VLLM may have offered the state before the step that is planned now.
 
-    Another request may write the block in this step.
+    In this step, another request may write the state's block.
     """
     world = _world()
     one = world.request("a", 4, extra=1)
@@ -312,9 +312,9 @@ def test_state_in_a_block_of_another_request_is_not_saved() -> None:
 
 
 def test_with_a_drafter_states_end_at_their_boundary_and_attention_behind_it() -> None:
-    """The key of attention's unit contains the next token, so it is known later than the state's key.
+    """The key of a unit of attention includes the next token, so this key is known later than the key of the state.
 
-    A hit needs both.
+    A hit needs both keys.
     """
     world = _world(ahead_tokens=1)
     first = world.request("a", 6, extra=1)
@@ -332,10 +332,10 @@ def test_with_a_drafter_states_end_at_their_boundary_and_attention_behind_it() -
 
 
 class _Divided(SchedulerWorld):
-    """A world in which four ranks divide a block of attention, which is four units."""
+    """A world in which four ranks divide each block of attention. A block is four units."""
 
     def check(self) -> None:
-        """Do not check pages, which are blocks here, not units."""
+        """Do not check pages, because a page is a block here, not a unit."""
 
 
 def test_a_request_that_ended_within_a_block_is_found_to_the_block_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,7 +363,7 @@ def test_a_request_that_ended_within_a_block_is_found_to_the_block_before(monkey
 
 
 def test_state_within_a_block_is_saved_and_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hit ends within a block. The state is loaded into the block with its last token; earlier blocks are null."""
+    """The hit ends within a block, into which the state is loaded. Earlier blocks are null."""
     groups = (Group((Layer("a", 64),), 2 * UNIT), Group((Layer("s", 64),), 4 * UNIT, state=True))
     made = Geometry(groups, 16 * UNIT, 64 * 4096, match_tokens=UNIT)
     monkeypatch.setattr(scheduler_world, "geometry_of_windows", lambda *_: made)

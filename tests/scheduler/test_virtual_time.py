@@ -41,7 +41,10 @@ def replayed(*tiers: Store, slots: int = 400, policy: str = "lru") -> tuple[Engi
     [("lru", ()), ("s3fifo", ()), ("lru", (DISK,)), ("lru", (NETWORK,)), ("s3fifo", (DISK, NETWORK))],
 )
 def test_every_token_is_accounted_for(policy: str, tiers: tuple[Store, ...]) -> None:
-    """Each token is computed or comes from a cache. Each loaded chunk was transferred. Nothing is left at the end."""
+    """Each token is computed or comes from a cache.
+
+    Each loaded chunk was transferred. At the end nothing is in flight or used.
+    """
     engine, out = replayed(*tiers, policy=policy)
     assert out.requests == len(load().prompts)
     assert sum(out.tokens.values()) == load().tokens
@@ -59,7 +62,7 @@ def test_every_token_is_accounted_for(policy: str, tiers: tuple[Store, ...]) -> 
 
 
 def test_more_tiers_mean_fewer_computed_tokens() -> None:
-    """The more tiers there are behind memory, the less is computed. Without kvpipe most is computed."""
+    """A tier behind memory reduces the number of computed tokens. Without kvpipe most tokens are computed."""
     none, memory, behind = (
         replayed(*tiers, slots=slots)[1].tokens[COMPUTED] for slots, tiers in ((0, ()), (400, ()), (400, (DISK,)))
     )
@@ -69,7 +72,7 @@ def test_more_tiers_mean_fewer_computed_tokens() -> None:
 
 
 def test_request_waits_for_chunks_that_arrive_sooner_than_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a wait may exceed `lookup_ms_max`. Few requests wait for a disk that is slower than the device computes."""
+    """The wait for such chunks may exceed `lookup_ms_max`. Few requests wait if the disk is slower than computing."""
 
     def computed(bytes_per_s: float) -> int:
         tiers = [replace(DISK, read_bytes_per_s=bytes_per_s)]
@@ -89,7 +92,10 @@ def test_a_replay_repeats_itself() -> None:
 
 
 def test_no_first_token_before_its_prompt_is_computed() -> None:
-    """No TTFT is shorter than computing the missing tokens. The real clock is restored afterwards."""
+    """Each time to first token is at least the time to compute the missing tokens.
+
+    The real clock is restored afterwards.
+    """
     _, out = replayed(DISK)
     assert min(out.ttft_s) >= SMALL.step_s
     assert out.ttft(0.5) <= out.ttft(0.9) <= out.ttft(1.0) == max(out.ttft_s)
@@ -99,7 +105,7 @@ def test_no_first_token_before_its_prompt_is_computed() -> None:
 def test_a_hit_is_as_quick_as_in_the_model() -> None:
     """Requests run one at a time.
 
-    A prompt is computed, another evicts it from the device, and the first is repeated.
+    The first prompt is computed, a second prompt evicts its KV from the device, and the first prompt is repeated.
     """
     first, second = ([f"{which}/{at}".encode() for at in range(40)] for which in "ab")
     alone = Workload("alone", 256, [
@@ -114,7 +120,10 @@ def test_a_hit_is_as_quick_as_in_the_model() -> None:
 
 
 def test_due_calls_run_in_the_order_of_their_times() -> None:
-    """Due calls run in the order of their times, at their times. A call for an earlier time than now runs now."""
+    """Due calls run at their times, in the order of these times.
+
+    A call for an earlier time than the present runs at once.
+    """
     clock, called = Clock(), list[tuple[str, float]]()
     note: Any = lambda name: lambda: called.append((name, clock.monotonic()))  # noqa: E731
     clock.at(2.0, note("b"))
@@ -137,7 +146,7 @@ def test_bytes_of_two_transfers_do_not_overlap() -> None:
 
 
 def test_a_prompt_costs_the_same_in_parts() -> None:
-    """The cost does not depend on the division into steps. A longer prompt costs more per token."""
+    """The cost of a prompt does not depend on its division into steps. A longer prompt costs more per token."""
     model = Model()
     assert model.prefill_s(0, 700) + model.prefill_s(700, 1000) == pytest.approx(model.prefill_s(0, 1000))
     assert model.prefill_s(100_000, 101_000) > 2 * model.prefill_s(0, 1000)

@@ -1,4 +1,4 @@
-"""Waypoints find the announced prompts with which a request begins."""
+"""Waypoints find the announced prompts that are a beginning of a request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Counted(list[bytes]):
 
 
 def test_announced_prompts_are_found_among_similar_prompts() -> None:
-    """All announced prompts that a request begins with are found among similar prompts, with few reads of hashes."""
+    """Announced prompts that resemble each other are told apart with few reads of hashes."""
     draw, all_, long = random.Random(7), Announcements(Counters()), 700
     trunk = [f"t/{at}".encode() for at in range(long)]
 

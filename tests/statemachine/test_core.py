@@ -1,4 +1,4 @@
-"""The machines do what their tables say, cell by cell. A table that is not total is refused."""
+"""The machines do, cell by cell, what their tables say. A table that is not total is refused."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _next_layer(machine: Machine, layers: int, state: str, family: str) -> str:
 
 @pytest.mark.parametrize(("machine", "layers", "state", "event"), CELLS)
 def test_every_cell_does_what_is_in_the_table(machine: Machine, layers: int, state: str, event: str) -> None:
-    """Every state x event moves, stays or raises as written; a rejected event changes nothing."""
+    """Every event in every state moves, stays or raises, as the table says. A rejected event changes nothing."""
     compiled = machine.compile(layers)
     cursor = Cursor(compiled, "key-7")
     cursor.state = compiled.states[state]
@@ -103,7 +103,10 @@ def test_every_state_is_reached_by_events_alone(machine: Machine, layers: int) -
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda m: m.name)
 def test_tables_are_total_and_reasoned(machine: Machine) -> None:
-    """Each table has every cell. Final states only stay or reject. Every stay and every reject has a reason."""
+    """Each table has every cell.
+
+    In a final state each event stays or is rejected. Each stay and reject has a reason.
+    """
     for state, event in itertools.product(machine.states, machine.events):
         cell = machine.table[state][event]
         if isinstance(cell, (Stay, Reject)):
@@ -114,9 +117,9 @@ def test_tables_are_total_and_reasoned(machine: Machine) -> None:
 
 @pytest.mark.parametrize("layers", [1, 2, 6])
 def test_a_save_is_final_only_after_its_steps_end(layers: int) -> None:
-    """A save with all layers landed is LANDED.
+    """A save whose layers have all landed is LANDED.
 
-    Only the step's end makes it FINALIZED; an earlier fault makes it FAILED.
+    The step's end makes the save FINALIZED. An earlier fault makes it FAILED.
     """
     cursor = LayerCursor(SAVE.compile(layers), 1)
     for k in range(layers):
@@ -134,7 +137,7 @@ def test_a_save_is_final_only_after_its_steps_end(layers: int) -> None:
 @pytest.mark.parametrize("machine", [SAVE, LOAD], ids=lambda m: m.name)
 @pytest.mark.parametrize(("layers", "first"), [(n, k) for n in (1, 2, 6) for k in range(n + 1)])
 def test_landings_and_the_confirmation_may_arrive_in_either_order(machine: Machine, layers: int, first: int) -> None:
-    """A job is FINALIZED by the later of its last landing and its confirmation. `first` layers land before that."""
+    """The last landing and the confirmation may come in either order. `first` layers land before the confirmation."""
     cursor = LayerCursor(machine.compile(layers), 1)
     for k in range(first):
         cursor.landed(k)
@@ -149,7 +152,7 @@ def test_landings_and_the_confirmation_may_arrive_in_either_order(machine: Machi
 @pytest.mark.parametrize("machine", [SAVE, LOAD], ids=lambda m: m.name)
 @pytest.mark.parametrize("layers", [1, 2, 6])
 def test_landed_picks_the_right_column(machine: Machine, layers: int) -> None:
-    """Layer k+1 is next, layers up to k are again, layers beyond k+1 are a gap, from -1 to the last k."""
+    """In a state of layer k, layer k+1 is "next", earlier layers are "again", and later layers are a "gap"."""
     compiled = machine.compile(layers)
     for state in compiled.states.values():
         k = state.k
@@ -183,14 +186,14 @@ def test_an_unknown_event_is_a_key_error() -> None:
 
 
 def test_each_class_of_cursors_has_code_of_its_own() -> None:
-    """The code objects are equal, but the interpreter's caches in each of them belong to only one class."""
+    """Each class has its own code object, so that the interpreter's caches in this code belong to only one class."""
     codes = [cls.fire.__code__ for cls in (Cursor, LayerCursor, Chunk, Reported, JobInFlight)]
     assert len({id(code) for code in codes}) == len(codes)
     assert len(set(codes)) == 1
 
 
 def test_a_watch_is_notified_of_each_edge() -> None:
-    """A watch is called for each edge and each rejected event, with the state, the edge and the reason."""
+    """The watch gets the state, the edge and the reason, both for an edge and for a rejected event."""
     compiled, watch = _machine().compile(), Mock()
     cursor = Cursor(compiled, 0, watch)
     cursor.fire("e", "first")
@@ -214,7 +217,7 @@ def test_no_event_changes_the_tables(machine: Machine) -> None:
 
 
 def _parts(compiled: Compiled) -> list[object]:
-    """Return everything that the slots of states and edges hold."""
+    """Return all states and edges, and the values of all their slots."""
     states = list(compiled.states.values())
     edges = [edge for state in states for edge in state.on.values()]
     held = [getattr(one, name) for one in states for name in State.__slots__ if name != "on"]
@@ -222,7 +225,7 @@ def _parts(compiled: Compiled) -> list[object]:
 
 
 def test_a_move_between_families_keeps_the_layer() -> None:
-    """`Go` from one layered family to another leads to the same layer of the other family."""
+    """A move from one layered family to another leads to the same layer of the other family."""
     compiled = _twofold().compile(4)
     cursor = Cursor(compiled, 0)
     for event, state in (("e", "L_0"), ("e", "L_1"), ("f", "M_1"), ("e", "M_2"), ("e", "B")):
@@ -231,7 +234,7 @@ def test_a_move_between_families_keeps_the_layer() -> None:
 
 
 def test_compile_refuses_the_wrong_kind_of_size() -> None:
-    """A layered machine needs a number of layers; other machines must have none."""
+    """A layered machine must have a number of layers, and other machines must not."""
     with pytest.raises(ValueError, match="needs at least one layer"):
         SAVE.compile(0)
     with pytest.raises(ValueError, match="has no layers"):
@@ -273,7 +276,7 @@ def _machine(**changes: Any) -> Machine:
     ],
 )
 def test_a_broken_table_is_refused(changes: dict[str, Any], problem: str) -> None:
-    """A machine that is not total, closed, reachable and reasoned cannot be made."""
+    """A machine cannot be made if it is not total, closed and reachable, or if a cell has no reason."""
     assert _machine().name == "m"
     with pytest.raises(ValueError, match=problem):
         _machine(**changes)
@@ -287,7 +290,7 @@ def test_machine_and_its_cells_cannot_be_changed(of: Any) -> None:
 
 
 def _twofold(**rows: Any) -> Machine:
-    """Two families, L and M."""
+    """Return a machine with two families, L and M."""
     table = {
         "A": {"e": advance("L"), "f": stay("too early")},
         "L": {"e": advance("L"), "f": go("M")},
@@ -310,7 +313,10 @@ def _twofold(**rows: Any) -> Machine:
     ],
 )
 def test_a_layer_from_nowhere_is_refused(rows: dict[str, Any], problem: str) -> None:
-    """Only states of a family and states before every layer may advance. Only families may move to families."""
+    """An event may advance only from a state of the family, or from a state before all layers.
+
+    Only a family may move to a family.
+    """
     assert _twofold().layered
     with pytest.raises(ValueError, match=problem):
         _twofold(**rows)
@@ -328,7 +334,7 @@ def test_a_top_level_import_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda m: m.name)
 def test_the_machines_page_is_fresh(machine: Machine) -> None:
-    """The page in docs/machines is what the table generates now, with one row per cell."""
+    """The page in docs/machines is the page that the table generates now, with one row per cell."""
     page = to_markdown(machine)
     assert (ROOT / "docs" / "machines" / f"{machine.name}.md").read_text(encoding="utf-8") == page
     assert page.count("\n| ") == 1 + len(machine.states) * len(machine.events)

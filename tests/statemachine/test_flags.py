@@ -261,7 +261,7 @@ Folders without flags have no entry.
 
 
 def _is_bool(value: ast.expr | None, flags: set[str]) -> bool:
-    """Whether an expression is plainly a boolean: a constant, a comparison, a negation, or one of the `flags`."""
+    """Whether an expression is plainly a boolean: a constant, a comparison, a negation, or a name in `flags`."""
     if isinstance(value, ast.Constant):
         return isinstance(value.value, bool)
     if isinstance(value, ast.BoolOp):

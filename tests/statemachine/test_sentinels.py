@@ -1,6 +1,6 @@
-"""States belong in state machines: every possible sentinel is listed with a reason.
+"""States belong in state machines: every attribute that may have a sentinel is listed with a reason.
 
-A sentinel is None, a negative number, infinity, or a number that nothing reaches, such as `1 << 60`. Booleans are in
+A sentinel is None, a negative number, infinity, or a number that no count reaches, such as `1 << 60`. Booleans are in
 `test_flags.py`.
 """
 
@@ -184,7 +184,7 @@ SENTINELS: dict[str, dict[str, str]] = {
 
 
 def _is_sentinel(value: ast.expr | None, names: set[str]) -> bool:
-    """Whether an expression may be a sentinel. `names` are the constants and parameters that may be sentinels."""
+    """Whether an expression may be a sentinel. `names` are constants and parameters that may be sentinels."""
     if isinstance(value, ast.Constant):
         return value.value is None
     if isinstance(value, ast.UnaryOp):
@@ -235,19 +235,19 @@ def _rooms() -> set[str]:
 
 @pytest.mark.parametrize("room", sorted(_rooms()))
 def test_every_sentinel_has_a_reason(room: str) -> None:
-    """An unlisted attribute is new: its sentinel may be a state. A listed attribute that does not exist is stale."""
+    """An attribute that is not listed is new, and its sentinel may be a state. A listed attribute must exist."""
     reasons = SENTINELS.get(room, {})
     assert _sentinels_in(room) == set(reasons)
     assert all(reasons.values())
 
 
 def test_every_listed_folder_exists() -> None:
-    """No folder of the list has been renamed or removed."""
+    """Every folder in the list exists."""
     assert sorted(SENTINELS.keys() - _rooms()) == []
 
 
 def test_test_sees_each_kind_of_sentinel() -> None:
-    """The class has one sentinel of each kind, and a number that is no sentinel."""
+    """The test finds one sentinel of each kind, and does not report a number that is no sentinel."""
     code = "class A:\n def __init__(self, b: int | None):\n  self.a, self.b, self.c, self.d = None, b, -1, 1 << 60\n"
     code += "  self.e = float('inf')\n  self.f = NEVER\n  self.g = 1 if b else None\n  self.h = 1 << 4\n"
     (kind,) = ast.parse(code).body

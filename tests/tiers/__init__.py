@@ -1,1 +1,1 @@
-"""Tests of tiers, each on its own and all together."""
+"""Tests of each tier alone and of all tiers together."""

@@ -1,8 +1,8 @@
 """Forks children that save values to a disk tier until they are killed, and that report each finished value.
 
-`python -m tests.tiers.crash_writer FOLDER BYTES_MAX`: for each number on stdin it forks a child and prints `pid ID`.
-The child opens a tier and prints `open`. It writes values from that number on. It prints `+NUMBER` when a value is
-stored, and `-NUMBER` before it deletes a value.
+`python -m tests.tiers.crash_writer FOLDER BYTES_MAX`: for each number on stdin, the program forks a child and prints
+`pid ID`. The child opens a tier, prints `open`, and writes values from that number on. The child prints `+NUMBER`
+when a value is stored, and `-NUMBER` before it deletes a value.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def spec_of(folder: Path, bytes_max: int) -> DiskSpec:
 
 
 def _report(line: str) -> None:
-    os.write(1, line.encode() + b"\n")  # the line is short, so it is written at once and as a whole
+    os.write(1, line.encode() + b"\n")  # the line is short, so one call writes it as a whole
 
 
 async def _save(tier: DiskTier, number: int) -> None:

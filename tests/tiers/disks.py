@@ -24,7 +24,7 @@ ROOM = 16 * 64 * KIB
 
 
 def spec_of(path: Path, **given: Any) -> DiskSpec:
-    """Return a specification of a tier in `path`, of 1 GiB if nothing else is given."""
+    """Return the specification of a tier in `path`. The default size is 1 GiB."""
     return DiskSpec.model_validate({"path": path, "bytes_max": 1 << 30, **PATIENT, **given})
 
 
@@ -50,7 +50,7 @@ def names(path: Path) -> list[Path]:
 
 
 def walk(path: Path) -> dict[str, int]:
-    """Return the sizes of the tier's files, unfinished ones included, by their names."""
+    """Return the sizes of the tier's files by their names. Unfinished files are included."""
     return {
         os.path.relpath(os.path.join(folder, name), path): os.lstat(os.path.join(folder, name)).st_size  # noqa: PTH118
         for folder, _, names in os.walk(path)
@@ -86,14 +86,14 @@ def ran(*command: str) -> bool:
 def small_disk(path: Path, size: int, patch: pytest.MonkeyPatch) -> Iterator[bool]:
     """Make `path` a file system of `size` bytes.
 
-    If mounting is not permitted, make a folder that is full at that size.
+    If mounting is not permitted, make a folder that counts as full at that size.
     """
     path.mkdir()
     if mount(path, "-t", "tmpfs", "-o", f"size={size}", "none"):
         try:
             yield True
         finally:
-            ran("umount", "--lazy", str(path))  # the test may have unmounted it
+            ran("umount", "--lazy", str(path))  # the test may have unmounted the disk
         return
     real = os.posix_fallocate
 
@@ -114,7 +114,7 @@ def small_disk(path: Path, size: int, patch: pytest.MonkeyPatch) -> Iterator[boo
 
 @contextlib.contextmanager
 def refusing(path: Path, error: int, *, mounted: bool, patch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Make writes to `path` fail with EROFS or EPERM, by the file system's own means if these are permitted."""
+    """Make writes to `path` fail with EROFS or EPERM. The file system itself refuses them, if this is permitted."""
     if error == errno.EROFS and mounted:
         assert mount(path, "-o", "remount,ro")
         try:

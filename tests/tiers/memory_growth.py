@@ -1,4 +1,4 @@
-"""Measures the memory that a client of a hostile server takes, in a process of its own, which reports its peak."""
+"""Measures the memory that a client of a hostile server takes. The client runs in a process that reports its peak."""
 
 from __future__ import annotations
 
@@ -19,22 +19,25 @@ from kvpipe.tiers.base import TierError
 from kvpipe.tiers.registry import parse_tier
 
 GROWTH_BYTES_MAX = 96 << 20
-"""The limit on growth. It is more than the bounded buffers of all lanes need, and far less than a flood takes."""
+"""The limit on growth. The bounded buffers of all lanes need less, and a flood takes far more."""
 CLIENT_BYTES_MAX = 384 << 20
-"""The most memory of a client's process: its code, its memory limit, and its memory before it was limited."""
+"""The most memory of a client's process: its code, its memory limit, and its memory before the limit was set."""
 CALL_S = 1.0
-"""The seconds after which a call is cancelled. A flood that is kept passes the limits in a fraction of them."""
+"""The number of seconds after which a call is cancelled.
+
+A client that kept a flood would pass the limits much earlier.
+"""
 
 
 class Growth(NamedTuple):
-    """Bytes by which the process grew, and the most that a process took which it had started."""
+    """Bytes by which this process grew, and the peak in bytes of a process that it had started."""
 
     here: int
     there: int
 
 
 def peak_growth(table: dict[str, Any]) -> Growth:
-    """Return the growth of a process that has used this tier in every way, from the time when it was connected."""
+    """Return the growth of a process since its tier was connected. The process makes every kind of call of the tier."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.tiers.memory_growth", json.dumps(table)],
         capture_output=True, text=True, timeout=WAIT_S, check=False,
@@ -69,7 +72,7 @@ async def _play(table: dict[str, Any]) -> Growth:
             try:
                 await call()
             except TierError:
-                with suppress(TierError):  # a client that has ended is started again
+                with suppress(TierError):  # this call starts a client again that has ended
                     await tier.health()
     with anyio.move_on_after(CALL_S):
         await tier.close()

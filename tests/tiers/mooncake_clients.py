@@ -24,7 +24,7 @@ KIB, MIB = 1 << 10, 1 << 20
 QUICK: dict[str, Any] = {"timeout_ms_max": 700}
 LENDS: dict[str, Any] = {"segment_bytes": "64MiB"}
 ALLOWED_S = WAIT_S / 2
-"""A time that is longer than every limit of the tier, however slow the machine is."""
+"""A time in seconds that is longer than every limit of the tier, even on a slow machine."""
 
 
 @asynccontextmanager
@@ -39,7 +39,10 @@ async def client(of: Master, *, writes: bool = True, **keys: object) -> AsyncIte
 
 
 async def stored(tier: Tier, *puts: Put) -> None:
-    """Write a value, even if that takes longer than the client's timeout. The value may then exist at the next try."""
+    """Write a value, even if this takes longer than the client's timeout.
+
+    The next try may then find the value stored.
+    """
     assert set(await tried(tier.write, puts)) <= {Written.STORED, Written.PRESENT}
 
 
@@ -52,7 +55,7 @@ async def fails(call: Callable[[], Awaitable[object]], words: str | None = None)
 
 
 async def every_call_fails(tier: Tier, keys: int) -> None:
-    """Check that every kind of call ends soon with a TierError."""
+    """Check that a call of every kind ends soon with a TierError."""
     await fails(partial(tier.exists, [some_key(i) for i in range(keys)]))
     await fails(partial(tier.read, [get(i, 64 * KIB) for i in range(keys)]))
     await fails(partial(tier.write, [put(100 + i, 64 * KIB) for i in range(keys)]))

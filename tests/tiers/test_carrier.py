@@ -35,7 +35,7 @@ SPACE, CHUNK = "0" * 32, bytes(range(32))
 
 
 class Rank:
-    """One rank's pool and carrier, with tiers that the test controls."""
+    """The pool and the carrier of one rank, with tiers that the test controls."""
 
     def __init__(
         self, tiers: Sequence[Tier], shares: tuple[Share, ...] = (), place: int = 0, ranks: int = 1, *, most: int = 1,
@@ -53,14 +53,14 @@ class Rank:
     def carry(
         self, *, stores: bool, slot: int, units: int = 4, tier: int = 0, group: int = 0, split: int = 0
     ) -> TierOrder:
-        """Order the transfer of one chunk."""
+        """Order the transfer of one chunk between a slot and a tier."""
         self._ids += 1
         order = TierOrder(self._ids, stores, tier, slot, group, units, CHUNK, split)
         self.carrier.carry_out([order], SPACE, 1)
         return order
 
     def ended(self, count: int = 1) -> list[bool]:
-        """Wait for `orders` orders, and return whether each succeeded."""
+        """Wait until `orders` orders have ended, and return whether each order has succeeded."""
         out: list[Carried] = []
         limit = time.monotonic() + WAIT_S
         while len(out) < count:
@@ -125,7 +125,7 @@ def test_fetched_chunk_equals_stored(units: int, group: int, encrypted: bool, mo
 
 
 def test_part_of_another_layout_is_not_published() -> None:
-    """A missing or indivisible part of another split is a miss. A part of a wrong length is damaged."""
+    """A missing or indivisible part of another split is a miss. A part of a wrong length is reported as damaged."""
     tier = HeldTier()
     knows, does_not = (Share(4, (1, 1)), Share(4, (1,))), ()
     for split, shares in ((1, knows), (1, does_not), (3, knows)):
@@ -187,7 +187,7 @@ def test_damaged_bytes_are_deleted_and_not_published(trouble: str) -> None:
 
 
 def test_chunk_of_another_length_is_not_published() -> None:
-    """A value whose header has fewer units than requested is damaged, even if its length is the same."""
+    """A value is damaged if its header has fewer units than requested, even if its length is right."""
     with rank_of() as rank:
         rank.carry(stores=True, slot=0, units=1)
         assert rank.ended() == [True]
@@ -197,7 +197,7 @@ def test_chunk_of_another_length_is_not_published() -> None:
 
 
 def test_failing_tier_is_not_used_until_a_probe_succeeds() -> None:
-    """After several failed reads (or writes) in a row, reads (or writes) stop until a probe succeeds."""
+    """After several failed reads in a row, reads stop until a probe succeeds. Writes stop in the same way."""
     tier = HeldTier()
     with rank_of(tier) as rank:
         tier.trouble = "full"
@@ -218,7 +218,7 @@ def test_failing_tier_is_not_used_until_a_probe_succeeds() -> None:
 
 
 def test_a_tier_that_hangs() -> None:
-    """Orders that a hanging tier holds, and orders behind them, fail within their limits. Then their slots are free."""
+    """Orders at a hanging tier, and orders behind these, fail within their limits. Then their slots are free."""
     tier = HeldTier()
     with rank_of(tier, lanes=1) as rank:
         rank.carry(stores=True, slot=0)
@@ -239,7 +239,7 @@ def test_a_tier_that_hangs() -> None:
 
 
 def test_a_queue_that_is_too_long() -> None:
-    """If no lane becomes free in time, an order fails. That is no failure of the tier."""
+    """If no lane becomes free in time, an order fails. This failure is not counted as a failure of the tier."""
     tier = HeldTier()
     with rank_of(tier, lanes=1) as rank:
         patience_s, rank.tiers[0].timeout_s = rank.tiers[0].timeout_s, 0.03
@@ -266,7 +266,7 @@ def test_an_order_that_no_rank_can_carry() -> None:
 
 
 def test_values_of_another_encryption_key_are_misses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values of another encryption key, or without encryption, are misses. No engine deletes them as damaged."""
+    """Values of another encryption key, or without encryption, are misses. No engine deletes such values as damaged."""
     tier = HeldTier()
     for i in range(2):
         monkeypatch.setenv(f"TEST_SECRET_{i}", base64.b64encode(bytes([i]) * 32).decode())
@@ -282,7 +282,7 @@ def test_values_of_another_encryption_key_are_misses(monkeypatch: pytest.MonkeyP
 
 
 def test_shutdown_completes_stores_in_flight() -> None:
-    """Chunks that are being stored arrive in the tier, though the engine stops."""
+    """The engine stops while chunks are being stored. These chunks still arrive in the tier."""
     tier = HeldTier()
     with rank_of(tier) as rank:
         for _ in range(4):
@@ -320,7 +320,7 @@ def test_tiers_do_not_wait_for_each_other() -> None:
 
 @pytest.mark.parametrize("after_s", [0.0, 0.00005, 0.01])
 def test_a_cancelled_thread_is_asked_to_stop(after_s: float) -> None:
-    """However early a blocking call is cancelled, its thread is stopped, and has ended when the call returns."""
+    """A blocking call is cancelled, however early. When the call returns, its thread was stopped and has ended."""
 
     async def play() -> None:
         for _ in range(50):
@@ -340,7 +340,7 @@ def test_a_cancelled_thread_is_asked_to_stop(after_s: float) -> None:
 
 
 class _Rude(HeldTier):
-    """A tier that raises exceptions that end tasks and threads, first when it is opened, then when it is read."""
+    """A tier that raises exceptions that end tasks and threads: first from `open`, later from `read`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -368,7 +368,7 @@ def test_a_tier_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
             assert rank.carrier.alive
             rank.carrier.probe_now()
             time.sleep(0.001)
-        while tier.reads:  # not in every turn: a tier that has just failed may not be used
+        while tier.reads:  # not each order reads: the tier is not used just after a failure
             assert time.monotonic() < limit
             rank.carry(stores=False, slot=0)
             assert rank.ended() == [False]
@@ -411,7 +411,7 @@ def test_fetch_is_over_only_when_it_writes_no_more_after_a_shutdown(monkeypatch:
 
 
 def test_lost_carrier_reports_each_order_once() -> None:
-    """A lost carrier reports all its orders as failed. If one of them ends later, it is not reported again."""
+    """A lost carrier reports all its orders as failed. An order that ends later is not reported again."""
     tier = HeldTier()
     with rank_of(tier) as rank:
         tier.hold()

@@ -30,7 +30,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refusal(value: object) -> str:
-    """Return the message for a wrong value of `tiers`. It must be one line and show no secret."""
+    """Return the message for a wrong value of `tiers`. The message must be one line and show no secret."""
     with pytest.raises(ConfigError) as caught:
         load_settings({"tiers": value})
     message = str(caught.value)
@@ -42,14 +42,14 @@ def refusal(value: object) -> str:
 
 
 def test_every_kind_is_registered() -> None:
-    """Every kind is registered with a specification that has this kind. At least one of its URLs leads to it."""
+    """Every kind is registered with the specification of this kind. At least one URL leads to each kind."""
     assert plugins.own(plugins.TIERS) == KINDS
     assert [spec.model_fields["kind"].default for spec in SPECS] == KINDS
     assert {spec_of(plugins.TIER_URLS, scheme) for scheme in plugins.own(plugins.TIER_URLS)} == set(SPECS)
 
 
 def test_every_key_is_described() -> None:
-    """Every key of every kind has a description. A number with a unit has the unit in its name."""
+    """Every key of every kind has a description. The name of a number with a unit contains the unit."""
     for spec in SPECS:
         for key, field in spec.model_fields.items():
             assert key == "kind" or str(field.description).endswith("."), (spec, key)
@@ -62,7 +62,7 @@ def test_a_url_is_enough(url: str, kind: str) -> None:
 
 
 def test_a_urls_query_holds_further_keys() -> None:
-    """Keys in the query are read like those of a table."""
+    """Keys in a URL's query are read like keys of a table."""
     spec = parse_tier("redis://h:7000/3?lanes=8&store=second_use")
     table = {"kind": "redis", "host": "h", "port": 7000, "db": 3, "lanes": 8, "store": "second_use"}
     assert spec == parse_tier(table)
@@ -80,7 +80,7 @@ def test_a_urls_query_holds_further_keys() -> None:
     ],
 )
 def test_a_path_is_a_disk(text: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An absolute path, or a path below a home folder, is a disk tier. Only in a URL are characters written as %XX."""
+    """An absolute path, or a path below a home folder, is a disk tier. Only a URL writes characters as %XX."""
     monkeypatch.setenv("HOME", "/home/me")
     assert parse_tier(text).model_dump()["path"] == Path(path)
     assert ("bytes_max" in text) == (parse_tier(text).model_dump()["bytes_max"] == 50 << 30)
@@ -117,7 +117,7 @@ def test_no_tiers_are_no_error(value: Any) -> None:
 
 
 def test_the_order_is_kept() -> None:
-    """Tiers are asked in their order. Several tiers of one kind get numbers."""
+    """Tiers are asked in the order in which they are configured. Several tiers of one kind get numbers."""
     specs = parse_tiers("redis://a s3://b/p redis://c redis://a/1")
     assert [name for name, _ in named(specs)] == ["redis", "s3", "redis-2", "redis-3"]
     assert tuple(spec for _, spec in named(specs)) == specs
@@ -182,7 +182,7 @@ def test_settings_show_every_key_of_a_tier() -> None:
     ],
 )
 def test_refusal_names_the_tier_the_key_and_the_remedy(value: object, wanted: str) -> None:
-    """A wrong tier is refused with its place and kind, the key, the value, the reason and the remedy."""
+    """The message for a wrong tier has its place and kind, the key, the value, the reason and the remedy."""
     assert wanted in refusal(value)
 
 
@@ -219,7 +219,7 @@ def test_no_message_shows_a_secret(value: object) -> None:
 
 
 def test_an_error_of_another_key_shows_no_tier() -> None:
-    """The message for a wrong value of another key shows no tier."""
+    """A wrong value of another key is refused, and the message shows no tier."""
     with pytest.raises(ConfigError, match="lookup_ms_max=0 is not valid") as caught:
         load_settings({"tiers": "redis://h", "lookup_ms_max": 0})
     assert "tiers" not in str(caught.value).split(";")[0]
@@ -227,7 +227,7 @@ def test_an_error_of_another_key_shows_no_tier() -> None:
 
 @pytest.mark.parametrize("text", ["a b", "user@", "redis://u@h/0?x#y", "://", "", "@", "x://?"])
 def test_a_public_text_has_no_user(text: str) -> None:
-    """The text of a URL in messages begins after the last '@' and ends before the query."""
+    """In messages, the text of a URL begins after the last '@' and ends before the query."""
     shown = config_errors.public_url(text)
     assert "@" not in shown
     assert "://" not in text or "?" not in shown
@@ -240,7 +240,7 @@ def test_place_names_keys_of_its_kind() -> None:
         assert set(spec.place) <= set(spec.model_fields)
 
 
-def test_tiers_need_no_client_to_be_configured() -> None:
+def test_reading_a_tier_configuration_imports_no_client_library() -> None:
     """Reading a configuration imports no client library."""
     import subprocess
     import sys
@@ -256,7 +256,7 @@ def test_tiers_need_no_client_to_be_configured() -> None:
 
 
 def test_specifications_are_kept_as_they_are() -> None:
-    """Tiers that are already specifications are used without parsing."""
+    """Tiers that are already specifications are used as they are, without parsing."""
     specs = parse_tiers(URLS)
     assert parse_tiers(specs) == specs
     assert load_settings({"tiers": specs}).tiers == specs
@@ -283,7 +283,7 @@ cut off
 def test_a_folder_is_local_if_no_other_host_sees_its_file_system(
     tmp_path: Path, folder: str, *, local: bool | None
 ) -> None:
-    """The mount with the longest path counts, and of equal paths the last one."""
+    """The mount with the longest matching path counts. If several mounts have this path, the last one counts."""
     (tmp_path / "mountinfo").write_text(MOUNTS)
     assert mounts.is_on_this_host(Path(folder), tmp_path / "mountinfo") is local
 
@@ -294,7 +294,7 @@ def test_a_folder_is_of_unknown_locality_when_mounts_cannot_be_read(tmp_path: Pa
 
 
 def test_the_locality_of_a_tier_is_found_or_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers are remote. The locality of a folder is that of its file system, unless `announce` sets it."""
+    """Servers are remote. A folder has the locality of its file system, unless `announce` sets another locality."""
     (tmp_path / "mountinfo").write_text("27 0 8:1 / / rw - ext4 /dev/sda1 rw")
     monkeypatch.setattr(mounts.is_on_this_host, "__defaults__", (tmp_path / "mountinfo",))
     urls = [str(tmp_path / "not" / "there"), *URLS[1:]]

@@ -12,7 +12,7 @@ from tests.rigs.tier_worlds import WORLDS
 
 
 class TestOurTiers(TierConformance):
-    """The suite for disk, Redis, S3, Mooncake, and the dictionary with which they are compared."""
+    """The suite runs for disk, Redis, S3, Mooncake, and for a dictionary as the reference."""
 
     @pytest.fixture(params=WORLDS)
     def world(self, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TierWorld]:

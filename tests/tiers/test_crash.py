@@ -1,4 +1,4 @@
-"""Processes that are killed while they save to a disk tier tear no value, lose no value, and leave no files."""
+"""Processes are killed while they save to a disk tier: no value is torn or lost, and no file is left over."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MIB = 1 << 20
 
 
 class Killer:
-    """Starts children that save, kills them at random times, and keeps what they have reported."""
+    """Starts children that save, kills them at random times, and keeps their reports."""
 
     def __init__(self, folder: Path, bytes_max: int) -> None:
         command = [sys.executable, "-m", "tests.tiers.crash_writer", str(folder), str(bytes_max)]
@@ -56,7 +56,7 @@ class Killer:
                 self.stored.discard(-int(line))
 
     def round(self, chance: random.Random) -> None:
-        """Start CHILDREN children, and kill each at a random moment, some of them while they open the tier."""
+        """Start CHILDREN children, and kill each child at a random moment, some of them while they open the tier."""
         early = self._start(CHILDREN // 4)
         self._kill(early, chance, LIFE_S_MAX / 4)
         while self._open.acquire(blocking=False):
@@ -78,7 +78,7 @@ class Killer:
         now = time.monotonic()
         for at, pid in sorted((now + chance.uniform(0, life_s_max), pid) for pid in pids):
             time.sleep(max(0.0, at - time.monotonic()))
-            os.kill(pid, signal.SIGKILL)  # raises an error if it has ended by itself
+            os.kill(pid, signal.SIGKILL)  # raises an error if the child has ended by itself
             self.kills += 1
         while any(Path(f"/proc/{pid}").exists() for pid in pids):
             time.sleep(0.001)
@@ -104,7 +104,7 @@ def killer(folder: Path, bytes_max: int) -> Iterator[Killer]:
 
 
 async def all_whole(tier: DiskTier, sizes: dict[Key, int]) -> None:
-    """Read values. Each must exist, and must be the value that was sealed under its key."""
+    """Read values. Each value must exist, and must be the value that was sealed under its key."""
     keys = list(sizes)
     for first in range(0, len(keys), 64):
         part = keys[first : first + 64]

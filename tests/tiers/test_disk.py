@@ -48,14 +48,14 @@ from tests.tiers.disks import (
     ],
 )
 def test_a_wrong_key_is_refused(key: str, value: object, stated: str) -> None:
-    """An impossible value is refused, and the message names its key."""
+    """An impossible value is refused. The message names the key of the value."""
     with pytest.raises(ValidationError, match=stated) as raised:
         DiskSpec.model_validate({"path": "/var/kv", key: value})
     assert raised.value.errors()[0]["loc"][0] == key
 
 
 def test_a_url_stands_for_the_keys() -> None:
-    """A file URL gives the decoded path, and its query gives the other keys. `~` is the home folder."""
+    """The path of a file URL is decoded, and `~` is the home folder. The URL's query gives the other keys."""
     given = DiskSpec.parse_url(urlsplit("file:///var/a%20b%23c?bytes_max=50GiB&direct=off"))
     spec = DiskSpec.model_validate(given)
     assert (spec.path, spec.bytes_max, spec.direct) == (Path("/var/a b#c"), 50 << 30, "off")
@@ -66,7 +66,10 @@ def test_a_url_stands_for_the_keys() -> None:
 
 
 def test_an_unfit_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file, a too small disk, and a folder without write permission are refused with the key and the remedy."""
+    """A file, a too small disk, and a folder without write permission are refused.
+
+    The message has the key and the remedy.
+    """
     tmp_path.joinpath("file").touch()
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ConfigError, match=r"path='.+': .+ is not a folder; name another path"):
@@ -87,7 +90,7 @@ def test_an_unfit_path_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_default_room_fits_a_small_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large file system gives 100 GiB. A size that a user has set is kept or refused."""
+    """The default on a large file system is 100 GiB. A size that a user has set is kept or refused, but not changed."""
     for blocks, room in ((1 << 40, 100 << 30), (1 << 20, 4096 * (1 << 20) * 4 // 5)):
         sizes = os.statvfs_result((4096, 4096, blocks, blocks, blocks, 0, 0, 0, 0, 255))
         monkeypatch.setattr(os, "statvfs", lambda _, sizes=sizes: sizes)
@@ -103,7 +106,7 @@ def test_default_room_fits_a_small_file_system(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("mask", [0o000, 0o077, 0o277])
 def test_files_are_private(tmp_path: Path, mask: int) -> None:
-    """Files have mode 0600 and folders 0700, whatever the umask is. A value's file has the name of its key."""
+    """Files have mode 0600 and folders 0700 under any umask. The name of a value's file is the value's key."""
 
     async def play() -> None:
         before = os.umask(mask)
@@ -121,7 +124,7 @@ def test_files_are_private(tmp_path: Path, mask: int) -> None:
 
 
 def test_foreign_files_are_not_touched(tmp_path: Path) -> None:
-    """Files whose names are no keys, or in the wrong folder, are not counted, listed, evicted or deleted."""
+    """Files with names that are no keys, or in a wrong folder, are not counted, listed, evicted or deleted."""
     here, name = file_of(tmp_path, 1).parent, some_key(1).text
     names = ("notes", name + ".tmp", name.upper(), name.replace("-g0", "-g00"), name.replace("-r0", "-r+0"))
     foreign = [here / n for n in names]
@@ -147,7 +150,7 @@ def test_foreign_files_are_not_touched(tmp_path: Path) -> None:
 def test_a_file_that_vanished_is_a_miss(tmp_path: Path) -> None:
     """A file that is deleted between lookup and read is a MISS.
 
-    Then it is not found any more, and can be written again.
+    Afterwards the key is not found any more, and its value can be written again.
     """
 
     async def play() -> None:
@@ -166,7 +169,7 @@ def test_a_file_that_vanished_is_a_miss(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 64 * KIB - 1, 64 * KIB - 4096, 64 * KIB + 1, 128 * KIB])
 def test_a_file_of_another_length_is_damaged(tmp_path: Path, size: int) -> None:
-    """A file that was cut or lengthened is DAMAGED. After it is deleted, its room is free."""
+    """A file that was cut or lengthened is DAMAGED. When the file is deleted, its room is free."""
 
     async def play() -> None:
         async with opened(tmp_path) as tier:
@@ -182,7 +185,10 @@ def test_a_file_of_another_length_is_damaged(tmp_path: Path, size: int) -> None:
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "link"])
 def test_folder_pipe_and_link_are_no_values(tmp_path: Path, kind: str) -> None:
-    """A folder, a pipe or a link with a key's name is not found and not followed, and does no harm."""
+    """A folder, a pipe or a link may have a key's name.
+
+    Such an entry is not found and not followed, and does no harm.
+    """
     here, secret = file_of(tmp_path / "kv", 1), tmp_path / "secret"
     here.parent.mkdir(parents=True)
     secret.write_bytes(content(1, 64 * KIB))
@@ -217,7 +223,7 @@ def test_folder_pipe_and_link_are_no_values(tmp_path: Path, kind: str) -> None:
 
 
 def test_an_empty_folder_makes_room_for_a_value(tmp_path: Path) -> None:
-    """An empty folder with the name of a value is deleted, and the value is written."""
+    """An empty folder may have a value's name. The write of this value deletes the folder."""
     file_of(tmp_path, 1).mkdir(parents=True)
 
     async def play() -> None:
@@ -229,7 +235,7 @@ def test_an_empty_folder_makes_room_for_a_value(tmp_path: Path) -> None:
 
 
 def test_a_removed_folder_is_made_anew(tmp_path: Path) -> None:
-    """The next probe of any process creates a deleted folder again. Then the tier works, and its account is right."""
+    """The next probe of any process makes a deleted folder again. Then the tier works, and its account is right."""
     root = tmp_path / "kv"
 
     async def play() -> None:
@@ -251,7 +257,10 @@ def test_a_removed_folder_is_made_anew(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_not_made_where_its_file_system_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the folder's disk is not mounted any more, values would fill the disk below the mount point."""
+    """The folder's disk is not mounted any more.
+
+    Values would fill the disk below the mount point, so no folder is made.
+    """
     root = tmp_path / "kv"
 
     async def play() -> None:
@@ -266,7 +275,7 @@ def test_a_folder_is_not_made_where_its_file_system_is_gone(tmp_path: Path, monk
 
 
 def test_the_last_process_leaves_nothing_in_an_empty_folder(tmp_path: Path) -> None:
-    """The last process deletes all files that it wrote. While a value or another process is left, all files stay."""
+    """The last process deletes all files that it made. While a value or another process is left, all files stay."""
 
     async def play() -> None:
         async with opened(tmp_path):
@@ -283,7 +292,7 @@ def test_the_last_process_leaves_nothing_in_an_empty_folder(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
 def test_links_are_not_followed(tmp_path: Path, depth: int) -> None:
-    """A link in place of a folder or of the account is not followed: no file beyond it is read, written or deleted."""
+    """A link in place of a folder or of the account is not followed: no file beyond the link is read or changed."""
     root, beyond = tmp_path / "kv", tmp_path / "beyond"
     link = (root / TMP, root / NAMESPACE, file_of(root, 1).parent, root / ACCOUNT)[depth]
     below = beyond / (file_of(root, 1).relative_to(link) if link in file_of(root, 1).parents else "")

@@ -20,7 +20,7 @@ from tests.tiers.disks import file_of, opened
 
 @pytest.mark.parametrize("ahead_s", [-3600.0, -0.06, 0.0, 3600.0])
 def test_a_file_system_with_another_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float) -> None:
-    """Two changes with equal times are both found, and a quiet folder is soon not listed.
+    """Two changes with equal times are both found, and a folder without changes is soon not listed any more.
 
     `ahead_s` is the number of seconds by which the file system's clock is ahead of this machine's clock.
     """

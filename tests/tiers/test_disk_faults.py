@@ -35,7 +35,10 @@ from tests.tiers.disks import (
 
 
 def test_a_full_disk_refuses_and_serves_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a full disk a write raises TierFullError and leaves nothing. Reads work, and free room is used again."""
+    """On a full disk a write raises TierFullError and leaves no file.
+
+    Reads work, and room that becomes free is used.
+    """
     path = tmp_path / "disk"
 
     async def play() -> None:
@@ -56,9 +59,9 @@ def test_a_full_disk_refuses_and_serves_on(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_where_others_fill_the_disk_the_oldest_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When other programs fill the disk, the tier evicts its least recently used values to make room.
+    """Other programs fill the disk, so the tier evicts its least recently used values to make room.
 
-    It logs this once.
+    The tier logs this once.
     """
     path, noted = tmp_path / "disk", list[str]()
     monkeypatch.setattr(disk_tier, "warn", lambda name, **_: noted.append(name))
@@ -87,9 +90,9 @@ def test_where_others_fill_the_disk_the_oldest_make_room(tmp_path: Path, monkeyp
 def test_a_write_deletes_no_more_than_some_times_its_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int
 ) -> None:
-    """A disk that accepts no write does not empty the tier.
+    """A disk that refuses every write does not empty the tier.
 
-    After some attempts to make room the write is refused.
+    After some attempts to make room, the write is refused.
     """
 
     def refusing(_: int, _at: int, _size: int) -> None:
@@ -112,7 +115,7 @@ def test_a_write_deletes_no_more_than_some_times_its_size(
 def test_a_disk_that_refuses_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
     """A disk that is read-only or denies permission is still read.
 
-    Writes raise TierFullError until it is writable again.
+    Writes raise TierFullError until the disk is writable again.
     """
     path = tmp_path / "disk"
 
@@ -120,7 +123,7 @@ def test_a_disk_that_refuses_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
         async with opened(path, bytes_max=MIB) as tier:
             await tier.write([put(1, 64 * KIB)])
             late = spec_of(path, bytes_max=MIB).make("late")
-            if mounted:  # the system makes no disk with an open file read-only
+            if mounted:  # the system does not make a disk read-only while a file is open for writing
                 await tier.close()
             with refusing(path, error, mounted=mounted, patch=monkeypatch):
                 await late.open()
@@ -147,7 +150,7 @@ def test_a_disk_that_refuses_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_limit_on_file_sizes_is_no_room(tmp_path: Path) -> None:
-    """If the process may not write files of that size, a write raises TierFullError and leaves nothing."""
+    """If the process may not write files of that size, a write raises TierFullError and leaves no file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     async def play() -> None:
@@ -165,7 +168,7 @@ def test_a_limit_on_file_sizes_is_no_room(tmp_path: Path) -> None:
 
 
 def test_a_failed_sync_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With fsync, a write whose sync fails raises TierError, and its value is not found."""
+    """With fsync, a write whose sync fails raises TierError, and the value is not found."""
 
     def failing(_: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -216,9 +219,9 @@ def test_folders_that_vanish_are_made_again(tmp_path: Path, gone: str) -> None:
 
 
 def test_what_is_under_a_mount_is_not_filled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When its disk is unmounted, a tier does not write to the file system below.
+    """When the tier's disk is unmounted, the tier does not write to the file system below.
 
-    This also holds if it is opened again.
+    This also holds for a tier that is opened afterwards.
     """
     path = tmp_path / "disk"
 
@@ -269,13 +272,14 @@ def test_a_lock_that_is_held_is_not_waited_for_long(tmp_path: Path) -> None:
 
 
 def test_direct_io_is_left_where_there_is_none(tmp_path: Path) -> None:
-    """On a file system without direct I/O `auto` reads through the page cache, and `on` raises TierError."""
+    """On a file system without direct I/O, `auto` reads through the page cache, and `on` raises TierError."""
     into = (aligned(4096), aligned(4096))
     with Path("/proc/self/maps").open("rb") as file:
         with pytest.raises(TierError, match="set direct=auto"):
             ValueFiles("on").move(file.fileno(), os.preadv, into)
         assert ValueFiles("auto").move(file.fileno(), os.preadv, into) > 0
-    with (tmp_path / "odd").open("wb+") as file:  # where the disk's blocks are larger than a transfer
+    # direct I/O is refused if the disk's blocks are larger than a transfer
+    with (tmp_path / "odd").open("wb+") as file:
         file.write(bytes(4096))
         file.flush()
         mover = ValueFiles("auto")

@@ -1,4 +1,4 @@
-"""The disk tier has an index of its files, which follows the changes that other processes make."""
+"""The disk tier has an index of its files. The index follows the changes that other processes make."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.tiers.disks import (
 
 
 def test_values_of_another_client_are_found_soon(tmp_path: Path) -> None:
-    """A client soon notices values that another client writes or deletes, even if it only reads."""
+    """A client soon notices values that another client writes or deletes, even if it never writes itself."""
     assert disk_tier._LOOK_S < disk_tier._OLD_S < 1
 
     async def known(tier: DiskTier, wanted: list[bool]) -> None:
@@ -61,7 +61,7 @@ def test_folder_may_be_removed_and_created_again(tmp_path: Path) -> None:
     async def play() -> None:
         async with opened(tmp_path) as tier:
             await tier.write([put(1, 64 * KIB)])
-            await anyio.sleep(0.1)  # until the folder's time shows that nothing has changed since
+            await anyio.sleep(0.1)  # long enough for the folder's time to show that the folder was not changed since
             assert (await tier.capacity()).items == 1
             (tmp_path / NAMESPACE).rename(tmp_path / "aside")
             assert await tier.capacity() == Capacity(0, 0, 1 << 30)
@@ -96,7 +96,10 @@ def test_keys_of_deleted_files_are_forgotten(tmp_path: Path) -> None:
 
 
 def test_a_reader_leaves_no_trace(tmp_path: Path) -> None:
-    """With store=never nothing is created or written. A missing folder is reported, and is used once it exists."""
+    """With store=never the tier creates and writes nothing.
+
+    A missing folder is reported, and is used once it exists.
+    """
 
     async def play() -> None:
         reader = spec_of(tmp_path / "kv", store="never").make("disk")
@@ -118,7 +121,7 @@ def test_a_reader_leaves_no_trace(tmp_path: Path) -> None:
 
 
 def test_changes_during_a_listing_are_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writes and deletes of this process during a listing take precedence over the listing."""
+    """While the folders are listed, this process writes and deletes. These changes take precedence over the listing."""
     same = [key for i in range(4000) if (key := some_key(i)).chunk[0] == some_key(0).chunk[0]][:3]
     real = disk_files.list_folder
 
@@ -146,7 +149,7 @@ def test_changes_during_a_listing_are_not_lost(tmp_path: Path, monkeypatch: pyte
 
 
 def test_value_deleted_during_a_listing_stays_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If this process deletes another process's file after a listing has seen it, the file is not found."""
+    """A listing has seen another process's file. If this process then deletes the file, the file is not found."""
 
     async def play() -> None:
         async with opened(tmp_path) as tier, opened(tmp_path) as other:
@@ -185,7 +188,7 @@ def test_names_are_read_as_keys_are() -> None:
 
 
 def test_lookups_that_wait_hold_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All lookups that wait for a slow listing wait for the same listing, and need no thread of their own."""
+    """All lookups that wait for a slow listing wait for the same listing, without threads of their own."""
     go_on, real = threading.Event(), disk_index.Index.refresh
     passes = []
 
@@ -213,7 +216,8 @@ def test_lookups_that_wait_hold_no_thread(tmp_path: Path, monkeypatch: pytest.Mo
                 assert anyio.to_thread.current_default_thread_limiter().borrowed_tokens == 0
                 assert await reads(tier, 1, 4096) is Read.HIT, "other lookups continue"
                 assert not answers
-                for age in ("_OLD_S", "_LOOK_S"):  # however late the waiting lookups continue
+                # so that the listing counts as fresh, however late the waiting lookups continue
+                for age in ("_OLD_S", "_LOOK_S"):
                     monkeypatch.setattr(disk_tier, age, WAIT_S)
                 go_on.set()
             assert answers == [[True, False]] * 200
@@ -274,9 +278,9 @@ def test_a_lookup_looks_at_its_own_namespace_only(tmp_path: Path, monkeypatch: p
 
 
 def test_stored_value_is_found_whatever_the_age_of_the_listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slow listing is old when it ends.
+    """A slow listing is already old when it ends.
 
-    Values that this engine stored since its beginning are found, until a later listing of the namespace replaces it.
+    Values that this engine stored after the listing's beginning are found, until a later listing of the namespace.
     """
     real = disk_index.Index.refresh
 
@@ -310,7 +314,7 @@ def test_stored_value_is_found_whatever_the_age_of_the_listing(tmp_path: Path, m
 
 
 def test_reader_is_notified_of_deleted_values(tmp_path: Path) -> None:
-    """The reader is notified of values deleted before a listing saw them, but not of values written again since."""
+    """The reader is notified of values deleted before a listing, except values that were written again."""
 
     async def play() -> None:
         async with opened(tmp_path, writes=False) as finder, opened(tmp_path) as carrier:
@@ -334,7 +338,7 @@ def test_reader_is_notified_of_deleted_values(tmp_path: Path) -> None:
 def test_a_reader_is_not_notified_of_a_value_that_is_written_again_during_the_listing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reader is not notified, because the value exists although the listing lacks it."""
+    """The reader is not notified, because the value exists, although the listing does not contain it."""
     real = disk_files.folders
 
     async def play() -> None:
@@ -357,16 +361,16 @@ def test_a_reader_is_not_notified_of_a_value_that_is_written_again_during_the_li
 
 
 def folders_in(path: Path) -> list[str]:
-    """Return the folders of namespaces, and the folders in them."""
+    """Return the folders of namespaces, and the folders inside them."""
     found = [one.relative_to(path) for one in path.rglob("*") if one.is_dir()]
     return sorted(str(one) for one in found if one.parts[0] != TMP)
 
 
 @pytest.mark.parametrize("how", ["delete", "evict", "by hand"])
 def test_folders_that_are_empty_are_removed(tmp_path: Path, how: str) -> None:
-    """The folder of the last value is removed, and then its namespace's folder.
+    """When the last value of a folder is deleted, the folder is removed, and then its namespace's folder.
 
-    Old empty folders are removed at opening.
+    Old empty folders are removed when a tier is opened.
     """
     spaces = [f"{i:032x}" for i in range(20)]
 

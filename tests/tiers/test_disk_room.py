@@ -1,4 +1,4 @@
-"""The limit of the disk tier counts the files of all processes together."""
+"""The limit of the disk tier applies to the files of all processes together."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from tests.tiers.disks import (
 
 
 def test_the_oldest_make_room(tmp_path: Path) -> None:
-    """A write beyond bytes_max deletes the least recently used values. A read is a use.
+    """A write beyond bytes_max deletes the least recently used values. A read counts as a use.
 
-    The account equals the files.
+    The account equals the sizes of the files.
     """
 
     async def play() -> None:
@@ -51,7 +51,7 @@ def test_the_oldest_make_room(tmp_path: Path) -> None:
 def test_files_are_counted_once_for_a_write_that_evicts_several_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A count lists the whole folder while other processes wait for the lock, so it is not repeated for each batch."""
+    """A count lists the whole folder while other processes wait for the lock. So it is not repeated for each batch."""
     counts, count = list[int](), room.DiskRoom._count
 
     def counting(self: room.DiskRoom, root: int) -> int:
@@ -72,7 +72,7 @@ def test_files_are_counted_once_for_a_write_that_evicts_several_batches(
 
 
 def test_age_outlives_a_restart(tmp_path: Path) -> None:
-    """A tier that is opened on a folder knows the oldest values.
+    """A tier that is opened on a folder knows which values are oldest.
 
     Values that another process has used since are kept.
     """
@@ -110,7 +110,7 @@ def test_value_larger_than_the_limit_is_refused(tmp_path: Path) -> None:
 
 
 def test_files_copied_in_by_hand_are_counted(tmp_path: Path) -> None:
-    """Files that are copied in or deleted by hand are counted when room is made next, and after a restart."""
+    """Files that a user copies in or deletes are counted when the tier next makes room, and after a restart."""
 
     async def play() -> None:
         async with opened(tmp_path, bytes_max=ROOM) as tier:
@@ -135,7 +135,7 @@ def test_files_copied_in_by_hand_are_counted(tmp_path: Path) -> None:
 
 
 def test_an_account_that_is_void_is_counted(tmp_path: Path) -> None:
-    """If the account is invalid, or its last writer died while writing, the tier counts the bytes of its files."""
+    """If the account is invalid, or its last writer died while writing it, the tier counts the bytes of its files."""
 
     async def play() -> None:
         async with opened(tmp_path, bytes_max=ROOM) as tier:
@@ -162,7 +162,7 @@ run(play)
 
 
 def test_the_bound_holds_for_all_processes_together(tmp_path: Path) -> None:
-    """Three processes write into one folder. Its files, including unfinished files, never exceed bytes_max."""
+    """Three processes write into one folder. The folder's files, including unfinished files, never exceed bytes_max."""
     command = [sys.executable, "-c", WRITER, str(tmp_path)]
     children = [subprocess.Popen([*command, str(10_000 * n)]) for n in range(3)]
     most, seen = 0, set[str]()
@@ -170,7 +170,7 @@ def test_the_bound_holds_for_all_processes_together(tmp_path: Path) -> None:
         until = time.monotonic() + WAIT_S
         while len(seen) < 200 and time.monotonic() < until:
             with contextlib.suppress(FileNotFoundError), (tmp_path / ACCOUNT).open("r+") as account:
-                fcntl.flock(account, fcntl.LOCK_EX)  # otherwise files would be moved while they are counted
+                fcntl.flock(account, fcntl.LOCK_EX)  # without this lock, files would be moved while they are counted
                 found = walk(tmp_path)
                 most = max(most, sum(found.values()))
                 seen.update(name for name in found if not name.startswith(TMP))
@@ -185,7 +185,7 @@ def test_the_bound_holds_for_all_processes_together(tmp_path: Path) -> None:
 
 
 def test_drafts_of_living_processes_are_kept(tmp_path: Path) -> None:
-    """Opening a tier deletes drafts of dead processes, but not of living processes. Closing it leaves no draft."""
+    """Opening a tier deletes the drafts of dead processes only. Closing a tier leaves no draft."""
 
     async def play() -> None:
         async with opened(tmp_path) as tier:

@@ -1,4 +1,4 @@
-"""A value in a tier is an envelope. A value of another form is reported."""
+"""A value in a tier is an envelope. A value of any other form is reported."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def sealed(secret: bytes | None, key: Key | None = None) -> tuple[Key, memoryvie
 
 
 def why(secret: bytes | None, key: Key, header: memoryview, body: memoryview, units: int = 16) -> str:
-    """Return why a value is damaged."""
+    """Return the reason for which a value is damaged."""
     with pytest.raises(DamagedError) as caught:
         sealer_of(secret).unseal(key, units, header, body)
     return str(caught.value)
@@ -74,20 +74,23 @@ def test_another_sealer_restores_a_sealed_body(secret: bytes | None, key: Key) -
 
 @SECRETS
 def test_parts_are_aligned(secret: bytes | None) -> None:
-    """Header and body begin at pages and have the lengths that tiers expect, so that direct I/O accepts them."""
+    """The header and the body begin at pages and have the lengths that tiers expect. So direct I/O accepts both."""
     _, header, body = sealed(secret)
     assert (header.nbytes, body.nbytes) == (HEADER_BYTES, BODY)
     assert address(header) % ALIGN_BYTES == address(body) % ALIGN_BYTES == 0
 
 
 def test_a_plain_body_is_not_copied() -> None:
-    """Without a secret, the slot's own memory is written."""
+    """Without a secret, the tier gets the slot's own memory to write."""
     body = aligned(BODY)
     assert Sealer().seal(some_key(1), 16, body)[1] is body
 
 
 def test_an_encrypted_body_shows_nothing() -> None:
-    """With a secret, the slot stays unchanged. The written bytes contain none of its pages, and differ each time."""
+    """With a secret, the slot stays unchanged.
+
+    The written bytes contain no page of the slot, and differ for each write.
+    """
     body = filled(content(1, BODY), (BODY,))[0]
     sealer = Sealer([SECRET])
     first, second = (bytes(sealer.seal(some_key(1), 16, body)[1]) for _ in range(2))
@@ -112,7 +115,7 @@ def test_the_format_is_fixed() -> None:
 
 
 def test_version_is_read_from_a_whole_header_only() -> None:
-    """The version distinguishes values of older releases from damaged values, and from files of other programs."""
+    """The version distinguishes a value of an older release from a damaged value and from a file of another program."""
     _, header, _ = sealed(None)
     assert version_of(header) == VERSION
     for at in (0, 8, HEADER_BYTES - 1):  # the magic, the version, the checksum
@@ -184,7 +187,7 @@ def test_changed_bytes_of_a_body_are_noticed(secret: bytes | None) -> None:
     ],
 )
 def test_a_field_that_is_wrong_is_named(secret: bytes | None, at: int, wrong: bytes, stated: str) -> None:
-    """If a header's checksum is right but a field is not the expected one, the message names the field."""
+    """If a header's checksum is right, but one field has an unexpected value, the message names this field."""
     key, header, body = sealed(secret)
     header[at : at + len(wrong)] = wrong
     assert why(secret, key, signed(header), body) == stated
@@ -192,14 +195,17 @@ def test_a_field_that_is_wrong_is_named(secret: bytes | None, at: int, wrong: by
 
 @pytest.mark.parametrize("at", [40, HEADER_BYTES - 24, 2000], ids=["salt", "tag", "behind the fields"])
 def test_all_of_an_encrypted_header_is_authenticated(at: int) -> None:
-    """A header with a changed byte is rejected, because its authentication needs the secret."""
+    """With a secret, each byte of the header is authenticated: a header with one changed byte is rejected."""
     key, header, body = sealed(SECRET)
     header[at] ^= 1
     assert why(SECRET, key, signed(header), body) == "decryption"
 
 
 def test_value_of_another_key_or_length_is_damaged() -> None:
-    """Another key, other units or another length are damaged, so a tier that mixes up its values is detected."""
+    """A value with another key, other units or another length is damaged.
+
+    So a tier that mixes up its values is detected.
+    """
     key, header, body = sealed(None)
     for other in (some_key(2), key._replace(group=1), key._replace(rank=1, ranks=2)):
         assert why(None, other, header, body) == "key"
@@ -215,7 +221,7 @@ def test_value_of_another_key_or_length_is_damaged() -> None:
     ids=["plain, wanted encrypted", "encrypted, wanted plain", "another secret"],
 )
 def test_another_secret_is_a_miss(stored: bytes | None, read: bytes | None, stated: str) -> None:
-    """A value raises DamagedError if another secret, or an unexpected one, or none has sealed it."""
+    """Reading raises DamagedError if a value was sealed with another secret, an unexpected secret, or none."""
     assert why(read, *sealed(stored)) == stated
     assert issubclass(DamagedError, TransferError)
 
@@ -234,7 +240,7 @@ def spec(**given: Any) -> TierSpec:
 
 
 def test_secrets_come_from_a_variable_or_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A key is 32 bytes in base64, from the configured variable or file. Without both there is no key."""
+    """A key is 32 bytes in base64, from the configured variable or file. With neither of the two there is no key."""
     text = base64.b64encode(SECRET).decode()
     monkeypatch.setenv("MY_KEY", text)
     (tmp_path / "key").write_text(text + "\n", encoding="ascii")
@@ -248,7 +254,7 @@ def test_secrets_come_from_a_variable_or_a_file(tmp_path: Path, monkeypatch: pyt
 def test_a_wrong_secret_is_refused_and_not_shown(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A value that is not a base64 key of 32 bytes is refused.
 
-    The message has the variable and the remedy, not the value.
+    The message names the variable and the remedy, but does not show the value.
     """
     monkeypatch.setenv("MY_KEY", wrong)
     with pytest.raises(ConfigError, match="MY_KEY") as caught:
@@ -296,7 +302,7 @@ def test_a_wrong_ring_is_refused(texts: list[bytes], stated: str, monkeypatch: p
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])
 @pytest.mark.parametrize("link", [False, True])
 def test_key_file_that_others_can_read_is_refused(mode: int, link: bool, tmp_path: Path) -> None:
-    """A file that others can read is refused with the remedy, also behind a link. A private file is read."""
+    """A file that others can read is refused with the remedy, also if a link leads to it. A private file is read."""
     file, there = tmp_path / "key", tmp_path / "link"
     there.symlink_to(file)
     file.write_text(base64.b64encode(SECRET).decode(), encoding="ascii")
@@ -309,7 +315,10 @@ def test_key_file_that_others_can_read_is_refused(mode: int, link: bool, tmp_pat
 
 
 def test_a_key_encrypts_one_value() -> None:
-    """Two values with one name and one body share only their mark, so no key comes near a limit of the cipher."""
+    """Two values with equal names and bodies have only their mark in common.
+
+    So no key comes near a limit of the cipher.
+    """
     sealer, body = Sealer([SECRET]), filled(content(1, BODY), (BODY,))[0]
     values = [sealer.seal(some_key(1), 16, body) for _ in range(20)]
     headers = [describe(header) for header, _ in values]
@@ -342,14 +351,14 @@ except ConfigError as error:
 
 
 def test_encryption_needs_its_extra_only_where_it_is_used() -> None:
-    """Without the package, plain values work. A secret is refused with the package to install."""
+    """Without the package, plain values work. A secret is refused, and the message names the package to install."""
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=WAIT_S, check=True)
     assert done.stdout == "kvpipe: encryption needs the package cryptography; pip install 'kvpipe[encryption]'\n"
 
 
 @SECRETS
 def test_threads_seal_beside_each_other(secret: bytes | None) -> None:
-    """Many threads share one sealer. Each thread reads back the values that it has sealed."""
+    """Many threads share one sealer. Each thread can read the values that it has sealed."""
     sealer = sealer_of(secret)
 
     def one(i: int) -> bool:

@@ -1,4 +1,4 @@
-"""Tests take every cell of the two state machines that clocks and threads drive: a carrier's orders, and breakers."""
+"""Tests take every cell of two state machines that clocks and threads drive: a carrier's orders, and breakers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TracedRank(Rank):
         super().__init__([tier], trace=self._recorder, **spec)
 
     def taken(self, machine: Machine) -> set[tuple[str, str]]:
-        """Return the cells of `machine` that were taken so far."""
+        """Return the cells of `machine` that were taken until now."""
         for event in self._recorder.take():
             self._replay.feed(event)
         assert self._replay.ok, self._replay.problems
@@ -43,7 +43,7 @@ def _until(true: Callable[[], bool]) -> None:
 
 
 def test_every_cell_of_an_order_is_taken() -> None:
-    """Orders take every cell: the tier has or lacks the chunk, fails, has an open breaker, or does not exist."""
+    """The tier has or lacks the chunk, fails, has an open breaker, or does not exist. Orders then take every cell."""
     tier = HeldTier()
     rank, late = TracedRank(tier), TracedRank(tier, lanes=1)
     rank.carry(stores=False, slot=0)
@@ -59,7 +59,7 @@ def test_every_cell_of_an_order_is_taken() -> None:
     tier.hold()
     late.carry(stores=False, slot=0)
     _until(lambda: tier.waiting == 1)
-    late.carry(stores=False, slot=1)  # there is no lane for this order
+    late.carry(stores=False, slot=1)  # no lane becomes free for this order
     late.carrier.loop.settle(WAIT_S)
     late.carrier.shutdown()
     assert late.ended(2) == [False] * 2
@@ -68,7 +68,7 @@ def test_every_cell_of_an_order_is_taken() -> None:
 
 
 def test_every_cell_of_a_breaker_is_taken() -> None:
-    """Calls and probes succeed and fail, some of them after the breaker has opened."""
+    """Calls and probes succeed and fail. Some calls end only after the breaker has opened."""
     tier = HeldTier()
     rank = TracedRank(tier, lanes=FAULTS_MAX)
     guard = rank.tiers[0]
@@ -105,7 +105,7 @@ def test_every_cell_of_a_breaker_is_taken() -> None:
     fetch()
     fetch(2, "down", left_meanwhile=True)
     come_back()
-    fetch(1, "down")  # this is the last of the failures that open the breaker
+    fetch(1, "down")  # this failure opens the breaker
     come_back()
     fetch()
     leave()

@@ -1,4 +1,4 @@
-"""Tests of lookups in tiers: which chunks are found, the order of tiers, and the cost of a tier that fails."""
+"""Tests of lookups in tiers: which chunks are found, in which order tiers are asked, and what a failing tier costs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _finder(*tiers: HeldTier, ranks: int = 1, faults: list[str] | None = None, *
     received = [] if faults is None else faults
     kept = guarded([(tier.name, reported, tier) for tier in tiers], (FIND,))
     for one in kept:
-        one.probe_s = WAIT_S  # failed tiers are not probed meanwhile
+        one.probe_s = WAIT_S  # failed tiers are not probed during the test
     made = Finder(
         kept,
         ranks=ranks,
@@ -65,7 +65,7 @@ def _ask(finder: Finder, wanted: Sequence[Place] = WHOLE, seconds_max: float = 6
 
 
 def test_lookup_finds_whole_chunks_and_the_partial_chunk_behind_them() -> None:
-    """All whole chunks are looked up, and every possible length of the chunk after the last whole chunk."""
+    """A lookup asks for all whole chunks, and for every possible length of the chunk behind the last whole chunk."""
     tier = HeldTier()
     _hold(tier, 4, 8, 10, 11, 13)
     with _finder(tier) as finder:
@@ -87,7 +87,7 @@ def test_every_rank_must_have_its_part() -> None:
 
 
 def test_lookup_records_misses_of_announced_chunks_only() -> None:
-    """Only misses of chunks that routers know are recorded, so the scheduler's thread does no work for other chunks."""
+    """A miss is recorded only for a chunk that routers know. The scheduler's thread does no work for other chunks."""
     tier, other = HeldTier("a"), HeldTier("b")
     _hold(tier, 4)
     with _finder(tier, other) as finder:
@@ -104,7 +104,7 @@ def _mark(tier: HeldTier, space: str, *split: int) -> None:
 
 
 class Counting(HeldTier):
-    """A tier that records the keys that it was asked for."""
+    """A tier that records the keys of each lookup."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,9 +117,9 @@ class Counting(HeldTier):
 
 
 def test_chunks_of_other_numbers_of_ranks_are_found() -> None:
-    """Chunks of other numbers of ranks are found, with their number of parts, if a marker shows that such chunks exist.
+    """Chunks that other numbers of ranks have stored are found if a marker shows that such chunks exist.
 
-    They are in another namespace.
+    These chunks may be in another namespace. The lookup reports their namespace and number of parts.
     """
     tier, other = HeldTier(), "2" * 32
     for rank in range(2):
@@ -136,12 +136,12 @@ def test_chunks_of_other_numbers_of_ranks_are_found() -> None:
         lookup = _ask(finder, also=other)
         assert lookup.found == dict.fromkeys(WHOLE, 0)
         assert lookup.elsewhere == {(0, 4): (SPACE, 2), (0, 12): (other, 1)}
-    with _finder(tier) as finder:  # a finder that is bound to its layout uses no other names
+    with _finder(tier) as finder:  # a finder without `heads` is bound to its layout, and looks up no other names
         assert _ask(finder, also=other).found == {(0, 8): 0}
 
 
 def test_other_splits_are_searched_where_they_help() -> None:
-    """If the first chunk is missing in another split, later chunks are not searched there.
+    """If another split lacks the first chunk, later chunks are not searched in this split.
 
     Groups whose chunks never grow are searched completely.
     """
@@ -170,7 +170,7 @@ def test_other_splits_are_searched_where_they_help() -> None:
 
 
 class _Slow(HeldTier):
-    """A tier that never answers for chunks in two parts."""
+    """A tier that never answers a lookup of chunks in two parts."""
 
     async def exists(self, keys: Sequence[Key]) -> list[bool]:
         """See `Tier.exists`."""
@@ -180,7 +180,7 @@ class _Slow(HeldTier):
 
 
 def test_search_for_other_splits_ends_within_the_limit() -> None:
-    """However long the search for other splits takes, the lookup ends within the request's limit."""
+    """The search for other splits may take any time. The lookup still ends within the request's limit."""
     tier, right = _Slow(), {(0, 4): 0, (0, 5): 0}
     _mark(tier, SPACE, 2)
     _hold(tier, 4, 5)
@@ -197,7 +197,7 @@ def test_search_for_other_splits_ends_within_the_limit() -> None:
 
 
 def test_lookup_asks_for_no_other_split_when_it_finds_everything() -> None:
-    """If chunks are missing and other splits may have them, the lookup asks for those splits from time to time."""
+    """A lookup asks for other splits only if chunks are missing, and then only from time to time."""
     tier = Counting()
     _hold(tier, *range(4, 15))
     with _finder(tier) as finder:
@@ -220,7 +220,7 @@ def test_lookup_asks_for_no_other_split_when_it_finds_everything() -> None:
 def test_chunk_of_one_group_is_not_found_in_another_group() -> None:
     """Two cache groups may hold chunks of the same prefix.
 
-    A chunk of one group does not make the other group's chunk a hit.
+    If a tier has the chunk of one group, the other group's chunk is still a miss.
     """
     tier = HeldTier()
     _hold(tier, 4, group=1)
@@ -229,7 +229,7 @@ def test_chunk_of_one_group_is_not_found_in_another_group() -> None:
 
 
 def test_each_tier_is_asked_for_what_earlier_tiers_lack() -> None:
-    """Tiers are asked in order, each only for the chunks that the tiers before it lack."""
+    """Tiers are asked in order. Each tier is asked only for chunks that the tiers before it lack."""
     near, far = HeldTier("near"), HeldTier("far")
     _hold(near, 4)
     _hold(far, 4, 8)
@@ -238,7 +238,7 @@ def test_each_tier_is_asked_for_what_earlier_tiers_lack() -> None:
 
 
 def test_failing_tier_is_a_miss() -> None:
-    """A tier that fails is skipped, and is not used after several failures. The other tiers are asked."""
+    """A tier that fails is skipped, and is not used any more after several failures. The other tiers are asked."""
     near, far = HeldTier("near"), HeldTier("far")
     _hold(far, 4)
     near.trouble = "down"
@@ -258,7 +258,7 @@ def test_failing_tier_is_a_miss() -> None:
 
 
 def test_hanging_tier_is_a_miss_after_the_limit() -> None:
-    """A lookup ends within its own limit and the tier's limit, and reports that a tier did not answer."""
+    """A lookup ends within its own limit and the tier's limit, and reports that a tier has not answered."""
     tier = HeldTier()
     tier.hold()
     faults = list[str]()
@@ -269,7 +269,8 @@ def test_hanging_tier_is_a_miss_after_the_limit() -> None:
             assert (lookup.found, lookup.down) == ({}, True)
             return len(faults) == times
 
-        for left in reversed(range(FAULTS_MAX)):  # by the lookup's own limit, which is shorter by default
+        # the lookup's own limit ends the wait, because it is shorter than the tier's limit by default
+        for left in reversed(range(FAULTS_MAX)):
             assert eventually(partial(failed, FAULTS_MAX - left))
             assert finder.tiers[0].breakers[FIND].allows == (left > 0)
     with _finder(tier, timeout_ms_max=30) as finder:
@@ -280,7 +281,7 @@ def test_hanging_tier_is_a_miss_after_the_limit() -> None:
 
 
 def test_stopped_finder_answers_with_misses() -> None:
-    """A lookup by a stopped finder ends without a result."""
+    """A stopped finder ends each lookup without a result."""
     with _finder(HeldTier()) as finder:
         pass
     assert not _ask(finder).found
@@ -290,7 +291,7 @@ class _Broken(HeldTier):
     """A tier with a bug."""
 
     async def open(self) -> None:
-        """Raise what no tier should."""
+        """Raise an exception that a tier must not raise."""
         raise RuntimeError("can't start new thread")
 
 
@@ -305,7 +306,7 @@ def test_a_tier_with_a_bug_costs_only_itself() -> None:
 
 
 def test_a_tier_that_a_rank_cannot_read() -> None:
-    """A tier that some rank does not use is not asked, because its chunks could not be read."""
+    """A tier that some rank does not use is not asked, because this rank could not read the tier's chunks."""
     tier = HeldTier()
     _hold(tier, 4)
     with _finder(tier) as finder:
@@ -323,10 +324,11 @@ def test_states_are_looked_up_under_their_own_keys() -> None:
         assert _ask(finder, [(1, 2), (1, 3)], groups=(0,), states=states).found == {(1, 3): 0}
 
 
-def test_states_are_asked_for_where_the_first_group_has_one() -> None:
-    """A first call asks for the states of one group.
+def test_other_state_groups_are_looked_up_only_where_the_first_state_group_has_a_state() -> None:
+    """The first call asks for the states of one group.
 
-    A second call asks for the others where this group has states and attention is held. So both calls ask for few keys.
+    The second call asks for the states of other groups, but only where the first group has a state and attention is
+    held. So both calls ask for few keys.
     """
     tier = Counting()
     _hold(tier, 4, 8, 9)
@@ -348,7 +350,10 @@ def test_states_are_asked_for_where_the_first_group_has_one() -> None:
 def test_another_first_hash_is_reported_once(
     theirs: str, differs: float, said: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An engine finds no chunk of an engine with another first hash. Without the report, nobody would see why."""
+    """Engines with different first hashes find no chunks of each other.
+
+    Without the report, nobody would see the reason.
+    """
     tier, notes = HeldTier(), list[tuple[str, str]]()
     monkeypatch.setattr(finders, "warn", lambda name, **fields: notes.append((name, fields["tier"])))
     if theirs:

@@ -1,4 +1,4 @@
-"""An engine stores its first hash in a tier, so that engines with another first hash can report the difference."""
+"""An engine stores its first hash in a tier. An engine with another first hash can then report the difference."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tests.tiers.test_carrier import CHUNK, SPACE, rank_of
 
 
 def test_first_hash_is_stored_before_the_first_chunk() -> None:
-    """Rank 0 stores its first hash for the namespace and for the whole tier, once.
+    """Rank 0 stores its first hash once for the namespace and once for the whole tier.
 
-    It overwrites another engine's hash.
+    The first hash of another engine is overwritten.
     """
     tier = HeldTier()
 
@@ -39,7 +39,7 @@ def test_first_hash_is_stored_before_the_first_chunk() -> None:
 
 
 def test_key_of_the_first_hash_is_fixed() -> None:
-    """An engine of another release finds the first hash under this key, for a namespace and for the whole tier."""
+    """The key of the first hash, for a namespace and for the whole tier, is the same in all releases."""
     tier, space, name = HeldTier(), "1" * 32, hashlib.sha256(b"kvpipe first hash").hexdigest()
     with rank_of(tier) as rank:
         rank.carrier.first_hash.text = "a"

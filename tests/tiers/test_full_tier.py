@@ -1,4 +1,4 @@
-"""A tier without room accepts no stores, but is still read."""
+"""A tier without room refuses stores, but is still read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from tests.tiers.test_carrier import rank_of
 
 
 class FullTier(HeldTier):
-    """A tier whose probes write something, so that they fail while the tier is full. `probes` counts them."""
+    """A tier whose probes write a value, so that probes fail while the tier is full.
+
+    `probes` is the number of probes.
+    """
 
     probes = 0
 
@@ -25,7 +28,7 @@ class FullTier(HeldTier):
 def test_full_tier_is_read_again_when_it_was_down_before() -> None:
     """The tier was down, so neither reads nor writes used it.
 
-    It returns without free room. Reads begin again, and writes wait until there is room.
+    Then the tier works again, but is full. Reads begin again, and writes wait until there is room.
     """
     tier = FullTier()
     with rank_of(tier) as rank:

@@ -1,4 +1,4 @@
-"""Tests of a tier's guard in one process: when the tier is opened again, and what a probe without an answer means."""
+"""Tests of a tier's guard in one process: when it opens the tier again, and how it counts unanswered probes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.tiers.test_carrier import rank_of
 
 
 class _SilentTier(HeldTier):
-    """A tier whose probes get no answer while `trouble` is "hangs". `probes` counts them."""
+    """A tier whose probes get no answer while `trouble` is "hangs". `probes` is the number of probes."""
 
     probes = 0
 
@@ -28,7 +28,7 @@ class _SilentTier(HeldTier):
 
 
 def test_tier_whose_probes_get_no_answer_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A probe without an answer is a failure for reads and writes.
+    """A probe without an answer counts as a failure of reads and of writes.
 
     Only a full tier is read although its probe fails.
     """
@@ -52,7 +52,7 @@ def test_tier_whose_probes_get_no_answer_is_not_read(monkeypatch: pytest.MonkeyP
 
 
 def test_wait_doubles_while_a_tier_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pause doubles up to PROBE_S_MAX. Then the tier is probed at that interval until it is open."""
+    """The pause between two tries doubles up to PROBE_S_MAX, and then stays so until the tier is open."""
     tier, waits, sleep = HeldTier(), list[float](), anyio.sleep
 
     async def fails() -> None:

@@ -1,7 +1,7 @@
-"""A reader of an encrypted tier who knows the model and guesses the prompt cannot confirm the guess.
+"""A reader of an encrypted tier who knows the model and guesses a prompt cannot confirm the guess.
 
-The guesses are all names and marks that can be computed without the secret. In a plain tier the same guesses are
-confirmed one by one, so the attack works there.
+The guesses are all names and marks that can be computed without the secret. In a tier without encryption, the same
+attack confirms each guess.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def store(world: TierWorld, variable: str) -> bytes:
 
 
 def fetch(world: TierWorld, variable: str) -> bytes:
-    """Return the result of fetching the chunk's first group, or nothing for a miss. A miss is never a fault."""
+    """Return the fetched bytes of the chunk's first group, or b"" for a miss. Check that a miss is no fault."""
     with rank(world, variable) as one:
         one.fill(3, 2)
         one.carry(stores=False, slot=3)
@@ -74,7 +74,7 @@ def fetch(world: TierWorld, variable: str) -> bytes:
 
 
 def found(world: TierWorld, variable: str) -> bool:
-    """Whether a lookup of the scheduler side finds the chunk."""
+    """Return whether a lookup of the scheduler side finds the chunk."""
     spec = DictSpec.model_validate({"encryption_key_env": variable})
     finder = Finder(guarded([("tier", spec, world.make())], (FIND,)), ranks=1, units_per_chunk=4, fault=print)
     try:
@@ -103,7 +103,10 @@ async def _value(tier: Tier, key: Key, size: int) -> bytes:
 
 
 def guesses(body: bytes) -> Iterator[bytes]:
-    """Yield what an attacker expects to see who knows the model, the prompt, its KV and how kvpipe works."""
+    """Yield the values that an attacker expects in the store.
+
+    The attacker knows the model, the prompt, its KV and how kvpipe works.
+    """
     texts = [SPACE.encode(), CHUNK, CHUNK.hex().encode(), KEY.text.encode()]
     yield from texts
     for text in texts:
@@ -143,7 +146,10 @@ def test_guesses_of_an_encrypted_tier_are_not(world: TierWorld) -> None:
 
 
 def test_another_secret_has_other_names(world: TierWorld) -> None:
-    """Two tenants with different keys store one chunk. Neither finds the chunk of the other, and both are kept."""
+    """Two tenants with different keys store one chunk.
+
+    Each tenant finds only its own value, and both values are kept.
+    """
     body = store(world, OLD)
     assert not found(world, NEW)
     assert fetch(world, NEW) == b""
@@ -153,9 +159,9 @@ def test_another_secret_has_other_names(world: TierWorld) -> None:
 
 
 def test_a_key_is_changed_while_values_are_kept(world: TierWorld) -> None:
-    """With the new key first and the old key second, old values are found.
+    """An engine with the new key first and the old key second finds old values.
 
-    Engines with only the new key read new values.
+    An engine with only the new key reads values that were written with the new key.
     """
     body = store(world, OLD)
     for ring in (f"{NEW}_FIRST", f"{OLD}_FIRST"):
@@ -170,7 +176,7 @@ def test_a_key_is_changed_while_values_are_kept(world: TierWorld) -> None:
 
 
 def test_names_do_not_depend_on_the_values_around_them() -> None:
-    """Processes with the same secret derive the same name from a key, so that they can share values."""
+    """Processes with the same secret derive the same name from a key, so they can share values."""
     secret = os.urandom(32)
     assert Sealer([secret]).names(KEY) == Sealer([secret]).names(KEY)
     others: list[Any] = [KEY._replace(**{field: value}) for field, value in _CHANGES.items()]

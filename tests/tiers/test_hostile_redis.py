@@ -1,4 +1,4 @@
-"""Servers that send more than they were asked for, name foreign hosts, or move keys, and the client's reaction."""
+"""Servers send more than a client has asked for, name foreign hosts, or move keys. The client is not harmed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ FLOODS: dict[str, tuple[bytes, bytes]] = {
 @pytest.mark.parametrize("cluster", [False, True])
 @pytest.mark.parametrize("flood", FLOODS.values(), ids=FLOODS)
 def test_memory_is_bounded_when_the_server_never_stops_sending(flood: tuple[bytes, bytes], cluster: bool) -> None:
-    """A client that calls every method grows by less than a fixed bound, though the server never stops sending."""
+    """A client makes every call, and the server never stops sending. The client's memory stays below a fixed bound."""
     with flooding(*flood) as port:
         reported = {"kind": "redis", "host": LOCAL, "port": port, "cluster": cluster, "timeout_ms_max": 1000}
         assert peak_growth(reported).here < GROWTH_BYTES_MAX
@@ -84,7 +84,8 @@ def test_memory_is_bounded_when_the_server_never_stops_sending(flood: tuple[byte
 def test_invalid_cluster_layout_is_refused(layout: bytes) -> None:
     """Each wrong layout raises a TierError.
 
-    Slots are assigned twice or do not exist, hosts and ports are invalid, or there are thousands of servers.
+    In these layouts, slots are assigned twice or do not exist, hosts or ports are invalid, or there are thousands
+    of servers.
     """
 
     async def play() -> None:
@@ -100,7 +101,7 @@ def test_invalid_cluster_layout_is_refused(layout: bytes) -> None:
 
 
 def layout_of(host: str, port: int) -> bytes:
-    """Return the answer to CLUSTER SLOTS that gives all slots to one server."""
+    """Return an answer to CLUSTER SLOTS that gives all slots to one server."""
     return b"*1\r\n*3\r\n:0\r\n:%d\r\n*2\r\n$%d\r\n%b\r\n:%d\r\n" % (SLOTS - 1, len(host), host.encode(), port)
 
 
@@ -117,10 +118,10 @@ def layout_of(host: str, port: int) -> bytes:
 def test_password_is_sent_to_configured_hosts_only(
     given: dict[str, Any], noted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client connects to a host that the cluster names, in its layout or by ASK, only if the host is configured.
+    """A cluster names hosts in its layout or by ASK. A client with a password connects only to configured hosts.
 
-    Without a password it connects to any host. Otherwise the refusal names the host and the key, and the host receives
-    nothing.
+    For another host, the refusal names the host and the key, and the host receives nothing. A client without a
+    password connects to any host.
     """
     monkeypatch.setenv(PASSWORD_ENV, PASSWORD)
     received: list[list[bytes]] = []
@@ -178,7 +179,7 @@ def test_hosts_are_those_that_are_listed(host: str, text: str, wanted: bool) -> 
 def test_invalid_host_names_are_refused(text: str) -> None:
     """A text that is not a host is refused with the key before anything starts.
 
-    The key without a cluster is refused, too.
+    The key is also refused without a cluster.
     """
     with pytest.raises(ConfigError, match=r"cluster_hosts=.+ is not valid \(.+ is not a host name, an IP address"):
         parse_tier({"kind": "redis", "host": "h", "cluster": True, "cluster_hosts": text})
@@ -190,9 +191,9 @@ def test_invalid_host_names_are_refused(text: str) -> None:
 
 
 def test_redirect_by_ask_is_followed_for_one_command() -> None:
-    """After a refusal with ASK, this one command is sent to the named server, after ASKING.
+    """After a refusal with ASK, the client sends this one command to the named server, after ASKING.
 
-    The layout stays unchanged.
+    The client's layout does not change.
     """
     near: list[bytes] = []
     far: list[bytes] = []
@@ -289,9 +290,10 @@ def test_a_port_that_is_shut_is_still_one_error() -> None:
 
 
 def test_certificates_may_be_replaced_while_a_client_runs(tmp_path: Path) -> None:
-    """A server certificate of a new authority is refused until the client's files are new, too.
+    """A server certificate of a new authority is refused until the client's files are replaced, too.
 
-    The client then continues without being opened again. A half-written file costs errors that name its key.
+    The client then continues without being opened again. While a file is half written, errors name the key of this
+    file.
     """
     mine, folders = tmp_path / "mine", [tmp_path / "old", tmp_path / "new"]
     for folder in folders:
@@ -325,9 +327,9 @@ def test_certificates_may_be_replaced_while_a_client_runs(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("keys", [{}, {"ttl_s": 60}])
 def test_a_value_that_is_too_long_is_not_received(keys: dict[str, Any]) -> None:
-    """The server never sends the rest of the value.
+    """The server announces a value that is too long, and never sends its rest.
 
-    The value is damaged at once, and the next read uses a new connection.
+    The value is damaged at once. The next read uses a new connection.
     """
     value = content(2, 4096)
 
@@ -347,7 +349,7 @@ def test_a_value_that_is_too_long_is_not_received(keys: dict[str, Any]) -> None:
 
 
 def test_a_refusal_shows_no_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the server's refusal contains the user's name, the client's error does not show it."""
+    """A server's refusal may contain the user's name. The client's error does not show this name."""
     monkeypatch.setenv(PASSWORD_ENV, PASSWORD)
 
     async def play() -> None:

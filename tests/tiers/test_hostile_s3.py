@@ -1,4 +1,4 @@
-"""Stores that send more than requested, or announce a wrong length, and the client's reaction."""
+"""Stores send more than a client has asked for, or announce a wrong length. The client is not harmed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZE = 65536
 OTHER_HOST = "127.0.0.2"
 FLOOD = bytes(1 << 20)
 UNHURRIED_MS = 10_000
-"""The `timeout_ms_max` of calls that must be answered. Pauses between retries are a share of it."""
+"""The `timeout_ms_max` of calls that need an answer. The pauses between retries are a share of this time."""
 HEAD = 'HTTP/1.1 {status}\r\nETag: "1"\r\nLast-Modified: Sat, 21 Nov 2020 21:21:21 GMT\r\n{length}{range}\r\n'
 
 Send = Callable[[bytes], object]
@@ -37,7 +37,10 @@ Send = Callable[[bytes], object]
 
 @contextmanager
 def storing(reply: Callable[[str, dict[str, str], Send], None]) -> Iterator[dict[str, Any]]:
-    """Run a store that answers with `reply`, by method and headers. Yield the specification of a client."""
+    """Run a store that answers with `reply`, which gets the method, the headers and a function that sends.
+
+    Yield the specification of a client.
+    """
 
     def serve(received: BufferedIOBase, sent: BufferedIOBase) -> None:
         while line := received.readline().decode():
@@ -69,7 +72,7 @@ def use(
 
 
 def head_of(headers: dict[str, str], length: str, *, total: int | None = None) -> bytes:
-    """Return the head of an answer to a ranged request; `length` is a header, or nothing."""
+    """Return the head of an answer to a ranged request. `length` is a header, or "" for no announced length."""
     start, _, last = headers["range"].removeprefix("bytes=").partition("-")
     ranged = f"Content-Range: bytes {start}-{last}/{int(last) + 1 if total is None else total}\r\n"
     return HEAD.format(status="206 Partial Content", length=length, range=ranged).encode()
@@ -97,7 +100,7 @@ def endless(way: str) -> Callable[[str, dict[str, str], Send], None]:
 
 @pytest.mark.parametrize("way", ["chunked", "long", "none"])
 def test_client_reads_no_more_of_a_body_than_it_asked_for(way: str) -> None:
-    """The client reads no more bytes of a body than it asked for, whatever length the store announces."""
+    """A store may announce any length. The client reads no more bytes of a body than it asked for."""
     with storing(endless(way)) as noted:
         grown = peak_growth(noted)
     assert grown.here < GROWTH_BYTES_MAX
@@ -127,7 +130,7 @@ def flood(send: Send, head: str, way: str) -> None:
     ],
 )
 def test_endless_error_costs_bounded_memory(way: str, status: str) -> None:
-    """An error with an endless body costs bounded memory, here and in the client's process."""
+    """An error's body never ends. The memory of this process and of the client's process stays bounded."""
     with storing(lambda _, __, send: flood(send, f"HTTP/1.1 {status}", way)) as noted:
         grown = peak_growth(noted)
     assert grown.here < GROWTH_BYTES_MAX
@@ -136,7 +139,7 @@ def test_endless_error_costs_bounded_memory(way: str, status: str) -> None:
 
 @pytest.mark.parametrize("way", ["chunked", "long"])
 def test_endless_listing_costs_bounded_memory(way: str) -> None:
-    """A listing without an end costs bounded memory, too."""
+    """A listing never ends. The memory of this process and of the client's process stays bounded."""
 
     def reply(method: str, headers: dict[str, str], send: Send) -> None:
         if method == "GET" and "range" not in headers:
@@ -150,7 +153,7 @@ def test_endless_listing_costs_bounded_memory(way: str) -> None:
 
 
 def test_a_listing_of_endless_pages() -> None:
-    """A listing that always has one more page ends with its caller, and takes no memory meanwhile."""
+    """A listing always has one more page. The listing ends when its caller stops, and takes no memory."""
     entries = "".join(
         f"<Contents><Key>prefix/{some_key(i).text}</Key><LastModified>2020-11-21T21:21:21.000Z</LastModified>"
         f"<Size>4096</Size><ETag>1</ETag></Contents>"
@@ -176,7 +179,7 @@ def test_a_listing_of_endless_pages() -> None:
 
 
 def test_a_listing_of_long_names() -> None:
-    """Names that are too long to be keys are left out, however many there are. The listing continues after them."""
+    """Any number of names that are too long to be keys are left out. The listing continues after these names."""
     names = [f"prefix/{i}{'x' * 600}" for i in range(600)] + [f"prefix/{some_key(1).text}"]
     entries = "".join(
         f"<Contents><Key>{name}</Key><LastModified>2020-11-21T21:21:21.000Z</LastModified>"
@@ -196,7 +199,7 @@ def test_a_listing_of_long_names() -> None:
 
 
 def test_an_answer_that_is_too_long_is_a_failure() -> None:
-    """If an answer does not fit into a message, another message reports this, so that no caller waits for ever."""
+    """If an answer does not fit into a message, a short message reports this, so no caller waits for ever."""
 
     async def play() -> None:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -213,7 +216,7 @@ def test_an_answer_that_is_too_long_is_a_failure() -> None:
 @pytest.mark.parametrize("extra", [-4096, -1, 0, 1, 4096, 1 << 20])
 @pytest.mark.parametrize("size", [SIZE, 3 << 20])
 def test_a_body_of_another_length_is_damaged(extra: int, size: int) -> None:
-    """A body that is shorter or longer than announced is no hit. A body of the right length is a hit."""
+    """A body that is shorter or longer than announced is damaged. A body of the right length is a hit."""
     body = (content(1, size) + bytes(1 << 20))[: size + extra]
 
     def reply(_: str, headers: dict[str, str], send: Send) -> None:
@@ -277,7 +280,7 @@ def other_cloud(scheme: str, given: dict[str, Any]) -> tuple[dict[str, Any], dic
     ids=["301", "302", "307", "308", "gs", "az", "a proxy for other hosts"],
 )
 def test_no_redirect_leads_to_another_host(status: str, scheme: str, variables: dict[str, str]) -> None:
-    """No value is sent to the other host, and no value from there is accepted."""
+    """The client sends no value to the other host, and accepts no value from this host."""
     asked: list[bytes] = []
 
     def other(received: BufferedIOBase, sent: BufferedIOBase) -> None:
@@ -299,7 +302,7 @@ def test_no_redirect_leads_to_another_host(status: str, scheme: str, variables: 
             [one async for one in tier.scan()]
 
     with listening(other, OTHER_HOST) as port, storing(reply) as noted:
-        given = noted | {"timeout_ms_max": 3000}  # each call is repeated, with pauses
+        given = noted | {"timeout_ms_max": 3000}  # each call is repeated after a pause
         settings, named = (given, KEYS) if scheme == "s3" else other_cloud(scheme, given)
         with mock.patch.dict(os.environ, named | variables):
             spec = S3Spec.model_validate(settings)
@@ -308,7 +311,10 @@ def test_no_redirect_leads_to_another_host(status: str, scheme: str, variables: 
 
 
 def test_private_store_cannot_redirect_to_a_host_of_the_cloud() -> None:
-    """Keys may come from the cloud, so the client connects to the hosts that give keys, but to no other host."""
+    """The cloud may provide keys.
+
+    So the client connects to the hosts that provide keys, but to no other host of the cloud.
+    """
     made = Client(
         {
             "name": "s3", "timeout_s": 1, "read_bytes": 1 << 20, "lanes": 1, "allow_http": True, "keys": {},
@@ -321,7 +327,7 @@ def test_private_store_cannot_redirect_to_a_host_of_the_cloud() -> None:
 
 
 def test_an_azure_container_is_that_of_the_url() -> None:
-    """The URL begins with the account, which the client library does not expect."""
+    """The URL begins with the account. The client library expects the container in this place."""
     asked: list[str] = []
 
     def serve(received: BufferedIOBase, sent: BufferedIOBase) -> None:

@@ -1,7 +1,7 @@
-"""A tier with a bug: it returns less, more or other things than requested, or raises exceptions that it must not raise.
+"""A tier has a bug: it returns less, more or other things than requested, or raises exceptions that no tier may raise.
 
 Every such answer is a failure of that tier and a miss, never a wrong hit. After several failures in a row the tier is
-not used.
+not used any more.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ LIES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("lie", LIES)
 def test_wrong_answer_to_a_lookup_is_a_miss(lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If `exists` returns a wrong answer, the chunk is not found, and the tier is not used any more."""
+    """If `exists` returns a wrong answer, the chunk is not found.
+
+    After several wrong answers the tier is not used any more.
+    """
     tier, received = HeldTier(), list[str]()
     monkeypatch.setattr(tier, "exists", LIES[lie])
     spec = DictSpec.model_validate(PATIENT)
@@ -80,7 +83,10 @@ def test_wrong_answer_to_a_lookup_is_a_miss(lie: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("use", [READ, WRITE])
 def test_wrong_answer_to_a_read_or_write_fails_the_order(lie: str, use: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If `read` or `write` returns a wrong answer, the order fails, and the tier is not used for that any more."""
+    """If `read` or `write` returns a wrong answer, the order fails.
+
+    After several failures this call is not made any more.
+    """
     tier = HeldTier("lying")
     rank = Rank([tier])
     try:
@@ -97,7 +103,7 @@ def test_wrong_answer_to_a_read_or_write_fails_the_order(lie: str, use: str, mon
 
 
 def test_hit_without_bytes_and_store_without_a_value_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tier returns HIT but has not filled the buffers, or returns STORED but has kept nothing."""
+    """The tier returns HIT although it has not filled the buffers, or STORED although it has kept nothing."""
     tier = HeldTier()
     rank = Rank([tier])
     try:
@@ -116,7 +122,7 @@ def test_hit_without_bytes_and_store_without_a_value_are_detected(monkeypatch: p
 
 @pytest.mark.parametrize("held", [None, (1, 2, 3), Capacity(-1, 0, None), Capacity(1, 2, -3), Capacity(1, 2.5, None)])  # type: ignore[arg-type]
 def test_impossible_capacity_is_ignored(held: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An impossible capacity is not shown. The tier cannot be used, and the message names it."""
+    """An impossible capacity is not shown: reading it raises a TierError that names the tier."""
     tier = HeldTier("lying")
 
     async def capacity() -> Any:
@@ -128,7 +134,7 @@ def test_impossible_capacity_is_ignored(held: Any, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_capacity_from_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A limit from the configuration may be a subclass of `int`. It is accepted like any number."""
+    """A limit from the configuration that is of a subclass of `int` is accepted like any other number."""
     tier, held = HeldTier(), Capacity(1, 2, ByteSize(3))
 
     async def capacity() -> Capacity:
@@ -139,7 +145,7 @@ def test_a_capacity_from_the_configuration(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_exception_of_stored_does_not_reach_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tier's `stored` is called on the scheduler's thread. An exception from it is contained."""
+    """The scheduler's thread calls a tier's `stored`. An exception of this call is contained."""
     tier, received = HeldTier(), list[str]()
     monkeypatch.setattr(tier, "stored", _raises, raising=False)
     finder = Finder(

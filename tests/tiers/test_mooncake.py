@@ -25,9 +25,9 @@ from tests.tiers.mooncake_clients import KIB, LENDS, MIB, QUICK, client, fails, 
 
 
 def test_a_url_shows_where_the_master_is() -> None:
-    """A URL gives the master, and its query gives the other keys.
+    """A URL names the master, and the URL's query gives the other keys.
 
-    By default members find each other without a server.
+    By default members find each other without a further server.
     """
     given = MooncakeSpec.parse_url(urlsplit("mooncake://kv-master:50051?segment_bytes=8GiB&replicas=2"))
     spec = MooncakeSpec.model_validate(given)
@@ -40,7 +40,10 @@ def test_a_url_shows_where_the_master_is() -> None:
     "url", ["mooncake://host", "mooncake://:50051", "mooncake://me:secret@host:1", "mooncake://host:1/x", "mooncake://"]
 )
 def test_a_wrong_url_is_refused(url: str) -> None:
-    """A URL without a port, or with more than host and port, is refused with what to write and without its secret."""
+    """A URL without a port, or with more than host and port, is refused.
+
+    The message shows the right form, but no secret.
+    """
     with pytest.raises(ValueError, match="expected mooncake://HOST:PORT") as refused:
         MooncakeSpec.from_url(urlsplit(url))
     assert "secret" not in str(refused.value)
@@ -88,7 +91,7 @@ def test_missing_client_or_library_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_client_is_bounded_and_quiet_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The client's own timeouts follow timeout_ms_max, and its log is discarded.
 
-    Values that the user has set are kept.
+    If the user has set these values, they are kept.
     """
     monkeypatch.delenv("MC_LOG_LEVEL", raising=False)
     made = mooncake._environment(1500)
@@ -104,7 +107,7 @@ def test_the_client_is_bounded_and_quiet_unless_asked(monkeypatch: pytest.Monkey
 
 
 def test_lent_memory_is_shared_until_its_owner_closes() -> None:
-    """Values in memory that one client lends are hits for other clients. After the lender closes, they are misses."""
+    """Values in one client's lent memory are hits for other clients. After this client has closed, they are misses."""
 
     async def play(of: Master) -> None:
         async with client(of) as other, client(of, writes=False) as reader:
@@ -126,7 +129,7 @@ def test_lent_memory_is_shared_until_its_owner_closes() -> None:
 
 
 def test_a_replica_outlives_the_owner_of_the_other() -> None:
-    """With replicas=2, a value is still read after one of its two owners was killed."""
+    """With replicas=2, a value can still be read after one of its two owners was killed."""
 
     async def play(of: Master, first: subprocess.Popen[str]) -> None:
         async with client(of, replicas=2, **QUICK) as tier:
@@ -142,7 +145,7 @@ def test_a_replica_outlives_the_owner_of_the_other() -> None:
 
 
 def test_values_of_other_programs_are_not_listed() -> None:
-    """A listing leaves out values of other programs in the cluster, whatever their number and names."""
+    """The cluster has values of other programs, of any number and name. A listing leaves these values out."""
     script = (
         "import sys; from mooncake.store import MooncakeDistributedStore as S; s = S();"
         "s.setup('127.0.0.1', 'P2PHANDSHAKE', 0, 1 << 20, 'tcp', '', sys.argv[1]);"

@@ -1,4 +1,4 @@
-"""Every failure of a Mooncake cluster or its client costs misses within bounded time, and nothing else."""
+"""Every failure of a Mooncake cluster or its client costs only misses, within bounded time."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from tests.tiers.mooncake_clients import (
 
 
 def test_without_a_master_opening_fails_and_later_succeeds() -> None:
-    """Without a master, or with a stopped master, open fails soon. When a master answers, open succeeds."""
+    """Without a master, or with a stopped master, `open` fails soon. When a master answers, `open` succeeds."""
 
     async def play() -> None:
         nobody = MooncakeSpec.model_validate({"master": f"127.0.0.1:{free_port()}", **QUICK}).make("mooncake")
@@ -65,7 +65,7 @@ def test_without_a_master_opening_fails_and_later_succeeds() -> None:
 def test_a_killed_master_costs_misses_and_is_found_again() -> None:
     """Without the master every call fails soon.
 
-    With a new master at the same address calls work, and old values are misses.
+    With a new master at the same address calls work again, and old values are misses.
     """
 
     async def play(of: Master) -> None:
@@ -75,7 +75,7 @@ def test_a_killed_master_costs_misses_and_is_found_again() -> None:
             await every_call_fails(tier, 4)
             of.start()
             await soon(partial(tier.exists, [some_key(0)]), [False])
-            fresh = itertools.count(200)  # a write that timed out may still have happened
+            fresh = itertools.count(200)  # fresh keys, because a write that timed out may still have stored its value
             await soon(lambda: tier.write([put(next(fresh), 64 * KIB)]), [Written.STORED])
             last = next(fresh) - 1
             assert await tried(tier.read, [get(last, 64 * KIB), get(1, 64 * KIB)]) == [Read.HIT, Read.MISS]
@@ -86,7 +86,7 @@ def test_a_killed_master_costs_misses_and_is_found_again() -> None:
 
 
 def test_a_stopped_master_is_waited_for_within_bounds() -> None:
-    """While the master is stopped every call, including close, fails soon. When it continues, the tier works again."""
+    """While the master is stopped, every call fails soon, `close` too. When it continues, the tier works again."""
 
     async def play(of: Master) -> None:
         async with client(of, **QUICK, **LENDS) as tier, client(of, **QUICK, **LENDS) as other:
@@ -99,7 +99,8 @@ def test_a_stopped_master_is_waited_for_within_bounds() -> None:
                 assert time.monotonic() - begin < ALLOWED_S
             finally:
                 of.send(signal.SIGCONT)
-            fresh = itertools.count(200)  # a key whose write timed out may be found half written for a while
+            # fresh keys, because a value whose write timed out may stay half written for a while
+            fresh = itertools.count(200)
             await soon(lambda: tier.write([put(next(fresh), 64 * KIB)]), [Written.STORED])
             last = next(fresh) - 1
             wanted = get(last, 64 * KIB)
@@ -112,7 +113,10 @@ def test_a_stopped_master_is_waited_for_within_bounds() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_dead_owner_costs_misses(number: signal.Signals) -> None:
-    """Values of a killed or stopped owner are errors or misses, and soon only misses. Other owners accept writes."""
+    """Values of a killed or stopped owner are errors or misses, and soon only misses.
+
+    Other owners still accept writes.
+    """
 
     async def play(of: Master, owner: subprocess.Popen[str]) -> None:
         async with client(of, **QUICK) as tier:
@@ -131,7 +135,7 @@ def test_a_dead_owner_costs_misses(number: signal.Signals) -> None:
 
 
 def test_a_full_cluster_reports_it_and_makes_room() -> None:
-    """In a full memory a write raises TierFullError, and values can be read. Room is made when leases have ended."""
+    """In a full memory a write raises TierFullError, and values can be read. When leases have ended, room is made."""
     counts: list[int] = []
 
     async def play(of: Master) -> None:
@@ -141,7 +145,8 @@ def test_a_full_cluster_reports_it_and_makes_room() -> None:
                 counts.append(count)
                 await soon(partial(_stored_and_read, tier, 100), [Read.HIT])
 
-    for lease_ms in (4000, 16_000, 64_000):  # on a slow machine leases may end before the cluster is full and is read
+    # on a slow machine, short leases end before the cluster is full and was read
+    for lease_ms in (4000, 16_000, 64_000):
         with master(f"--default_kv_lease_ttl={lease_ms}") as of, node(of.address, 16 * MIB):
             run(play, of)
         if counts:
@@ -160,7 +165,10 @@ async def _stored_and_read(tier: Tier, i: int) -> list[Read]:
 
 
 async def _filled(tier: Tier) -> int:
-    """Write values, and lease each by reading it, until there is no room. Return the number of stored values, or 0."""
+    """Write values until there is no room, and read each value to lease it.
+
+    Return the number of stored values, or 0.
+    """
     for i in range(40):
         try:
             await tier.write([put(i, MIB)])
@@ -172,7 +180,10 @@ async def _filled(tier: Tier) -> int:
 
 
 def test_a_value_without_room_on_the_way_is_refused() -> None:
-    """A value that is longer than a lane's memory is refused with the key to change. The next value is written."""
+    """A value that is longer than a lane's memory is refused, and the message names the key to change.
+
+    The next value is written.
+    """
 
     async def play() -> None:
         async with client(cluster(), buffer_bytes="4MiB") as tier:
@@ -185,7 +196,10 @@ def test_a_value_without_room_on_the_way_is_refused() -> None:
 
 
 def test_a_key_asked_twice_is_read_twice() -> None:
-    """A read of one key into several buffers fills each buffer. Mooncake's own client fills one and reports all."""
+    """A read of one key into several buffers fills each buffer.
+
+    Mooncake's own client would fill one and report all as read.
+    """
 
     async def play() -> None:
         async with client(cluster()) as tier:
@@ -201,7 +215,7 @@ def test_a_key_asked_twice_is_read_twice() -> None:
 def test_late_answer_is_not_taken_for_the_next_call() -> None:
     """After a call is cancelled, its lane stays in use until the client's answer arrives.
 
-    So no later call gets this answer.
+    So no later call on this lane gets the answer.
     """
 
     async def play(of: Master) -> None:
@@ -251,7 +265,7 @@ def test_killed_client_is_started_again() -> None:
 
 
 def test_a_client_that_is_killed_while_the_master_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that cannot be replaced at once is replaced as soon as the master is back."""
+    """A killed client that cannot be replaced at once is replaced as soon as the master is back."""
 
     async def away(_: MooncakeTier) -> tuple[str, int]:
         raise TierError("away")
@@ -278,9 +292,9 @@ def test_a_client_that_is_killed_while_the_master_is_away(monkeypatch: pytest.Mo
 def test_a_lane_answers_or_the_client_ends(
     monkeypatch: pytest.MonkeyPatch, answer: object, noted: object, ends: list[int]
 ) -> None:
-    """An answer that is too long is a failure.
+    """An answer that is too long is reported as a failure.
 
-    A lane that cannot continue ends the client, which is then started again.
+    If a lane cannot continue, the client's process ends. A probe then starts the process again.
     """
 
     class Answering:
@@ -356,7 +370,7 @@ def test_the_engine_forks_and_dies_without_harm() -> None:
 
 
 def test_a_cancelled_call_waits_no_longer_than_its_bound() -> None:
-    """A read and a write that are cancelled while the master is stopped end within the limit of one call."""
+    """The master is stopped. A read and a write that are cancelled then end within the limit of one call."""
 
     async def play(of: Master) -> None:
         async with client(of, **QUICK) as tier:

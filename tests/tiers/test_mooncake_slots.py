@@ -1,4 +1,4 @@
-"""Mooncake's client reads values straight into slots that engines share, and never writes a slot too late."""
+"""Mooncake's client reads values into slots that engines share, and writes no slot after the read was given up."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Rank:
     """A rank of an engine on a node's memory, whose holder is a process of its own."""
 
     def __init__(self, folder: Path) -> None:
-        """Attach."""
+        """Attach the rank to a holder."""
         self.folder = folder
         settings = load_settings({"pool": "node", "pool_dir": str(folder), "keep_s": 600})
         self.memory, self.shared = attach_rank(settings, GEOMETRY, NodeEngine(b"e" * 16, 1), 0)
@@ -56,17 +56,17 @@ class Rank:
         return self.memory.segment.slot(index)[:SLOT_BYTES]
 
     def filled(self, index: int, number: int) -> bytes:
-        """Fill a slot with other bytes, and return them."""
+        """Fill a slot with other bytes, and return these bytes."""
         self.slot(index)[:] = content(number, SLOT_BYTES)
         return content(number, SLOT_BYTES)
 
     def get(self, number: int, slot: int) -> Get:
-        """Return a read of a value into a slot."""
+        """Return the request to read a value into a slot."""
         return Get(some_key(number), (aligned(HEADER_BYTES), self.slot(slot)))
 
     @property
     def pids(self) -> set[int]:
-        """The processes of all engines that the holder knows."""
+        """The processes of all engines that the holder knows, by their numbers."""
         status = ask_status(self.folder)
         assert status is not None
         return {pid for memory in status.memories for client in memory.clients for pid in client.pids}
@@ -74,7 +74,7 @@ class Rank:
 
 @pytest.fixture
 def rank(short_path: Path) -> Iterator[Rank]:
-    """Return a rank, and end its holder afterwards."""
+    """Return a rank. End its holder afterwards."""
     made = Rank(short_path / "node")
     try:
         yield made
@@ -96,7 +96,7 @@ def _holds(get: Get, number: int) -> bool:
 
 @asynccontextmanager
 async def _filling(of: Master, shared: SharedSlots, *numbers: int, **keys: Any) -> AsyncIterator[MooncakeTier]:
-    """Open a tier that fills slots, with some values."""
+    """Open a tier that fills slots, and store some values."""
     tier = spec_of(of, **keys).make("mooncake")
     tier.share(shared)
     await tried(tier.open)
@@ -119,13 +119,13 @@ def _mapped(client: int) -> int:
 
 
 def _lane_bytes(tier: MooncakeTier) -> int:
-    """Return the memory of lanes that was mapped for reads."""
+    """Return the number of bytes of lanes that were mapped for reads."""
     assert tier._child is not None
     return max(lane.memory.nbytes for lane in tier._child.pools["read"]._free)
 
 
 def test_values_go_straight_into_slots(rank: Rank) -> None:
-    """Only headers pass through the lanes. The client is a process of the engine for the holder, until it ends."""
+    """Only headers pass through the lanes. Until the client ends, the holder counts it as a process of the engine."""
 
     async def play(of: Master) -> None:
         async with _filling(of, rank.shared, 1, 2, 3) as tier:
@@ -167,7 +167,7 @@ def test_values_of_another_length_are_damaged_and_buffers_elsewhere_are_copied(r
 
 
 def test_encrypted_value_is_decrypted_in_its_slot(rank: Rank) -> None:
-    """The header of an encrypted value passes through the lane as any header."""
+    """The header of an encrypted value passes through the lane, as the header of any value does."""
     sealer, key = Sealer([b"s" * 32]), some_key(1)
     plain = aligned(SLOT_BYTES)
     plain[:] = content(1, SLOT_BYTES)
@@ -187,9 +187,9 @@ def test_encrypted_value_is_decrypted_in_its_slot(rank: Rank) -> None:
 
 
 def test_late_write_hits_no_slot(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A member that was stopped answers after the engine has given the slots to other chunks.
+    """A stopped member answers only after the engine has given the slots to other chunks.
 
-    The first read is in progress when it is given up, and the second one has not begun.
+    When both reads are given up, the first read is in progress, and the second read has not begun.
     """
     monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "600")
     monkeypatch.setenv("MC_TCP_STATUS_TIMEOUT_SEC", "600")
@@ -207,7 +207,7 @@ def test_late_write_hits_no_slot(rank: Rank, monkeypatch: pytest.MonkeyPatch) ->
             finally:
                 member.send_signal(signal.SIGCONT)
             get = rank.get(3, 3)
-            assert await tried(tier.read, [get]) == [Read.HIT]  # after the abandoned read on the same connection
+            assert await tried(tier.read, [get]) == [Read.HIT]  # a read on the connection of the abandoned read
             await anyio.sleep(0.5)
             assert [bytes(rank.slot(number)) for number in (1, 2)] == others
             assert _holds(get, 3)
@@ -221,7 +221,10 @@ def test_late_write_hits_no_slot(rank: Rank, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_client_that_cannot_revoke_a_read_is_ended(rank: Rank) -> None:
-    """A stopped client may write as soon as it continues. So it ends before its slots are used again."""
+    """A stopped client may write as soon as it continues.
+
+    So the client's process ends before its slots are used again.
+    """
 
     async def play(of: Master) -> None:
         async with _filling(of, rank.shared, 1, **QUICK) as tier:
@@ -244,7 +247,7 @@ def test_client_that_cannot_revoke_a_read_is_ended(rank: Rank) -> None:
 
 
 def test_failed_read_does_not_end_the_client(rank: Rank) -> None:
-    """The client lends memory, which would be lost. The slot of the failed read is written no more."""
+    """Ending the client would lose the memory that it lends. The failed read writes no more into its slot."""
 
     async def play(of: Master, member: subprocess.Popen[str]) -> None:
         async with _filling(of, rank.shared, 1, **QUICK) as tier:
@@ -267,7 +270,7 @@ def test_failed_read_does_not_end_the_client(rank: Rank) -> None:
 
 
 def test_values_are_copied_while_the_holder_is_gone(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that the holder does not know fills no slot. The next try succeeds."""
+    """A client that the holder does not know fills no slots, so values are copied. The next try succeeds."""
     monkeypatch.setattr(fills, "RETRY_S", 0.0)
     shared = rank.shared
     assert shared.file is not None
@@ -289,7 +292,7 @@ def test_values_are_copied_while_the_holder_is_gone(rank: Rank, monkeypatch: pyt
 
 
 def test_network_cards_fill_no_slots(rank: Rank) -> None:
-    """Nothing stops a transfer by RDMA, because the card keeps the memory's pages."""
+    """A transfer by RDMA cannot be stopped, because the network card keeps the pages of the memory."""
     tier = MooncakeSpec.model_validate({"master": "host:1", "protocol": "rdma"}).make("mooncake")
     tier.share(rank.shared)
     assert not tier._fills._fits(rank.get(1, 1))
@@ -330,7 +333,7 @@ ENGINE = textwrap.dedent(
 
 
 def test_slots_of_a_killed_engine_wait_for_its_client(short_path: Path) -> None:
-    """The client may still write into the engine's slots, until the client has ended."""
+    """The client may still write into the killed engine's slots. The slots wait until the client has ended."""
     folder = short_path / "node"
 
     def state() -> tuple[set[int], bool]:

@@ -1,4 +1,4 @@
-"""Mooncake's client reads into slots through windows, which lead to other memory when a write may be late."""
+"""Mooncake's client reads into slots through windows. A window leads to other memory when a write may be late."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _write(at: int, text: bytes) -> None:
 
 
 def test_window_is_reused_until_a_write_may_be_late(file: int) -> None:
-    """The addresses of a doubtful read lead to other memory, and are never used again."""
+    """If a write may be late, the window's addresses lead to other memory, and are never used again."""
     windows, key = child.Windows(file, PAGE), (PAGE, 2 * PAGE, PAGE)
     (first,) = windows.open(1, [key])
     _write(first, b"header")
@@ -47,7 +47,7 @@ def test_window_is_reused_until_a_write_may_be_late(file: int) -> None:
 
 
 def test_revoked_read_does_not_begin(file: int) -> None:
-    """A question may wait behind another lane's when it is revoked."""
+    """A read may be revoked while it still waits behind a question of another lane."""
     windows = child.Windows(file, PAGE)
     windows.revoke(7)
     with pytest.raises(RuntimeError, match="given up"):
@@ -80,7 +80,7 @@ def test_late_writes_share_memory(file: int) -> None:
 
 
 def test_windows_are_bounded(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest window is unmapped. A client with too many abandoned addresses ends."""
+    """If there are too many windows, the oldest is unmapped. A client with too many abandoned addresses ends."""
     monkeypatch.setattr(child, "WINDOWS_MAX", 2)
     monkeypatch.setattr(child, "LOST_MAX", 1)
     ended: list[int] = []
@@ -98,7 +98,7 @@ def test_windows_are_bounded(file: int, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_client_whose_memory_cannot_be_replaced_ends(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of the process stops the transfer, too."""
+    """When the process ends, the transfer stops, too."""
     ended: list[int] = []
     windows = child.Windows(file, PAGE)
     windows.open(1, [(PAGE, 0, PAGE)])

@@ -1,4 +1,4 @@
-"""A rank's carrier reads values of other splits, and handles chunks that another rank stores."""
+"""A rank's carrier reads values of other splits, and does not judge its tier by chunks that another rank stores."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _rank(tier: HeldTier, shares: tuple[Share, ...], ranks: int, most: int = 1) 
 
 
 class _Odd(HeldTier):
-    """A tier that cannot read values that are a whole chunk."""
+    """A tier that cannot read a value that is a whole chunk."""
 
     def __init__(self, trouble: str) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class _Odd(HeldTier):
 
 @pytest.mark.parametrize("trouble", ["fails", "hangs"])
 def test_another_splits_values_cannot_be_read(trouble: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The failure is reported and is a miss.
+    """The failed read is reported, and is a miss.
 
     After several failures the other split is not read for some time. The engine's own values are still read.
     """
@@ -81,12 +81,12 @@ def test_another_splits_values_cannot_be_read(trouble: str, monkeypatch: pytest.
             rank.carry(stores=False, slot=1, split=1)
             assert rank.ended() == [False]
             assert tier.asked == OTHER_FAULTS_MAX + count
-            # any answer ends the pause, so the values are read again
+            # one answer has ended the pause, so the values are read again
             monkeypatch.setattr(carrier, "OTHER_PAUSE_S", 60.0)
 
 
 def test_misses_of_other_splits_do_not_reset_the_count_of_failures() -> None:
-    """A chunk of another split that is missing or incomplete does not show that the tier works."""
+    """A missing or incomplete chunk of another split does not prove that the tier works."""
     with _rank(HeldTier(), HEADS, ranks=2) as rank:
         breaker = rank.tiers[0].breakers[READ]
         rank.carrier.loop.put(lambda: breaker.fault("it is odd"))
@@ -97,7 +97,7 @@ def test_misses_of_other_splits_do_not_reset_the_count_of_failures() -> None:
 
 
 def test_tier_is_not_judged_by_stores_of_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If another rank stores the chunk, this rank counts neither a success nor a failure of its tier."""
+    """If another rank stores the chunk, this rank counts neither a success nor a failure of the tier."""
     tier = HeldTier()
     with _rank(tier, ALIKE, ranks=2) as rank:
         rank.carry(stores=True, slot=0, split=1)
@@ -117,7 +117,7 @@ def test_tier_is_not_judged_by_stores_of_another_rank(monkeypatch: pytest.Monkey
 
 
 def test_marker_is_written_again_in_an_earlier_namespace() -> None:
-    """Only the last namespace of each tier is remembered, because each change of the weights makes a new namespace."""
+    """Only the last namespace of each tier is remembered, because each change of the weights begins a new namespace."""
     near, far, other = HeldTier("near"), HeldTier("far"), "1" * 32
     with rank_of(near, far, shares=HEADS) as rank:
         stores = [(1, SPACE), (0, SPACE), (0, other), (0, SPACE), (1, SPACE)]
@@ -130,7 +130,7 @@ def test_marker_is_written_again_in_an_earlier_namespace() -> None:
 
 
 def test_memory_for_other_splits_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory is kept between orders, and released when no chunks of other splits have come for a while."""
+    """The memory is kept between orders, and released after a time without chunks of other splits."""
     tier = HeldTier()
     with _rank(tier, HEADS, ranks=1) as rank:
         rank.carry(stores=True, slot=0, units=1, group=1, split=1)
@@ -151,7 +151,7 @@ def test_memory_for_other_splits_is_given_back(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("trouble", ["lost", "spoilt"])
 def test_missing_part_of_another_split_is_a_miss(trouble: str) -> None:
-    """A chunk with a missing or damaged part is a miss. Damaged parts are deleted."""
+    """A chunk with a missing or damaged part is a miss. The damaged part is deleted."""
     tier = HeldTier()
     with _rank(tier, HEADS, ranks=2) as rank:
         rank.fill(0, 1)
@@ -177,7 +177,10 @@ def test_missing_part_of_another_split_is_a_miss(trouble: str) -> None:
 
 
 def test_failures_to_read_own_parts_open_the_breaker() -> None:
-    """An engine that stores more parts than it has ranks reads several parts per rank. These are its own values."""
+    """An engine that stores more parts than it has ranks reads several parts per rank.
+
+    All these values are its own.
+    """
     tier = HeldTier()
     made = Rank([tier], HEADS, ranks=2, most=4)
     try:
@@ -208,7 +211,10 @@ class _Counting(HeldTier):
 
 
 def test_parts_for_more_ranks_are_written_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank stores for four ranks: it writes all four parts at once, after the marker, and reuses their memory."""
+    """One rank stores for four ranks.
+
+    The rank writes all four parts in one call after the marker, and reuses their memory.
+    """
     monkeypatch.setattr(carrier, "SPARE_S", WAIT_S * 10)
     tier = _Counting()
     with _rank(tier, HEADS, ranks=1, most=4) as rank:
@@ -222,7 +228,10 @@ def test_parts_for_more_ranks_are_written_in_one_call(monkeypatch: pytest.Monkey
 
 
 def test_heads_of_whole_blocks_are_found_in_every_layer() -> None:
-    """A part of whole blocks is ``[page][layer]``, so a rank of two takes half the heads of each layer of each page."""
+    """A part of whole blocks is ``[page][layer]``.
+
+    So a rank of two takes half of the heads of each layer of each page.
+    """
     pages, layers, rows, heads, size = 3, 2, 2, 4, 8
     chunk = torch.arange(pages * layers * rows * heads * size).to(torch.uint8).view(pages, layers, rows, heads, size)
     share = Share(heads, (rows,) * layers).whole

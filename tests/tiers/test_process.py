@@ -1,4 +1,4 @@
-"""Tests of the engine's side of a client's process: the use of lanes, and the release of their memory."""
+"""Tests of the engine's side of a client's process: how lanes are used, and when their memory is released."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from tests.rigs.tier_worlds.s3 import spec_of
 
 
 def test_lane_of_an_ended_process_maps_no_memory() -> None:
-    """A lane that is in use when its process ends maps no memory, because its descriptor may already be reused."""
+    """A lane is in use when its process ends.
+
+    The lane maps no memory, as its descriptor may now belong to another file.
+    """
 
     async def play() -> None:
         tier = spec_of(shared()).make("s3")
@@ -36,7 +39,7 @@ def test_lane_of_an_ended_process_maps_no_memory() -> None:
 
 
 def test_answer_that_cannot_be_sent_fails_its_question() -> None:
-    """If an answer is longer than a message, the client reports this and continues."""
+    """If the client's answer is longer than a message, the client reports this and continues."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     async def answers() -> str:
@@ -55,7 +58,7 @@ def test_answer_that_cannot_be_sent_fails_its_question() -> None:
 
 
 def test_waiting_for_idle_lanes_can_be_cancelled() -> None:
-    """A caller that is cancelled while it waits for all lanes to be idle keeps no lane."""
+    """A caller that is cancelled while it waits until all lanes are idle keeps no lane."""
 
     async def play() -> None:
         memory = io.FileIO(os.memfd_create("tests"), "r+")

@@ -16,7 +16,7 @@ def _read(rate: ReadRate, now_s: float, took_s: float, size: int) -> None:
 
 
 def test_only_time_in_which_something_is_read_counts() -> None:
-    """The time of two reads that overlap counts once."""
+    """The time during which two reads overlap counts once."""
     rate = ReadRate()
     assert rate.bytes_per_s == 0.0
     rate.begin(10.0)
@@ -48,7 +48,7 @@ def test_slow_first_read_does_not_decide_the_rate() -> None:
 
 
 def test_reads_without_end_are_measured() -> None:
-    """The rate is also measured if there is always a read in progress."""
+    """The rate is also measured if at every time a read is in progress."""
     rate = ReadRate()
     rate.begin(0.0)
     for at in range(1, 50):
@@ -69,7 +69,10 @@ def test_rate_follows_the_tier(faster: float) -> None:
 
 
 def test_a_rank_reports_how_fast_it_reads() -> None:
-    """A rank reports the bytes per second of each tier that it has read. Writes and misses do not count."""
+    """A rank reports the read rate, in bytes per second, of each tier that it has read.
+
+    Writes and misses do not count.
+    """
     with rank_of(HeldTier("first"), HeldTier("second")) as rank:
         for stores, slot in ((True, 0), (False, 5)):
             rank.carry(stores=stores, slot=slot, tier=1)

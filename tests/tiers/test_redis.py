@@ -51,7 +51,10 @@ def server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
     ],
 )
 def test_urls_can_have_every_key(url: str, keys: dict[str, object]) -> None:
-    """A URL sets host, port, database, user and TLS. Its query sets every other key. The other keys have defaults."""
+    """A URL sets host, port, database, user and TLS.
+
+    The query sets any other key. Keys that the URL does not set have defaults.
+    """
     reported = parse_tier(url)
     assert isinstance(reported, RedisSpec)
     assert {key: getattr(reported, key) for key in keys} == keys
@@ -86,9 +89,9 @@ def test_bad_keys_are_explained(given: str | dict[str, Any], why: str) -> None:
 
 
 def test_files_are_read_before_the_engine_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A certificate, key or password that cannot be read raises a ConfigError that names it.
+    """A certificate, key or password that cannot be read raises a ConfigError that names its key.
 
-    So does a missing client.
+    A missing client library raises a ConfigError, too.
     """
     files, junk = certificates(tmp_path), tmp_path / "junk"
     junk.write_text("junk")
@@ -113,7 +116,10 @@ def test_files_are_read_before_the_engine_starts(tmp_path: Path, monkeypatch: py
 
 
 def test_a_value_is_a_string_under_the_prefix(server: RedisServer) -> None:
-    """A value is the bytes of its parts. Its key is the prefix, ':' and the key's text, in the configured database."""
+    """A value is stored as the bytes of its parts.
+
+    Its key is the prefix, ':' and the key's text, in the configured database.
+    """
 
     async def play() -> None:
         async with client(server.port, prefix="a:b", db=3) as tier, client(server.port, prefix="a", db=3) as other:
@@ -131,7 +137,10 @@ def test_a_value_is_a_string_under_the_prefix(server: RedisServer) -> None:
 
 
 def test_time_to_live_is_set_and_renewed(server: RedisServer) -> None:
-    """A write sets the time to live. A read hit and a write of an existing value renew it, but a lookup does not."""
+    """A write sets the time to live.
+
+    A hit and a write of an existing value renew this time. A lookup does not.
+    """
 
     async def play() -> None:
         async with client(server.port, ttl_s=1000) as tier:
@@ -187,7 +196,7 @@ def test_damaged_value_does_not_end_the_connection(server: RedisServer) -> None:
 
 
 def test_existing_value_is_not_sent_again(server: RedisServer) -> None:
-    """A write of a value that exists sends only its key."""
+    """A write of an existing value sends only the value's key."""
 
     async def play() -> None:
         async with client(server.port) as tier:
@@ -217,7 +226,7 @@ def test_a_value_longer_than_the_protocol_is_refused(server: RedisServer) -> Non
 
 
 def test_scan_lists_only_keys_of_kvpipe(server: RedisServer) -> None:
-    """Keys that are not kvpipe's, or not strings, are left out. Ages are listed as far as the server knows them."""
+    """Keys that are not kvpipe's, or that are no strings, are left out. Ages are listed if the server knows them."""
 
     async def play() -> None:
         async with client(server.port) as tier:
@@ -255,7 +264,10 @@ def test_a_thousand_keys_are_one_round_trip() -> None:
 
 
 def test_connections_are_bounded_and_kept(server: RedisServer) -> None:
-    """However many calls are in flight, there are at most lanes for reads, lanes for writes, and two connections."""
+    """Any number of calls may be in flight.
+
+    The connections are at most: lanes for reads, lanes for writes, and two more.
+    """
 
     async def play() -> None:
         with Proxy(server.port) as proxy:
@@ -278,7 +290,7 @@ def test_connections_are_bounded_and_kept(server: RedisServer) -> None:
 
 
 def test_a_full_server_still_reads(server: RedisServer) -> None:
-    """At maxmemory without eviction a write raises TierFullError, and values are read. The capacity has the limit."""
+    """At maxmemory without eviction, a write raises TierFullError, values are read, and the capacity has the limit."""
 
     async def play() -> None:
         async with client(server.port, ttl_s=1000) as tier:
@@ -296,7 +308,7 @@ def test_a_full_server_still_reads(server: RedisServer) -> None:
 
 
 def test_a_replica_reads_and_is_full(server: RedisServer) -> None:
-    """A read-only replica serves its values, also if they have a time to live. A write raises TierFullError."""
+    """A read-only replica serves its values, even values with a time to live. A write raises TierFullError."""
 
     async def play() -> None:
         async with client(server.port, ttl_s=1000) as tier:
@@ -326,9 +338,9 @@ def test_a_replica_reads_and_is_full(server: RedisServer) -> None:
     ],
 )
 def test_refusals_become_errors(stated: str, kind: type[TierError]) -> None:
-    """A refusal raises TierError with the server's shortened text.
+    """A refusal raises a TierError with the server's shortened text.
 
-    If the tier must not be written, it is TierFullError.
+    A refusal to write raises a TierFullError.
     """
 
     async def play() -> None:
@@ -368,7 +380,7 @@ def test_passwords_are_used_and_not_shown(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_an_echo_of_the_password_is_hidden(tmp_path: Path) -> None:
-    """A server that echoes its input, well-formed or not, does not get the password into an error."""
+    """A server that echoes its input, well-formed or not, does not cause an error that shows the password."""
     file = tmp_path / "password"
     file.write_text(PASSWORD)
     for form in (b"-ERR %b\r\n", b"you said %b\r\n", b"%b" * 400):

@@ -38,7 +38,10 @@ async def begun(buffer: memoryview) -> None:
 
 
 def test_tls_verifies(tmp_path: Path) -> None:
-    """The right authority is accepted. Another authority, a missing name, or TLS on one side only raise TierErrors."""
+    """The right authority is accepted.
+
+    Another authority, a missing name, or TLS on only one side raises a TierError.
+    """
     server, port, _ = guarded()
 
     async def play() -> None:
@@ -60,7 +63,7 @@ def test_tls_verifies(tmp_path: Path) -> None:
 
 
 def test_a_killed_server_is_used_again_when_it_is_back() -> None:
-    """After a kill -9 calls raise TierErrors. After a restart the next call works."""
+    """After a kill -9 of the server, calls raise TierErrors. After its restart the next call works."""
     with serving("valkey") as server:
 
         async def play() -> None:
@@ -81,9 +84,9 @@ def test_a_killed_server_is_used_again_when_it_is_back() -> None:
 
 
 def test_a_stopped_server_costs_no_more_than_the_limit() -> None:
-    """A stopped server raises a TierError that names timeout_ms_max, also for a new connection.
+    """While the server is stopped, each call raises a TierError that names timeout_ms_max, even for a new connection.
 
-    Then the tier works again.
+    Afterwards the tier works again.
     """
     with serving("redis") as server:
 
@@ -107,7 +110,7 @@ def test_a_stopped_server_costs_no_more_than_the_limit() -> None:
 
 
 def test_a_connection_cut_in_a_value_is_an_error() -> None:
-    """A connection that is cut or stalls within a value raises a TierError. The next read is complete."""
+    """If a connection is cut or stalls within a value, the read raises a TierError. The next read is complete."""
     server = single("redis")
 
     async def play() -> None:
@@ -135,9 +138,9 @@ def test_a_connection_cut_in_a_value_is_an_error() -> None:
 
 
 def test_a_read_cancelled_in_a_value_stops() -> None:
-    """A read that is cancelled within its value does not write to the buffer any more.
+    """A read that is cancelled while its value arrives does not write to the buffer any more.
 
-    Then a new connection is made.
+    The next call makes a new connection.
     """
     server = single("redis")
 
@@ -166,7 +169,7 @@ def test_a_read_cancelled_in_a_value_stops() -> None:
 
 
 def test_address_without_a_server_is_reported_with_the_reason() -> None:
-    """An unknown name, and a port that is closed, silent, or speaks HTTP, raise TierErrors with the reason."""
+    """An unknown name, and a port that is closed, silent or speaks HTTP, raise TierErrors with the reason."""
     assert "no connection" in refused(spec(6379, host="no.such.host.invalid"))
     assert "Connection refused" in refused(spec(free_port()))
     with pretending(lambda _: b"") as port:
@@ -225,12 +228,12 @@ def test_answers_of_another_shape_are_errors(reply: bytes) -> None:
 
 @given(st.lists(st.integers(0, 60), max_size=12), st.sampled_from([0, 1, 5000, 20_000]), st.integers(1, 3))
 def test_replies_may_come_in_any_pieces(cuts: list[int], size: int, parts: int) -> None:
-    """Replies are read correctly however their bytes are divided, and however many buffers there are."""
+    """Replies are read correctly for any division of their bytes into packets, and for any number of buffers."""
     value = content(size, size)
     message = b"$%d\r\n%b\r\n:1\r\n" % (size, value) + b":0\r\n:1\r\n-ERR no\r\n*2\r\n$-1\r\n$2\r\nab\r\n:1\r\n"
     near, far = socket.socketpair()
     lane = ServerConnection(lambda _: Mock())
-    lane.on_connect(Mock(_sock=near))  # redis-py calls it in this way
+    lane.on_connect(Mock(_sock=near))  # as redis-py calls this method
 
     def trickle() -> None:
         at = 0
@@ -263,7 +266,7 @@ def nodes() -> list[RedisServer]:
 
 
 def test_a_cluster_shares_the_values(nodes: list[RedisServer]) -> None:
-    """Values are distributed over all primaries, found by any client, and counted and listed together."""
+    """Values are distributed over all primaries. Any client finds, counts and lists all values."""
 
     async def play() -> None:
         async with client(nodes[0].port, cluster=True) as tier, client(nodes[2].port, cluster=True) as other:
@@ -286,7 +289,7 @@ def test_a_cluster_shares_the_values(nodes: list[RedisServer]) -> None:
 
 
 def test_a_slot_that_has_moved_is_found(nodes: list[RedisServer]) -> None:
-    """When slots move to another primary, reads, lookups and writes follow, even with the old layout."""
+    """When slots move to another primary, reads, lookups and writes use this primary, even with the old layout."""
     ids = [server.ask("CLUSTER", "MYID") for server in nodes]
 
     def give(slots: range, to: int) -> None:
@@ -314,9 +317,9 @@ def test_a_slot_that_has_moved_is_found(nodes: list[RedisServer]) -> None:
 
 
 def test_a_cluster_without_one_server_serves_the_rest(nodes: list[RedisServer]) -> None:
-    """When a primary is killed, its keys raise errors and the other keys are served.
+    """When one primary is killed, calls for its keys raise errors, and the other keys are served.
 
-    After its restart all are served.
+    After its restart all keys are served.
     """
 
     async def play() -> None:

@@ -1,4 +1,4 @@
-"""Tests of the S3 tier alone: its refusals, its reports when the store fails, its reads, and its shutdown."""
+"""Tests of the S3 tier alone: its refusals, its reports about a failing store, its reads, and its shutdown."""
 
 from __future__ import annotations
 
@@ -94,7 +94,10 @@ def everything(tier: S3Tier) -> dict[str, Callable[[], Awaitable[Any]]]:
     ],
 )
 def test_a_wrong_specification_is_refused(keys: dict[str, Any], reason: str) -> None:
-    """A wrong key, or a key that contradicts another key, is refused with the remedy before anything starts."""
+    """A wrong key, or a key that contradicts another key, is refused before anything starts.
+
+    The message has the remedy.
+    """
     with pytest.raises(ValidationError, match=reason) as caught:
         S3Spec.model_validate({"url": "s3://bucket/prefix"} | keys)
     assert "pass-word" not in caught.value.errors()[0]["msg"]
@@ -109,7 +112,7 @@ def test_a_url_can_have_every_key() -> None:
 
 
 def test_missing_secrets_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unset variable raises an error that names its key when the tier is made."""
+    """If a variable is not set, making the tier raises an error that names the variable's key."""
     spec = spec_of(shared())
     monkeypatch.delenv("TESTS_S3_SECRET")
     with pytest.raises(ConfigError, match="s3: secret key: the environment variable that secret_key_env names is"):
@@ -142,24 +145,24 @@ def refused(spec: S3Spec) -> str:
 
 
 def test_missing_bucket_is_reported() -> None:
-    """A missing bucket is no miss: opening raises an error that names the cause."""
+    """A missing bucket is not a miss: opening the tier raises an error that names the cause."""
     assert "the bucket does not exist" in refused(spec_of(shared(), url="s3://no-such-bucket/x"))
 
 
 def test_unknown_host_is_reported() -> None:
-    """The error for a name that does not resolve names the cause."""
+    """The name of the store's host does not resolve. The error names this cause."""
     message = refused(spec_of(shared(), endpoint="https://store.invalid", timeout_ms_max=2000))
     assert "no such host" in message
 
 
 def test_wrong_keys_are_reported_and_not_shown() -> None:
-    """Wrong keys are reported as such, and are not shown."""
+    """The error says that the keys are wrong, and does not show them."""
     with S3Server(INITIAL_NO_AUTH_ACTION_COUNT="1") as server:
         assert "InvalidAccessKeyId (403): check that the keys are correct" in refused(spec_of(server))
 
 
 def test_full_store_raises_tier_full_error() -> None:
-    """If a store is full or over its quota, writes raise TierFullError, and other calls work."""
+    """If a store is full or over its quota, writes raise TierFullError, and all other calls work."""
     for status, code in ((507, "XMinioStorageFull"), (403, "QuotaExceeded"), (507, "")):
 
         def answer(method: str, _: bool, stated: tuple[int, str] = (status, code)) -> tuple[int, str]:
@@ -176,7 +179,7 @@ def test_full_store_raises_tier_full_error() -> None:
 
 
 def test_a_store_that_knows_no_conditions() -> None:
-    """If a store does not support conditional writes, values are written without a condition."""
+    """If a store does not support conditional writes, later values are written without a condition."""
     puts = []
 
     def answer(method: str, condition: bool) -> tuple[int, str]:
@@ -198,7 +201,7 @@ def test_a_store_that_knows_no_conditions() -> None:
 
 
 def test_client_works_again_when_the_store_has_restarted() -> None:
-    """While the server is dead every call raises TierError. When it is back, the same client works again."""
+    """While the server is dead every call raises TierError. When the server is back, the same client works again."""
 
     async def play() -> None:
         async with opened(spec_of(server, timeout_ms_max=SHORT_MS)) as tier:
@@ -219,7 +222,10 @@ def test_client_works_again_when_the_store_has_restarted() -> None:
 
 
 def test_calls_time_out_while_the_store_is_stopped() -> None:
-    """Each call raises TierError after its timeout. When the server continues, the tier works again."""
+    """While the server is stopped, each call raises TierError after its timeout.
+
+    When it continues, the tier works again.
+    """
 
     async def play() -> None:
         async with opened(spec_of(server, timeout_ms_max=SHORT_MS)) as tier:
@@ -286,7 +292,7 @@ def test_a_client_that_has_lost_a_lane_ends() -> None:
             client = tier._child
             assert client is not None
             async with client.pools["scan"].lane(WAIT_S) as lane:
-                lane.wire.send(b"\xc1")  # this byte is no message
+                lane.wire.send(b"\xc1")  # this byte alone is no valid message
             with anyio.fail_after(WAIT_S):
                 await anyio.to_thread.run_sync(client._process.wait, abandon_on_cancel=True)
             await tier.health()
@@ -296,7 +302,7 @@ def test_a_client_that_has_lost_a_lane_ends() -> None:
 
 
 def test_a_client_that_does_not_write_has_no_lanes_for_it() -> None:
-    """A tier that was made only to look up and read refuses to write."""
+    """A tier that was made without writes has no lanes for writes, and refuses to write."""
 
     async def play() -> None:
         spec = spec_of(shared())
@@ -318,7 +324,7 @@ def test_a_client_that_does_not_write_has_no_lanes_for_it() -> None:
 
 
 def test_a_client_that_has_ended_while_the_store_is_away() -> None:
-    """A client's process that cannot be replaced at once is replaced as soon as the store is back."""
+    """An ended client process that cannot be replaced at once is replaced as soon as the store is back."""
 
     async def play(proxy: Proxy) -> None:
         async with opened(proxied(proxy)) as tier:
@@ -337,7 +343,7 @@ def test_a_client_that_has_ended_while_the_store_is_away() -> None:
 
 
 async def closed(memory: mmap.mmap) -> None:
-    """Wait until the object is closed. A thread that has finished its work may still have to report it."""
+    """Wait until the memory can be closed. A thread that has finished its work may still have to release it."""
     with anyio.fail_after(WAIT_S):
         while True:
             with suppress(BufferError):
@@ -347,7 +353,7 @@ async def closed(memory: mmap.mmap) -> None:
 
 
 def test_a_store_that_takes_no_body() -> None:
-    """When a write is cancelled or times out while its body is sent, no thread uses its buffers afterwards."""
+    """A write is cancelled or times out while its body is sent. No thread uses the write's buffers afterwards."""
     go_on, begun = threading.Event(), threading.Event()
 
     def answer(method: str, _: bool) -> tuple[int, str]:
@@ -386,7 +392,7 @@ def proxied(proxy: Proxy, **keys: Any) -> S3Spec:
 
 
 def test_ranges_are_put_together_in_order() -> None:
-    """A large value is read in parallel ranges into buffers with other boundaries, and every byte is in its place."""
+    """A large value is read in parallel ranges into buffers with other bounds. Every byte is in its place."""
     sizes = (4096, 3 * MIB, 512 * KIB, 5 * MIB + 4096)
 
     async def play(proxy: Proxy) -> None:
@@ -404,7 +410,10 @@ def test_ranges_are_put_together_in_order() -> None:
 
 
 def test_a_value_that_is_replaced_while_it_is_read() -> None:
-    """Ranges of two values under one key are never combined: the read is DAMAGED, or has one of the values."""
+    """A value is replaced while its ranges are read.
+
+    The read is DAMAGED, or returns one of the two values as a whole.
+    """
     size, url = 8 * MIB, f"s3://{BUCKET}/{fresh_prefix()}"
 
     async def play(proxy: Proxy) -> None:
@@ -434,8 +443,9 @@ async def stall_soon(proxy: Proxy) -> None:
 
 
 def test_an_answer_that_is_cut_or_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An answer that ends early or stops half way raises TierError, or is retried successfully."""
-    monkeypatch.setattr("kvpipe.tiers.s3.tier.SLOW_BYTES", 1)  # so that not the whole transfer takes too long
+    """An answer that ends early or stalls half way raises TierError, or the retry succeeds."""
+    # so that the limit for the whole transfer does not end the call first
+    monkeypatch.setattr("kvpipe.tiers.s3.tier.SLOW_BYTES", 1)
 
     async def play(proxy: Proxy) -> None:
         async with opened(proxied(proxy, timeout_ms_max=SHORT_MS)) as tier:
@@ -461,7 +471,10 @@ def test_an_answer_that_is_cut_or_stands_still(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_foreign_objects_are_not_listed() -> None:
-    """Foreign objects under the prefix are not listed. An empty object under a key of kvpipe is DAMAGED."""
+    """Foreign objects under the prefix are not listed.
+
+    An empty object under a key of kvpipe is DAMAGED when it is read.
+    """
     path = f"{BUCKET}/{fresh_prefix()}"
 
     async def play() -> None:
@@ -482,7 +495,7 @@ def test_foreign_objects_are_not_listed() -> None:
 
 
 def test_close_ends_calls_in_flight() -> None:
-    """Closing during a hanging read and a hanging write ends both with TierError. Afterwards no call is in flight."""
+    """A read and a write hang when the tier is closed. Both end with TierError, and no call is in flight afterwards."""
 
     async def play(proxy: Proxy) -> None:
         tier = proxied(proxy, timeout_ms_max=SHORT_MS).make("s3")
@@ -539,7 +552,7 @@ asyncio.new_event_loop().run_until_complete(play())
 
 
 def test_the_interpreter_ends_while_transfers_are_under_way() -> None:
-    """A process that closes the tier under load, or cancels all calls, exits normally and prints nothing."""
+    """A process closes the tier under load, or cancels all calls. The process exits normally and prints nothing."""
     ways = [(0.0, "close"), (0.02, "cancel"), (0.05, "close"), (0.1, "cancel"), (0.2, "close")]
     children = [
         subprocess.Popen(

@@ -42,7 +42,7 @@ def _carrier(tier: HeldTier, pool: HostPool, *, fetches: bool = True) -> Iterato
 
 
 def _carry(carrier: Carrier, *, stores: bool, slot: int) -> bool:
-    """Carry out an order. Returns whether it has succeeded."""
+    """Carry out an order. Return whether the order has succeeded."""
     carrier.carry_out([TierOrder(1, stores, 0, slot, 0, 4, CHUNK, 0)], SPACE, 1)
     ended = list[Carried]()
     assert eventually(lambda: ended.extend(carrier.collect()) or ended)  # type: ignore[func-returns-value]
@@ -51,14 +51,17 @@ def _carry(carrier: Carrier, *, stores: bool, slot: int) -> bool:
 
 @pytest.fixture
 def pool() -> HostPool:
-    """Return a shared pool with random bytes."""
+    """Return a pool of shared slots with random bytes."""
     made = HostPool(GEOMETRY, SharedSlots(memoryview(bytearray(SLOTS * SLOT_BYTES)), SLOT_BYTES, 0, b"token"))
     made.flat[:] = torch.randint(0, 256, made.flat.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     return made
 
 
 def test_store_changes_no_byte_of_a_shared_slot(pool: HostPool) -> None:
-    """Another engine may have written the slot. The value's padding is zero all the same."""
+    """Another engine may have written bytes behind the chunk in the slot.
+
+    The stored value still has zeros as padding.
+    """
     before, tier = pool.flat.clone(), HeldTier()
     with _carrier(tier, pool) as carrier:
         assert _carry(carrier, stores=True, slot=1)
@@ -70,7 +73,7 @@ def test_store_changes_no_byte_of_a_shared_slot(pool: HostPool) -> None:
 
 
 def test_rank_leaves_a_slot_alone_that_another_rank_fetches(pool: HostPool) -> None:
-    """With equal bytes on all ranks, one rank writes the slot. The others report success without a read."""
+    """If all ranks have equal bytes, one rank writes the slot. The other ranks report success without a read."""
     tier = HeldTier()
     with _carrier(tier, pool) as carrier:
         assert _carry(carrier, stores=True, slot=1)
@@ -86,14 +89,14 @@ def test_rank_leaves_a_slot_alone_that_another_rank_fetches(pool: HostPool) -> N
 
 @pytest.mark.parametrize("fetches", [False, True])
 def test_only_ranks_that_fetch_forbid_a_tier(pool: HostPool, *, fetches: bool) -> None:
-    """If a rank that fetches nothing cannot read a tier, no fetch fails."""
+    """If a rank fetches nothing, fetches do not fail when this rank cannot read the tier."""
     with _carrier(HeldTier(), pool, fetches=fetches) as carrier:
         carrier.shutdown()
         assert bool(carrier.unreadable) == fetches
 
 
 def test_rank_fails_tier_orders_for_another_pool() -> None:
-    """A slot of the scheduler's memory is another chunk in a rank's private pool."""
+    """The order names a slot of the scheduler's memory. The same slot of a private pool holds another chunk."""
     geometry, tier = small_geometry(), HeldTier()
     caches = PagedCaches(geometry, make_caches(geometry, 8), 8)
     side = WorkerSide(RankContext(load_settings()), caches, engine=FakeEngine(), tiers=_guarded(tier))
@@ -113,7 +116,7 @@ class FillingTier(HeldTier):
     """A tier that can fill shared slots."""
 
     def __init__(self) -> None:
-        """Know no slots."""
+        """Start without slots."""
         super().__init__()
         self.slots: SharedSlots | None = None
 
@@ -125,7 +128,7 @@ class FillingTier(HeldTier):
 
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_rank_gives_its_tiers_the_shared_slots(*, is_shared: bool) -> None:
-    """A tier may read values straight into them. A private pool is not in a file."""
+    """A tier may read values straight into shared slots. A private pool is in no file, so tiers do not get it."""
     geometry, tier = small_geometry(), FillingTier()
     size = geometry.slot_bytes
     shared = SharedSlots(memoryview(bytearray(geometry.slots * size)), size, 0, b"token") if is_shared else None

@@ -1,4 +1,4 @@
-"""The package of a tier that `kvpipe new-tier` makes is tested in place, built, installed and configured."""
+"""`kvpipe new-tier` makes the package of a tier. The package is tested in place, built, installed and configured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def made(name: str, folder: Path) -> Path:
-    """Make a package in `folder`, and return the package's folder."""
+    """Make a package in `folder`, and return the folder of the package."""
     assert main(["new-tier", name, "--into", str(folder)]) == 0
     return folder / f"kvpipe-{name}-tier"
 
@@ -30,7 +30,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def python(package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the interpreter of an environment with two wheels, kvpipe's and the package's."""
+    """Return the Python of an environment in which two wheels are installed: kvpipe's and the package's."""
     folder = tmp_path_factory.mktemp("clean")
     run(*PIP, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, package, ROOT, cwd=folder)
     wheels = sorted(folder.glob("*.whl"))
@@ -39,7 +39,7 @@ def python(package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_new_package_keeps_the_protocol_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package's tests pass without changes and without an installation, whatever its name is."""
+    """The package's tests pass without changes and without an installation, for any name of the package."""
     folder = made("shed", tmp_path)
     words = [path.read_text(encoding="utf-8") for path in folder.rglob("*") if path.is_file()]
     assert not any(re.search(r"kvpipe.sqlite|Sqlite|\bsqlite\b", text) for text in words)
@@ -50,7 +50,7 @@ def test_new_package_keeps_the_protocol_in_place(tmp_path: Path, monkeypatch: py
 
 
 def test_installed_suite_runs(python: Path, package: Path) -> None:
-    """The wheels contain every module that the package's tests import."""
+    """The two wheels contain every module that the package's tests import."""
     test = package / "tests" / "test_sqlite_tier.py"
     words = ("-q", "-p", "no:cacheprovider", "-k", "health", "-c", "/dev/null", "--rootdir", package, test)
     assert "1 passed" in run(python, "-m", "pytest", *words, cwd=package)
@@ -69,14 +69,14 @@ def test_installed_suite_runs(python: Path, package: Path) -> None:
     ],
 )
 def test_new_tier_refuses_a_bad_name(name: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The message is one sentence with the name and the remedy, and no file is written."""
+    """The message is one sentence with the name and the remedy. No file is written."""
     assert main(["new-tier", name, "--into", str(tmp_path)]) == 2
     assert f"NAME={name!r} {why}" in capsys.readouterr().err
     assert not any(tmp_path.iterdir())
 
 
 def test_new_tier_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An existing folder stays as it is."""
+    """An existing folder does not change."""
     folder = made("shed", tmp_path)
     (folder / "README.md").write_text("mine", encoding="utf-8")
     assert main(["new-tier", "shed", "--into", str(tmp_path)]) == 2
@@ -98,7 +98,7 @@ def test_check_finds_and_checks_a_third_party_tier(python: Path, tmp_path: Path)
 
 
 def test_third_party_tier_passes_the_type_check(python: Path, package: Path, tmp_path: Path) -> None:
-    """A type checker uses kvpipe's annotations: the package passes the strictest rules, and a mistake is reported."""
+    """A type checker uses kvpipe's annotations. The package passes the strictest rules, and a mistake is reported."""
     mypy = (sys.executable, "-m", "mypy", "--strict", "--config-file", "", "--python-executable", python, "--cache-dir")
     right = tmp_path / "kvpipe_sqlite_tier.py"
     right.write_bytes((package / "src" / right.stem / "__init__.py").read_bytes())

@@ -17,9 +17,9 @@ OWNERS = (
     HOUSE / "worker" / "side.py",
     *sorted((HOUSE / "manage").glob("*.py")),
 )
-"""Files whose code uses a finder, a carrier or a lookup on a thread other than the loop's."""
+"""Files whose code uses a finder, a carrier or a lookup on a thread other than the thread of its loop."""
 HANDED = frozenset({"_take", "_begin_survey"})
-"""Methods that are not coroutines and run on the loop as callbacks."""
+"""Methods that are not coroutines, but run on the loop as callbacks."""
 
 Method = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -43,7 +43,10 @@ CLASSES = _classes()
 
 
 def _written(node: ast.AST) -> set[str]:
-    """Return the attributes that a statement assigns or whose content it changes. Firing an event changes `state`."""
+    """Return the attributes that a statement assigns, or whose content the statement changes.
+
+    Firing an event changes `state`.
+    """
     fires = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "fire"
     return {"state"} if fires else {one.attr for one in written(node)}
 
@@ -62,7 +65,7 @@ def _touched(methods: Iterable[ast.AST]) -> tuple[set[str], set[str]]:
 
 
 def _reached(kind: str, roots: set[str], others: Collection[str] = ()) -> dict[str, Method]:
-    """Return the methods of a thread that `roots` call, without methods that another thread calls first."""
+    """Return the methods that `roots` call on one thread, except `others`, which another thread calls."""
     methods = CLASSES["TierThread"] | CLASSES[kind]
     out, todo = dict[str, Method](), set(roots)
     while todo:
@@ -73,9 +76,9 @@ def _reached(kind: str, roots: set[str], others: Collection[str] = ()) -> dict[s
 
 
 def _roots(kind: str) -> tuple[set[str], set[str]]:
-    """Return the entry points of a thread's loop and of other threads.
+    """Return the methods with which a loop's thread begins, and the methods with which other threads begin.
 
-    The loop's are coroutines and callbacks, those of other threads are public methods.
+    The loop begins with coroutines and callbacks, other threads begin with public methods.
     """
     methods = CLASSES["TierThread"] | CLASSES[kind]
     loop = {name for name, one in methods.items() if isinstance(one, ast.AsyncFunctionDef) or name in HANDED}
@@ -83,7 +86,7 @@ def _roots(kind: str) -> tuple[set[str], set[str]]:
 
 
 def _outside() -> Iterator[ast.AST]:
-    """Yield each access of owners to their finder, carrier or lookup, as a statement or an attribute."""
+    """Yield each access of an owner to its finder, carrier or lookup, as a statement or an attribute."""
     for file in OWNERS:
         for node in ast.walk(_tree(file)):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] in {
@@ -119,11 +122,12 @@ def test_every_method_has_its_threads() -> None:
 
 
 def test_every_attribute_that_a_loop_shares_is_listed() -> None:
-    """An attribute that the loop writes and another thread uses, or the reverse, is in `SHARED`."""
+    """`SHARED` lists each attribute that the loop writes and another thread uses, or the reverse."""
     shared = set[str]()
     outside = _touched(_outside())
     guards = _touched(one for name, one in (CLASSES["GuardedTier"] | CLASSES["Breaker"]).items() if name != "__init__")
-    guards = guards[0], guards[1] - CLASSES["GuardedTier"].keys()  # the guards' own methods
+    # a guard's own methods are no attributes that threads share
+    guards = guards[0], guards[1] - CLASSES["GuardedTier"].keys()
     for kind in ("Finder", "Carrier"):
         begun_on_loop, public = _roots(kind)
         loop = _touched(_reached(kind, begun_on_loop).values())

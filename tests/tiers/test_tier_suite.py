@@ -1,4 +1,4 @@
-"""The conformance suite of tiers finds each bug that its claims are about: a claim fails for a tier with that bug."""
+"""The conformance suite of tiers finds bugs: each claim fails for a tier with the bug that the claim is about."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ class MissesAreDamage(DictTier):
 
 
 class HitsFirst(DictTier):
-    """A tier that returns answers in another order than the questions."""
+    """A tier that returns results in another order than the keys."""
 
     async def read(self, gets: Sequence[Get]) -> list[Read]:
-        """Read, and return the hits first."""
+        """Read, and return the results with all hits first."""
         return sorted(await super().read(gets), key=lambda read: read is not Read.HIT)
 
 
@@ -73,7 +73,7 @@ class KeepsTheLast(DictTier):
 
 
 class CountsWhatWasAsked(DictTier):
-    """A tier that counts missing values as deleted."""
+    """A tier that also counts missing values as deleted."""
 
     async def delete(self, keys: Sequence[Key]) -> int:
         """Delete, and count every key."""
@@ -115,7 +115,7 @@ class ListsOnePage(DictTier):
 
 
 class ListsByPlace(DictTier):
-    """A tier that finds entries of a listing by number, which changes when values are added or deleted."""
+    """A tier that finds entries of a listing by their number, which changes when values are added or deleted."""
 
     async def scan(self) -> AsyncIterator[Entry]:
         """List by number."""
@@ -137,7 +137,7 @@ class OneAtATime(DictTier):
 
 
 class Torn(DictTier):
-    """A tier that writes part after part, visible to other clients."""
+    """A tier that writes one part after another, so that other clients see an incomplete value."""
 
     async def write(self, puts: Sequence[Put]) -> list[Written]:
         """Write part after part."""
@@ -281,20 +281,21 @@ BUGS: list[tuple[str, Claim, type[DictTier]]] = [
 
 @pytest.mark.parametrize(("claim", "bug"), [bug[1:] for bug in BUGS], ids=[name for name, *_ in BUGS])
 def test_a_claim_can_fail(claim: Claim, bug: type[DictTier], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The claim fails for a tier with one bug. The same tier without the bug passes in `test_conformance.py`."""
-    monkeypatch.setattr(waiting, "EVENTUALLY_S", 0.5)  # the suite waits for calls that never return
+    """A tier with one bug fails the claim. The same tier without the bug passes in `test_conformance.py`."""
+    # some bugs make calls wait for ever, and the suite waits this long for them
+    monkeypatch.setattr(waiting, "EVENTUALLY_S", 0.5)
     with pytest.raises((AssertionError, TierError, pytest.fail.Exception)):
         claim(TierWorld(Store(bug).make, DictSpec.model_validate({})))
 
 
 @pytest.mark.parametrize("claim", [SUITE.test_the_bound_holds, SUITE.test_a_broken_store_raises_tier_errors])
 def test_undeclared_limit_of_a_world_fails_its_claim(claim: Claim) -> None:
-    """If a store has no limit, or no test can break it, the world must declare this in `limits`."""
+    """If a store has no bound, or no test can break it, the world must declare this in `limits`."""
     with pytest.raises(pytest.fail.Exception, match=r"TierWorld\.limits|to its limits"):
         claim(TierWorld(Store(DictTier).make, DictSpec.model_validate({})))
 
 
 def test_every_claim_is_tried() -> None:
-    """Every claim has a tier with a bug in the list above."""
+    """The list above has a tier with a bug for every claim."""
     tried = {name.partition(" ")[0] for name, *_ in BUGS} | FAILED_BY_WHOLE_TIERS
     assert tried == {name for name in dir(SUITE) if name.startswith("test_")}

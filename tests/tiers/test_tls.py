@@ -18,12 +18,12 @@ SIZE = 65536
 
 
 def use(kind: str, folder: Path, play: Callable[[Secured, Tier], Coroutine[Any, Any, None]]) -> None:
-    """Run `play` with a TLS server and an open client of it. The server has none of the test's keys."""
+    """Run `play` with a TLS server and an open client of it. The server has no values under the test's keys."""
 
     async def opened(server: Secured) -> None:
         spec = parse_tier(server.keys | {"timeout_ms_max": 10_000})
         async with client(TierWorld(lambda: spec.make(kind), spec)) as tier:
-            await tier.delete([some_key(1), some_key(2)])  # other tests use the server, too
+            await tier.delete([some_key(1), some_key(2)])  # other tests use the same server
             await play(server, tier)
 
     with secured(kind, folder) as server:
@@ -32,7 +32,10 @@ def use(kind: str, folder: Path, play: Callable[[Secured, Tier], Coroutine[Any, 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_certificate_that_changes(kind: str, tmp_path: Path) -> None:
-    """A new certificate of the same authority is used at once. One of another authority is refused in one sentence."""
+    """A new certificate of the same authority is used at once.
+
+    A certificate of another authority is refused in one sentence.
+    """
 
     async def play(server: Secured, tier: Tier) -> None:
         assert await tier.write([put(1, SIZE)]) == [Written.STORED]
@@ -57,7 +60,7 @@ def test_a_certificate_that_changes(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_authority_that_changes(kind: str, tmp_path: Path) -> None:
-    """When the client's file has the new authority, the tier is used again without being opened again."""
+    """When the client's file has the new authority, the tier works again without being opened again."""
 
     async def play(server: Secured, tier: Tier) -> None:
         await tier.write([put(1, SIZE)])

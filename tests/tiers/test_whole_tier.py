@@ -19,14 +19,14 @@ Claim = Callable[[TierWorld], None]
 
 
 class NeverDrops(WholeTier):
-    """Bug: the bound is ignored."""
+    """Bug: the tier ignores the bound."""
 
     def _make_room(self, size: int, values: dict[str, Value]) -> None:
         """Make no room."""
 
 
 class DropsTheNewest(WholeTier):
-    """Bug: the newest values are dropped to make room, not the oldest."""
+    """Bug: the tier drops the newest values to make room, not the oldest values."""
 
     def _make_room(self, size: int, values: dict[str, Value]) -> None:
         if size <= self.bytes_max:
@@ -36,14 +36,14 @@ class DropsTheNewest(WholeTier):
 
 
 class KeepsTheAge(WholeTier):
-    """Bug: a value that is written again keeps its old age."""
+    """Bug: a value that is written again keeps the age of the first write."""
 
     def _renew(self, name: str, values: dict[str, Value]) -> None:
         """Leave the age as it is."""
 
 
 class OwnErrors(WholeTier):
-    """Bug: exceptions of the client are passed on, except in `health`."""
+    """Bug: the tier passes on exceptions of its client, except in `health`."""
 
     async def health(self) -> None:
         """See `Tier.health`."""
@@ -64,7 +64,8 @@ class GoesOn(WholeTier):
         return await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._limiter)
 
     def _write(self, put: Put) -> Written:
-        time.sleep(0.001)  # so that the thread is interrupted in the middle, however fast the machine is
+        # so that the thread is in the middle of its work when it is interrupted, even on a fast machine
+        time.sleep(0.001)
         return super()._write(put)
 
     def _read(self, get: Get) -> Read:
@@ -108,7 +109,7 @@ FAILED_BY_WHOLE_TIERS = {claim.__name__ for claim, _ in WHOLE_BUGS}
 
 
 class TestWhole(TierConformance):
-    """The tier without a bug passes every claim, and needs no entry in `limits`."""
+    """The tier without a bug passes every claim, without an entry in `limits`."""
 
     @pytest.fixture
     def world(self) -> TierWorld:

@@ -1,4 +1,4 @@
-"""A tier that needs no limits in the suite: it has a bound, works in threads, and can fail like an external store."""
+"""A tier that needs no entry in `limits`: it has a bound, works in threads, and can fail like an external store."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ class Value(NamedTuple):
 
 @dataclass
 class Shelf:
-    """The store that all clients share. While it is `broken`, every use raises an error of its own kind."""
+    """The store that all clients share.
+
+    While it is `broken`, every use of it raises an exception of the store's own type.
+    """
 
     values: dict[str, Value] = field(default_factory=dict)
     lock: threading.RLock = field(default_factory=threading.RLock)
@@ -48,7 +51,7 @@ class Shelf:
 
     @contextmanager
     def fallen(self) -> Iterator[None]:
-        """Break the shelf for the context."""
+        """Break the shelf during the context."""
         self.broken = True
         yield
         self.broken = False
@@ -60,7 +63,7 @@ class Shelf:
 
 
 class WholeTier:
-    """See `Tier`. Subclasses override a method to put a bug in."""
+    """A tier on a shelf. Subclasses override one method to add a bug."""
 
     def __init__(self, shelf: Shelf, bytes_max: int) -> None:
         """Start without opening anything."""
@@ -186,7 +189,7 @@ class WholeSpec(TierSpec):
 
 
 def whole_world(client: type[WholeTier] = WholeTier) -> TierWorld:
-    """Return an empty shelf whose clients have one bug each, or none."""
+    """Return an empty shelf. All its clients have the same bug, or no bug."""
     spec = WholeSpec.model_validate({})
     spec._client = client
     return TierWorld(partial(spec.make, "whole"), spec, broken=spec._shelf.fallen, older=spec._shelf.age)

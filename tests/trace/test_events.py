@@ -1,4 +1,4 @@
-"""Every move of every machine has an event, and each event can be written as a line and read back."""
+"""Every move of every machine has an event. Each event can be written as a line and read back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvpipe.trace.recorder import Recorder
 
 
 def test_every_possible_move_has_its_event() -> None:
-    """Every state to which a cell of a table leads has an event."""
+    """Each state to which a cell of a table leads has an event for this move."""
     for machine in transitions.MACHINES.values():
         for was, cells in machine.table.items():
             for cell in cells.values():
@@ -35,7 +35,7 @@ def test_an_event_is_one_line_that_reads_back(name: str) -> None:
 
 @pytest.mark.parametrize("name", transitions.EVENTS)
 def test_every_event_has_when_and_of_whom(name: str) -> None:
-    """Every line has request, epoch, step, rank and both clocks. A transition also has machine and states."""
+    """Every line has request, epoch, step, rank and both clocks. A transition also has its machine and both states."""
     message = msgspec.json.decode(msgspec.json.encode(transitions.EVENTS[name](1, 2, "r", 3, 4)))
     assert {"t_ns", "wall_ns", "engine", "request", "epoch", "step", "rank"} <= set(message)
     if issubclass(transitions.EVENTS[name], transitions.Transition):

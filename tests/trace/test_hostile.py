@@ -33,7 +33,7 @@ def _run(command: str, trace: Path, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def _filled(kind: type[e.Event], fill: Callable[[str, Any], Any]) -> bytes:
-    """Return a line of the event `kind`, whose fields have the values of `fill`."""
+    """Return a line of the event `kind`. The line's fields have the values of `fill`."""
     message = {field.encode_name: fill(field.encode_name, field.type) for field in msgspec.structs.fields(kind)}
     return msgspec.json.encode({"event": kind.__struct_config__.tag} | message)
 
@@ -55,7 +55,7 @@ def _write(path: Path, lines: list[bytes]) -> Path:
 def test_nothing_in_a_trace_commands_the_terminal(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Control characters and rich's markup in ids and text fields are printed as text."""
+    """Control characters and rich's markup in ids and text fields are printed, and have no effect."""
     lines = [_filled(kind, _texts) for kind in transitions.EVENTS.values()]
     lines += [
         _filled(kind, lambda n, k: NASTY if n == "request" else _texts(n, k)) for kind in transitions.EVENTS.values()
@@ -89,7 +89,7 @@ def test_numbers_may_be_nonsense(command: str, number: int, tmp_path: Path, monk
 def test_deeply_nested_line_is_unreadable(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A line with extremely deep nesting counts as unreadable."""
+    """A line with extremely deep nesting is counted as unreadable."""
     deep = b"[" * (LINE_BYTES_MAX // 2)
     lines = [b'{"event":"started","t_ns":1,"x":' + deep, b'{"event":"fault","fields":' + deep, deep, b'{"a":' * 9999]
     assert _run(command, _write(tmp_path / "trace.jsonl", lines), monkeypatch) in {0, 1}
@@ -103,7 +103,7 @@ def test_deeply_nested_line_is_unreadable(
 def test_an_engine_of_very_many_layers(
     layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A line with too many layers counts as unreadable, because a replay makes a state per layer."""
+    """A line with too many layers is counted as unreadable, because a replay makes one state per layer."""
     started = e.Started(1, 0, "", 0, 0, engine="x", layers=layers)
     moved = transitions.Finalized(
         2, 0, "r", 0, 1, engine="x", machine="save", cursor=1, was="PENDING", now="FAILED", on="fault"
@@ -131,7 +131,7 @@ def test_a_timeline_does_not_overwrite_its_trace(
 
 @pytest.mark.parametrize("write", [write_html, write_perfetto])
 def test_a_page_that_is_not_finished_is_not_there(write: Callable[..., Any], tmp_path: Path) -> None:
-    """If writing a timeline fails, an older file stays as it was, and no temporary file is left."""
+    """Writing a timeline fails: an earlier file does not change, and no temporary file is left."""
     page = tmp_path / "out"
     page.write_text("before", encoding="utf-8")
 
@@ -148,7 +148,7 @@ def test_a_page_that_is_not_finished_is_not_there(write: Callable[..., Any], tmp
 def test_a_timeline_keeps_what_it_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A timeline keeps in memory only events that it draws, and no more than a page can show."""
+    """A timeline keeps only the events that it draws, and no more events than a page can show."""
     events = list(play(20))
     made = timeline.spans(events)
     assert made.total == len(events)
@@ -165,7 +165,10 @@ def test_a_timeline_keeps_what_it_draws(
 def test_an_id_of_a_million_characters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A long id is shortened in the trace, differs from similar ids, and can be searched by its whole text."""
+    """The trace shortens a long id.
+
+    The short form differs from that of similar ids, and a search for the whole id finds it.
+    """
     ids = [f"{'x' * 1_000_000}{number}" for number in range(2)]
     assert len({bounded(one) for one in ids}) == 2
     assert bounded("y" * ID_CHARS_MAX) == "y" * ID_CHARS_MAX

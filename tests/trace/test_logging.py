@@ -1,4 +1,7 @@
-"""The log: records of Python's `logging` below vLLM's logger. The host application's logging stays as it is."""
+"""The log consists of records of Python's `logging` below vLLM's logger.
+
+The host application's logging does not change.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def write_some() -> None:
 
 
 def test_structlog_of_the_host_is_unchanged() -> None:
-    """The host's structlog configuration applies to the host's lines, and not to kvpipe's."""
+    """The host's structlog configuration applies to the host's lines, but not to kvpipe's lines."""
     before, host = structlog.get_config(), io.StringIO()
     try:
         structlog.configure(
@@ -55,7 +58,10 @@ def test_structlog_of_the_host_is_unchanged() -> None:
 
 
 def test_records_have_the_fields_in_text_and_as_values(caplog: pytest.LogCaptureFixture) -> None:
-    """The logger's name is below vLLM's. Equal events have equal templates, by which error trackers group them."""
+    """A logger's name is below the name of vLLM's logger.
+
+    Events of one kind have the same template, by which error trackers group events.
+    """
     write_some()
     log.Counters().fault("job_failed", why="gone")
     assert [(one.name, one.levelname, one.getMessage()) for one in caplog.records] == [
@@ -71,7 +77,7 @@ def test_records_have_the_fields_in_text_and_as_values(caplog: pytest.LogCapture
 
 
 def test_records_name_the_line_that_logs(caplog: pytest.LogCaptureFixture) -> None:
-    """A record's place in the source is that of the caller, for each of the logger's methods."""
+    """For each of the logger's methods, a record names the caller's line in the source."""
     log.warn("odd")
     log.log.error("odd", exc_info=ValueError("bad"))
     log.log.log(logging.INFO, "odd", slots=3)
@@ -81,7 +87,7 @@ def test_records_name_the_line_that_logs(caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_text_of_a_field_is_on_one_line_and_without_control_characters(caplog: pytest.LogCaptureFixture) -> None:
-    """Line breaks in a request's id or a tier's answer are escaped, so they cannot begin a new line."""
+    """Line breaks in a request's id or a tier's answer are escaped, so they begin no new line in the log."""
     log.warn("odd", why="a\nb\x1b[31m", request="r\ud800", empty="", percent="5%s")
     (record,) = caplog.records
     assert record.getMessage() == r"odd why='a\nb\x1b[31m' request='r\ud800' empty='' percent=5%s"
@@ -101,7 +107,7 @@ def test_text_of_a_field_is_on_one_line_and_without_control_characters(caplog: p
 def test_line_is_written_only_if_it_passes_every_level(
     ours: str, vllms: str, hosts: str, logged: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A line is written only if it passes every level.
+    """Each of several levels must let a line through.
 
     `hosts` is the level that the host's configuration sets for kvpipe.
     """
@@ -115,7 +121,7 @@ def test_line_is_written_only_if_it_passes_every_level(
 
 
 def test_handler_that_fails_raises_nothing() -> None:
-    """A handler that raises does not affect the thread that logs."""
+    """If a handler raises, the thread that logs does not notice."""
 
     class Broken(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

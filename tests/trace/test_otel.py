@@ -1,4 +1,4 @@
-"""The OpenTelemetry spans of requests that an exporter gets."""
+"""Tests of the OpenTelemetry spans of requests, as an exporter gets these spans."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def _life(request: str, parent: str = "") -> list[e.Event]:
 
 
 def test_a_request_is_a_span() -> None:
-    """The span lasts from the request's arrival to its end, is a child of the client's span, and has the events."""
+    """The span lasts from the request's arrival to its end.
+
+    The span is a child of the client's span, and has the request's events.
+    """
     exporter = InMemorySpanExporter()
     sink = OtelSink("e1", exporter)
     lives = zip(_life("r1", PARENT), _life("r2"), strict=True)
@@ -59,7 +62,7 @@ def test_a_request_is_a_span() -> None:
 
 
 def test_a_collector_forwards_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real collector takes the span from a scheduler's writer, and forwards the span with all that kvpipe gave it."""
+    """A scheduler's writer sends a span to a real collector. The collector forwards all data of the span."""
     monkeypatch.delenv("KVPIPE_TRACE_FILE", raising=False)
     with collector(tmp_path) as (endpoint, received):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
@@ -83,7 +86,7 @@ def test_a_collector_forwards_a_request(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_data_of_open_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If too many requests are open, the data of the oldest request are dropped."""
+    """If too many requests are open, the data of the oldest open request are dropped."""
     monkeypatch.setattr("kvpipe.trace.otel.OPEN_MAX", 3)
     exporter = InMemorySpanExporter()
     sink = OtelSink("e1", exporter)
@@ -112,7 +115,7 @@ def test_a_rank_sends_nothing() -> None:
 
 
 def test_without_the_extra_the_engine_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the extra to install."""
+    """Without the extra, the error names the extra to install."""
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigError, match=r"otel=true needs OpenTelemetry .*pip install 'kvpipe\[otel\]'"):
         tracing(load_settings({"otel": True}), "e", "scheduler", -1, 4)

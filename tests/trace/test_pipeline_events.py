@@ -28,7 +28,10 @@ STUCK_MS = PATIENT_MS
 
 
 class Clock:
-    """The real time plus the time that a test adds. Without added time no job is stuck, even on a slow machine."""
+    """A clock with the real time plus the time that a test adds.
+
+    Without added time no job counts as stuck, even on a slow machine.
+    """
 
     def __init__(self) -> None:
         """Start with the real time."""
@@ -41,21 +44,21 @@ class Clock:
 
 
 class Clocks:
-    """The watchdog's clock, and the clock of all other modules."""
+    """Two clocks: one for the watchdog, and one for all other modules."""
 
     def __init__(self) -> None:
         """Start with the real time on both clocks."""
         self.watchdogs, self.others = Clock(), Clock()
 
     def later(self, limits: float, *, moved: bool = False) -> None:
-        """Add `limits` times `stuck_ms_max` to the watchdog's clock, and with `moved` also to the other clock."""
+        """Add `limits` times `stuck_ms_max` to the watchdog's clock. With `moved`, add the same to the other clock."""
         passed_ns = int(limits * STUCK_MS * 1e6)
         self.watchdogs.ahead_ns += passed_ns
         self.others.ahead_ns += moved * passed_ns
         self.look()
 
     def look(self) -> None:
-        """Wait until the watchdog has checked all jobs several times more."""
+        """Wait until the watchdog has checked all jobs several more times."""
         enough = self.watchdogs.asked + 3
         assert eventually(lambda: self.watchdogs.asked >= enough)
 
@@ -72,7 +75,7 @@ def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
 
 
 class Noted(Rig):
-    """A traced pipeline over an engine that completes copies only on the test's command."""
+    """A traced pipeline over an engine that completes copies only when the test says so."""
 
     def __init__(self, engine: FakeEngine | None = None, *, sample: float = 1.0, stuck_ms_max: int = 60_000) -> None:
         """Start a pipeline with a recorder."""
@@ -108,7 +111,10 @@ class Noted(Rig):
 
 
 def test_every_layer_of_a_save_is_reported() -> None:
-    """Each layer is reported as submitted, copied and landed, then the job as final, with request and step."""
+    """Each layer is recorded as submitted, copied and landed.
+
+    Then the job is recorded as final, with request and step.
+    """
     rig = Noted()
     rig.pipeline.begin(plan(job(1, SAVE, [(0, 0, 0, 3), (1, 1, 0, 5)])))
     rig.save_all()
@@ -131,7 +137,7 @@ def test_every_layer_of_a_save_is_reported() -> None:
 
 
 def test_only_failures_are_recorded_of_a_request_outside_the_sample() -> None:
-    """If a request is not in the sample, only its failures are recorded."""
+    """For a request outside the sample, only failures are recorded."""
     rig = Noted(sample=0.0)
     rig.pipeline.begin(plan(job(1, SAVE, [(0, 0, 0, 3)])))
     rig.save_all()
@@ -166,7 +172,7 @@ def test_a_failure_reports_why() -> None:
 
 
 def test_a_wait_that_times_out_is_a_slow_tier() -> None:
-    """A timed-out wait for a tier is reported once, with the time that the step has waited."""
+    """A wait for memory that times out is recorded once as a slow tier, with the time that the step waited."""
     rig = Noted()
     rig.engine.waiting = Waiting.STUCK
     rig.pipeline._wait_s = 0.01
@@ -185,7 +191,7 @@ def test_a_wait_that_times_out_is_a_slow_tier() -> None:
 
 
 class Obliging(FakeEngine):
-    """An engine that gives up every copy that it has not completed, if `can` is set."""
+    """An engine that, if `can` is set, gives up every copy that is not complete."""
 
     can = True
 
@@ -195,7 +201,7 @@ class Obliging(FakeEngine):
 
 
 def test_a_stuck_load_is_reported_and_failed(clocks: Clocks) -> None:
-    """A stuck load is reported with its last transitions, and fails even if no thread waits for it."""
+    """A stuck load is recorded with its last transitions. The load fails even if no thread waits for it."""
     engine = Obliging()
     rig = Noted(engine, stuck_ms_max=STUCK_MS)
     rig.pipeline.begin(plan(job(1, ASYNC, [(0, 0, 0, 3)])))
@@ -214,7 +220,7 @@ def test_a_stuck_load_is_reported_and_failed(clocks: Clocks) -> None:
     assert (stuck.job, stuck.kind, stuck.request) == (1, "load_async", "r1")
     assert stuck.waited_ms >= STUCK_MS
     assert stuck.last == ["confirm -> CONFIRMED", "landed_next -> CONFIRMED_LAYER_0"]
-    engine.complete_all()  # the news after all
+    engine.complete_all()  # the copies complete only now
     rig.settle()
     clocks.look()
     assert rig.pipeline.collect() == []
@@ -225,7 +231,7 @@ def test_a_stuck_load_is_reported_and_failed(clocks: Clocks) -> None:
 
 
 def test_a_stuck_load_that_may_still_write_is_not_given_back(clocks: Clocks) -> None:
-    """Such a load fails, but vLLM gets its blocks back only when no copy can write to them."""
+    """The load fails. VLLM gets its blocks back only when no copy can write to the blocks any more."""
     engine = Obliging()
     engine.can = False
     rig = Noted(engine, stuck_ms_max=STUCK_MS)
@@ -244,7 +250,7 @@ def test_a_stuck_load_that_may_still_write_is_not_given_back(clocks: Clocks) -> 
 
 
 def test_watchdog_works_when_the_loop_starts_before_it_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watchdog works even if the loop's thread starts before the constructor has stored it."""
+    """The loop's thread starts before the constructor has stored it. The watchdog still works."""
 
     class Late(LoopThread):
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -259,7 +265,7 @@ def test_watchdog_works_when_the_loop_starts_before_it_is_stored(monkeypatch: py
 
 
 def test_each_stuck_job_is_reported_with_its_own_moves(clocks: Clocks) -> None:
-    """Each of many stuck jobs in one batch is reported with its own moves."""
+    """Many jobs in one batch are stuck. Each job is recorded with its own transitions."""
     rig = Noted(Obliging(), stuck_ms_max=STUCK_MS)
     rig.pipeline.begin(plan(*(job(i, ASYNC, [(0, 0, 0, i)]) for i in range(9))))
     rig.pipeline.start_loads()
@@ -277,9 +283,9 @@ def test_each_stuck_job_is_reported_with_its_own_moves(clocks: Clocks) -> None:
 
 
 def test_stuck_batch_copies_no_further_layer(clocks: Clocks) -> None:
-    """The step of a stuck batch continues, but no further layer is copied.
+    """The step of a stuck batch continues, but copies no further layer.
 
-    Its job is reported when the copies that have begun end.
+    The batch's job is reported when the copies that have begun end.
     """
     engine = Obliging()
     engine.can = False
@@ -303,7 +309,7 @@ def test_stuck_batch_copies_no_further_layer(clocks: Clocks) -> None:
 
 
 def test_save_that_waits_for_the_end_of_its_step_is_not_stuck(clocks: Clocks) -> None:
-    """A save whose copies have all landed is not stuck while it waits for the end of a long step."""
+    """All copies of a save have landed. While the save waits for the end of a long step, it does not count as stuck."""
     rig = Noted(Obliging(), stuck_ms_max=STUCK_MS)
     rig.pipeline.begin(plan(job(1, SAVE, [(0, 0, 0, 3)])))
     for layer in range(rig.layers):
@@ -322,7 +328,7 @@ def test_save_that_waits_for_the_end_of_its_step_is_not_stuck(clocks: Clocks) ->
 
 
 class Blocking(CpuEngine):
-    """An engine that copies nothing: each call waits for `gate`, and then notes its layer."""
+    """An engine that copies nothing. Each call waits for `gate`, and then records its layer."""
 
     def __init__(self, threads: int) -> None:
         """Start with a closed gate."""
@@ -340,7 +346,7 @@ class Blocking(CpuEngine):
 
 
 def test_a_copy_that_has_not_begun_is_taken_back() -> None:
-    """A queued copy is withdrawn, and fails. A running copy is not withdrawn. Neither begins again later."""
+    """A queued copy is withdrawn, and fails. A running copy is not withdrawn. Neither of the two begins again later."""
     engine, done = Blocking(1), list[Ticket]()
     copies = CopyPlan(Direction.LOAD, [job(1, ASYNC, [(0, 0, 0, 3)])], len(small_geometry().groups))
     tickets = [Ticket(None, layer, layer, done.append) for layer in range(2)]
@@ -359,7 +365,7 @@ def test_a_copy_that_has_not_begun_is_taken_back() -> None:
 
 @pytest.mark.parametrize("kind", [SYNC, SAVE])
 def test_copies_are_given_up_after_a_wait_has_timed_out(kind: Kind) -> None:
-    """After a wait has timed out, all copies are given up, because they could write to blocks of other requests."""
+    """After a wait has timed out, all copies are given up. Otherwise they could write to blocks of other requests."""
     abandoned: list[int] = []
 
     class Noting(FakeEngine):

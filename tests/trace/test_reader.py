@@ -1,4 +1,4 @@
-"""Reading and replaying traces: unreadable lines are counted, and illegal or missing transitions are found."""
+"""Tests of reading and replaying traces: unreadable lines are counted, and wrong or missing transitions are found."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Events = list[e.Event]
 
 
 def _moves(machine: str, cursor: int, *ons: str, layers: int = 3, rank: int = 0) -> Events:
-    """Return the events that a cursor records as it takes the edges `ons`."""
+    """Return the events that a cursor records when the events `ons` are fired one after another."""
     compiled = transitions.MACHINES[machine].compile(layers if transitions.MACHINES[machine].layered else 0)
     at, reported = compiled.initial, list[e.Event]()
     for on in ons:
@@ -64,7 +64,7 @@ def _write(path: Path, events: Sequence[e.Event]) -> Path:
 
 
 def test_readable_lines_are_read_and_others_are_counted(tmp_path: Path) -> None:
-    """Lines of other programs, damaged lines, lines of a newer version and a torn end are counted by kind."""
+    """Lines of other programs, damaged lines, lines of a newer version and a torn end are counted separately."""
     events = _whole()
     path = _write(tmp_path / "t", events)
     lines = path.read_bytes().splitlines()
@@ -101,7 +101,7 @@ def test_a_newer_format_is_named(tmp_path: Path) -> None:
 
 
 def test_a_line_without_end_does_not_fill_the_memory(tmp_path: Path) -> None:
-    """A line without an end is read in pieces, so it takes bounded memory."""
+    """A line without an end is read in parts, so it takes bounded memory."""
     path = tmp_path / "t"
     path.write_bytes(b"x" * (5 << 20) + b"\n" + msgspec.json.encode(_started()) + b"\n")
     trace = Trace(path)
@@ -112,7 +112,7 @@ def test_a_line_without_end_does_not_fill_the_memory(tmp_path: Path) -> None:
 @given(st.binary(max_size=400), st.integers(0, 2000), st.integers(0, 100))
 @settings(deadline=None, max_examples=150)
 def test_nothing_in_a_file_raises(tmp_path_factory: pytest.TempPathFactory, junk: bytes, at: int, cut: int) -> None:
-    """`replay` and `show` raise nothing for any bytes at any offset of the file."""
+    """For any bytes at any offset of the file, `replay` and `show` do not raise."""
     path = _write(tmp_path_factory.mktemp("junk") / "t", _whole())
     data = path.read_bytes()
     path.write_bytes((data[:at] + junk + data[at + cut :])[: len(data)])
@@ -139,7 +139,7 @@ COMMANDS = ("show", "show --request r", "replay", "timeline -o out.html")
 def test_device_and_pipe_are_refused(
     what: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A device or a pipe is refused with its name and type, because reading it might never end."""
+    """Reading a device or a pipe might never end, so it is refused with its name and type."""
     monkeypatch.chdir(tmp_path)
     Path("a folder").mkdir()
     os.mkfifo("a pipe")
@@ -157,7 +157,7 @@ def test_a_line_without_an_end_is_refused(
     """A file of terabytes, such as a disk's image, is not read to its end."""
     monkeypatch.chdir(tmp_path)
     _write(Path("image"), _whole())
-    os.truncate("image", 1 << 40)  # sparse: it takes no room
+    os.truncate("image", 1 << 40)  # the file is sparse, so it takes no room on the disk
     name, *rest = command.split()
     assert main(["trace", name, "image", *rest]) == 2
     assert capsys.readouterr().err == "kvpipe: image has a line of more than 64 MiB; give a trace_file\n"
@@ -167,7 +167,10 @@ def test_a_line_without_an_end_is_refused(
 
 
 def test_whole_trace_replays_without_a_problem() -> None:
-    """A replay checks every cursor of every machine, also no-ops. A free slot begins in the initial state."""
+    """A replay checks every cursor of every machine, and also events without a move.
+
+    A free slot begins in the initial state.
+    """
     done = replay(_whole())
     assert done.problems == []
     assert (done.transitions, done.no_ops, done.cursors) == (15, 2, 3)
@@ -205,7 +208,7 @@ def _swapped(number: int) -> Callable[[Events], Events]:
     ],
 )
 def test_spoiled_trace_gives_a_problem(spoil: Callable[[Events], Events], stated: str) -> None:
-    """Each change that makes the trace wrong gives a problem that names the cursor and the reason."""
+    """Each change makes the trace wrong. The replay finds a problem, which names the cursor and the reason."""
     done = replay(spoil(_whole()))
     assert not done.ok
     if stated != "admit_empty":
@@ -213,7 +216,7 @@ def test_spoiled_trace_gives_a_problem(spoil: Callable[[Events], Events], stated
 
 
 def test_an_illegal_transition_is_a_problem() -> None:
-    """An illegal transition is a problem although it was contained and the cursor has not moved."""
+    """An illegal transition is a problem, although it was contained and has not moved the cursor."""
     event = transitions.Illegal(1, -1, "r", 1, 1, 0, "e", "request", 1, "dispatch", "NEW", "NEW", "the table says why")
     (problem,) = replay([_started(-1), event]).problems
     assert (
@@ -223,7 +226,7 @@ def test_an_illegal_transition_is_a_problem() -> None:
 
 
 def test_replay_begins_at_the_first_event_after_a_gap() -> None:
-    """The first events may be missing, or events may have been dropped. The replay begins with the next events."""
+    """The first events are missing, or events were dropped. The replay begins with the next events."""
     saved = _moves("save", 1, *SAVED)
     assert replay([_started(part=1), *saved[2:]]).ok
     assert not replay([_started(part=1), *saved[1:2], *saved[3:]]).ok
@@ -235,7 +238,7 @@ def test_replay_begins_at_the_first_event_after_a_gap() -> None:
 
 
 def test_restarted_engine_has_new_cursors() -> None:
-    """A restarted engine has new cursors, although its name and the numbers of its jobs are the same."""
+    """A restarted engine has new cursors, although it has the same name and its jobs have the same numbers."""
     whole = _whole()
     assert replay([*whole, *whole]).problems == []
     crashed = [one for one in whole if not isinstance(one, e.Ended)][:4]
@@ -249,7 +252,7 @@ def test_requests_and_jobs_without_an_end_are_named() -> None:
 
 
 def test_problems_are_bounded() -> None:
-    """Problems above the limit are only counted."""
+    """Up to a limit, problems are listed. Further problems are only counted."""
     done = Replay()
     for i in range(3000):
         done.feed(transitions.NoOp(0, 0, "", 0, 0, 0, "e", "toaster", i, "on", "OFF", "OFF", "why"))
@@ -259,7 +262,7 @@ def test_problems_are_bounded() -> None:
 def test_command_exits_with_1_if_the_replay_has_found_a_problem(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command exits with 1 if the replay has found a problem."""
+    """If the replay finds a problem, the command's status is 1."""
     path = _write(tmp_path / "t", _whole())
     assert main(["trace", "replay", str(path)]) == 0
     assert (

@@ -1,4 +1,4 @@
-"""Events pass from `put` to the file and the log in order, in a bounded queue, and without delaying the caller."""
+"""Events pass from `put` to the file and the log in order, in a bounded queue, without a delay of the caller."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _numbers(*paths: Path) -> list[int]:
 
 
 class Memory:
-    """A sink that keeps events, hangs, or reports events as lost."""
+    """A sink that keeps events. The sink may hang, or report events as lost."""
 
     def __init__(self) -> None:
         """Start without events."""
@@ -74,7 +74,7 @@ def _until(true: Callable[[], bool]) -> None:
 
 
 def test_events_arrive_in_order_with_engine_and_both_clocks() -> None:
-    """Every sink gets every event once. Wall clock and monotonic clock were read at the same moment."""
+    """Every sink gets every event once. The wall clock and the monotonic clock are read at the same moment."""
     sinks = Memory(), Memory()
     reported = Recorder(0, lifecycle=True)
     writer = Writer(reported, sinks, "engine")
@@ -94,13 +94,13 @@ def test_events_arrive_in_order_with_engine_and_both_clocks() -> None:
 
 
 def test_a_full_queue_drops_and_reports_how_many() -> None:
-    """`put` never waits. Events that do not fit are counted, and the trace has their number at that place."""
+    """`put` never waits. If events have no room, they are counted, and the trace has their number at that place."""
     sink = Memory()
     sink.hold.clear()
     reported = Recorder(0, queue_events_max=10)
     writer = Writer(reported, [sink], "engine")
     reported.put(_event(0))
-    _until(lambda: not reported.waiting)  # the writer is in the sink, and hangs there
+    _until(lambda: not reported.waiting)  # the writer hangs in the sink
     for number in range(1, 31):
         reported.put(_event(number))
     assert reported.dropped == 20
@@ -116,7 +116,7 @@ def test_a_full_queue_drops_and_reports_how_many() -> None:
 
 
 def test_gap_is_reported_between_its_events() -> None:
-    """The gap is reported between the events before and after it, so that a replay begins anew at the right place."""
+    """The trace reports the gap between the events before and after it, so that a replay begins anew at this place."""
     reported = Recorder(0, queue_events_max=3)
     for number in range(5):
         reported.put(_event(number))
@@ -132,7 +132,7 @@ def test_gap_is_reported_between_its_events() -> None:
 
 
 def test_a_trace_that_cannot_be_written_is_logged(tmp_path: Path) -> None:
-    """Lost events are counted, and logged once a minute, because the trace itself cannot report them."""
+    """The trace itself cannot report lost events. These events are counted, and logged once a minute."""
     reported = Recorder(0)
     with capture_logs() as lines:
         writer = Writer(reported, [_file(tmp_path / "gone" / "trace")], "engine")
@@ -162,7 +162,7 @@ def test_hanging_sink_delays_neither_put_nor_close(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_sink_that_raises_loses_its_events_only() -> None:
-    """The other sinks and the writer's thread continue."""
+    """The other sinks and the writer's thread continue without a loss."""
 
     class Broken(Memory):
         def write(self, events: Sequence[e.Event]) -> str:
@@ -182,7 +182,7 @@ def test_a_sink_that_raises_loses_its_events_only() -> None:
 
 
 def test_the_sample_depends_on_the_request_id_only() -> None:
-    """Only a request's id decides whether the request is traced."""
+    """Whether a request is traced depends only on the request's id."""
     names = [f"request-{i}" for i in range(2000)]
     half, other = Recorder(0, sample=0.5), Recorder(3, sample=0.5)
     chosen = [name for name in names if half.sampled(name)]
@@ -210,9 +210,9 @@ def test_file_begins_with_its_writer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("events", [0, 1])
 def test_a_file_states_the_layers_of_a_rank_that_has_its_caches_now(tmp_path: Path, events: int) -> None:
-    """A rank learns its number of layers after its first events.
+    """A rank knows its number of layers only after its first events.
 
-    Then it repeats `started` with this number. Later files have the number in their first line.
+    Then the rank repeats `started` with this number. The first line of each later file has the number.
     """
     path = tmp_path / "trace"
     sink = _file(path)
@@ -226,7 +226,7 @@ def test_a_file_states_the_layers_of_a_rank_that_has_its_caches_now(tmp_path: Pa
 
 
 def test_processes_share_a_file_line_by_line(tmp_path: Path) -> None:
-    """Four processes append to one file, and no line is torn or lost."""
+    """Four processes append to one file. No line is torn or lost."""
     path = tmp_path / "trace"
     code = (
         "import sys; from pathlib import Path; sys.path.insert(0, '.')\n"
@@ -266,7 +266,7 @@ def test_full_file_is_renamed_and_a_new_file_begins(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk() -> Iterator[int]:
-    """Limit the size of files. Like a full disk, this cuts off the last write."""
+    """Limit the size of files. As on a full disk, the last write is cut off."""
     import signal
 
     old, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -277,7 +277,7 @@ def small_disk() -> Iterator[int]:
 
 
 def test_a_full_disk_loses_events_and_reports_it(tmp_path: Path, small_disk: int) -> None:
-    """When there is room again, a line has the number of missing events, and the reader skips the torn line."""
+    """When the disk has room again, a line has the number of missing events. The reader skips the torn line."""
     path = tmp_path / "trace"
     sink = _file(path)
     lost = [number for number in range(40) if sink.write([_event(number)])]
@@ -295,7 +295,7 @@ def test_a_full_disk_loses_events_and_reports_it(tmp_path: Path, small_disk: int
 
 
 def test_torn_line_loses_one_event(tmp_path: Path) -> None:
-    """A torn line of any process costs only that line, because the next writer begins a new line."""
+    """A torn line of any process loses only this line, because the next writer begins a new line."""
     path = tmp_path / "trace"
     path.write_bytes(b'{"event":"step_r')
     sink = _file(path)
@@ -312,8 +312,9 @@ def test_torn_line_loses_one_event(tmp_path: Path) -> None:
 def test_file_begins_with_its_writer_after_a_full_disk(
     tmp_path: Path, small_disk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file begins with `started` even if the disk was full when the file was opened."""
-    monkeypatch.setattr(recorder, "_PASSING", {errno.EFBIG})  # as ENOSPC, which a test cannot have so easily
+    """The disk was full when the file was opened. The file still begins with `started`."""
+    # this error stands for ENOSPC, which is harder to cause in a test
+    monkeypatch.setattr(recorder, "_PASSING", {errno.EFBIG})
     path = tmp_path / "trace"
     path.write_bytes(b"x" * (small_disk - 20) + b"\n")
     sink = _file(path)
@@ -342,20 +343,20 @@ def test_pipe_without_a_reader_loses_events(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)
     sink = _file(path)
-    assert "pipe" in sink.write([_event(0)])  # no reader yet
+    assert "pipe" in sink.write([_event(0)])  # the pipe has no reader yet
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     assert not sink.write([_event(1)])
     assert b'"chunks":1' in os.read(reader, 1 << 16)
     assert any(sink.write([_event(i)] * 64) for i in range(1000)), "never full"
     os.close(reader)
-    assert sink.write([_event(2)])  # broken
+    assert sink.write([_event(2)])  # the pipe is broken
     assert sink.write([_event(3)])
     assert stat.S_ISFIFO(path.stat().st_mode)
     sink.close()
 
 
 def test_missing_folder_loses_events_until_it_exists_again(tmp_path: Path) -> None:
-    """The file is opened anew with later events."""
+    """When the folder exists again, the next events open the file anew."""
     folder = tmp_path / "gone"
     sink = _file(folder / "trace")
     assert "No such file" in sink.write([_event(0)])
@@ -392,14 +393,14 @@ def test_sink_drops_events_below_its_level() -> None:
 
 
 def test_every_thousandth_event_of_a_frequent_kind_is_logged() -> None:
-    """The first and every thousandth event of a frequent kind are logged."""
+    """For a frequent kind, the first event and every thousandth event are logged."""
     with capture_logs() as lines:
         LogSink(logging.INFO).write([e.Dropped(1, 0, "", 0, 0, count=i) for i in range(1, 2002)])
     assert [line["count"] for line in lines] == [1, 1001, 2001]
 
 
 def test_a_field_may_have_any_name_and_any_text() -> None:
-    """Names that the log uses itself get an underscore. Control characters are escaped."""
+    """A field whose name the log itself uses gets an underscore. Control characters are escaped."""
     fields = dict.fromkeys(("event", "level", "exc_info", "method_name", "self"), "x") | {"why": "a\nb\x1b[31m"}
     with capture_logs() as lines:
         LogSink(logging.INFO).write([e.Fault(1, 0, "r\x1b", 0, 0, name="illegal_transition", seen=1, fields=fields)])
@@ -410,7 +411,7 @@ def test_a_field_may_have_any_name_and_any_text() -> None:
 
 
 def test_a_closed_stderr_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the writer nor a thread that counts a fault raises."""
+    """Stderr is closed. Neither the writer nor a thread that counts a fault raises."""
     closed = io.StringIO()
     monkeypatch.setattr(sys, "stderr", closed)
     with capture_logs():
@@ -421,7 +422,10 @@ def test_a_closed_stderr_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_faults_are_reported_through_the_queue() -> None:
-    """The thread that counts a fault only queues it. The first fault and each thousandth after the first are queued."""
+    """The thread that counts a fault only queues an event.
+
+    This is done for the first fault and each thousandth one after.
+    """
     reported = Recorder(2, lifecycle=True)
     counters = log.Counters()
     counters.on_fault = reported.fault
@@ -472,7 +476,10 @@ def test_settings_choose_the_recorded_events(
 def test_lines_per_request_are_logged_on_request(
     given: dict[str, object], logged: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The two lines per request are logged only with `log_requests`. Other lines of this level are always logged."""
+    """The two lines per request are logged only with `log_requests`.
+
+    Other lines of the same level are always logged.
+    """
     monkeypatch.chdir(tmp_path)
     with capture_logs() as lines:
         reported, writer = tracing(load_settings(given), "e", "scheduler", -1, 4)
@@ -484,6 +491,6 @@ def test_lines_per_request_are_logged_on_request(
 
 
 def test_a_trace_file_without_a_folder_is_refused(tmp_path: Path) -> None:
-    """The refusal comes before the engine starts."""
+    """The file's folder does not exist. The file is refused before the engine starts."""
     with pytest.raises(ConfigError, match=r"trace_file='.*missing/t': its folder does not exist; create the folder"):
         tracing(load_settings({"trace_file": str(tmp_path / "missing" / "t")}), "e", "worker", 0, 4)

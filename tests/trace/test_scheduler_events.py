@@ -24,7 +24,7 @@ class Noted(SchedulerWorld):
     """A world whose scheduler side is traced."""
 
     def __init__(self, *, sample: float = 1.0, detail: bool = True, transitions: bool = True, **options: Any) -> None:
-        """As `SchedulerWorld`."""
+        """Make the world with the arguments of `SchedulerWorld`."""
         self.recorder = Recorder(lifecycle=True, transitions=transitions, detail=detail, sample=sample)
         self._events: list[Any] = []
         super().__init__(trace=self.recorder, **options)
@@ -40,7 +40,7 @@ class Noted(SchedulerWorld):
         return [one for one in self.events if type(one) is kind]
 
     def why(self, request: Any, local: int = 0) -> tuple[int, int, str]:
-        """Look up `request`. Return the tokens that hit, the tokens that missed, and the reason."""
+        """Look up `request`. Return the number of tokens that hit, the number of tokens that missed, and the reason."""
         self.ask(request, local)
         answer = self.side.requests.tracked[request.request_id].asking.answer
         return answer.hit, answer.missed, answer.why
@@ -50,7 +50,7 @@ class Noted(SchedulerWorld):
 
 
 def test_reason_is_not_saved_when_no_request_has_saved_the_prompt() -> None:
-    """The reason is `not_saved` if no request has saved the prompt, or only a shorter prefix."""
+    """The reason is `not_saved` if no request has saved the prompt, or if a request has saved only a shorter prefix."""
     world = SchedulerWorld()
     reported = Noted()
     assert reported.why(reported.request("new", 4)) == (0, 4 * UNIT, miss_reasons.NOT_SAVED)
@@ -60,7 +60,10 @@ def test_reason_is_not_saved_when_no_request_has_saved_the_prompt() -> None:
 
 
 def test_reason_is_too_short_when_the_rest_is_too_short() -> None:
-    """Missing tokens that are less than a unit have the reason `below_minimum`. The last token is not missed."""
+    """If fewer tokens than a unit are missing, the reason is `below_minimum`.
+
+    The prompt's last token is not counted.
+    """
     reported = Noted()
     reported.publish(reported.request("old", 4, shared=4))
     assert reported.why(reported.request("short", 0, extra=5)) == (0, 5, miss_reasons.BELOW_MINIMUM)
@@ -74,7 +77,7 @@ def test_reason_is_too_short_when_the_rest_is_too_short() -> None:
 
 
 def test_no_load_is_made_for_the_block_that_vllm_drops_of_its_own_hit() -> None:
-    """No load is made for just this block, because the next step computes it. Longer hits are loaded."""
+    """The next step computes the dropped block, so no load is made for this block alone. Longer hits are loaded."""
     noted = Noted(windows=(None, 2 * UNIT), load="async", dropped_units=1)
     noted.publish(noted.request("old", 5, shared=5))
     again = noted.request("again", 5, shared=5, extra=1)
@@ -89,7 +92,7 @@ def test_no_load_is_made_for_the_block_that_vllm_drops_of_its_own_hit() -> None:
 
 
 def test_reason_is_being_saved_until_every_rank_has_the_chunk() -> None:
-    """The reason is `being_saved` until every rank has the chunk, and `torn` after a rank has failed."""
+    """The reason is `being_saved` until every rank has the chunk. After a rank has failed, the reason is `torn`."""
     reported = Noted(ranks=2)
     first = reported.request("first", 4, shared=4)
     reported.admit(first)
@@ -135,7 +138,7 @@ def test_reason_of_an_eviction_is_forgotten_when_the_chunk_is_saved_again() -> N
 
 
 def test_reason_is_that_of_the_first_token_that_vllm_lacks() -> None:
-    """The reason of a miss is that of the first token that neither vLLM nor kvpipe holds."""
+    """The first token that neither vLLM nor kvpipe holds decides the reason of a miss."""
     reported = Noted(slots=1, chunk_units=2)
     reported.publish(reported.request("old", 2, shared=2))
     reported.publish(reported.request("other", 2))
@@ -145,14 +148,14 @@ def test_reason_is_that_of_the_first_token_that_vllm_lacks() -> None:
 
 
 def test_a_window_needs_the_last_unit_computed() -> None:
-    """With a window, a whole prompt in memory is a hit except for its last unit."""
+    """A whole prompt is in memory. With a window, all of it is a hit except the last unit."""
     reported = Noted(windows=(None, 2 * UNIT), load="async")
     reported.publish(reported.request("old", 4, shared=4))
     assert reported.why(reported.request("same", 4, shared=4)) == (3 * UNIT, UNIT, miss_reasons.BELOW_MINIMUM)
 
 
 def test_reason_of_a_load_that_was_not_made() -> None:
-    """A request whose load fails or never ends has no loaded tokens, and waits until its end."""
+    """A request's load fails or never ends. The request has no loaded tokens, and counts as waiting until its end."""
     reported = Noted(load="async", ranks=2)
     reported.publish(reported.request("old", 4, shared=4))
     failing, leaving = reported.request("failing", 6, shared=4), reported.request("leaving", 6, shared=4)
@@ -192,12 +195,12 @@ def test_reason_is_named_when_kvpipe_does_not_load() -> None:
 
 
 def test_reason_is_no_room_after_some_repeated_lookups() -> None:
-    """Without free blocks, kvpipe asks vLLM to repeat the lookup. After some repetitions it answers with a miss."""
+    """Without free blocks, kvpipe asks vLLM to repeat the lookup. After some repetitions the answer is a miss."""
     reported = Noted(load="async")
     reported.publish(reported.request("old", 4, shared=4))
     first, second = reported.request("first", 6, shared=4), reported.request("second", 8, shared=4)
     reported.admit(first)
-    del reported.tables[0]["first"][4:]  # vLLM gives it no more than the load needs
+    del reported.tables[0]["first"][4:]  # vLLM gives the request no more blocks than the load needs
     reported.step()
     reported.free = 3
     assert reported.side.lookup(second, 0) is LATER
@@ -206,7 +209,7 @@ def test_reason_is_no_room_after_some_repeated_lookups() -> None:
 
 
 def test_remembered_reasons_are_bounded() -> None:
-    """If too many reasons are recorded, the oldest is forgotten first."""
+    """If too many reasons are remembered, the oldest reason is forgotten first."""
     lost = LostKeys(keys_max=3)
     for i in range(5):
         lost.add(0, bytes([i]), miss_reasons.EVICTED)
@@ -218,7 +221,7 @@ def test_remembered_reasons_are_bounded() -> None:
 
 
 def test_a_life_with_a_preemption() -> None:
-    """A request has two events at `info`. A trace has all its events, and the replay finds no problem."""
+    """At the level `info`, a request has two events. The trace has all events, and the replay finds no problem."""
     reported = Noted()
     reported.publish(reported.request("old", 4, shared=4))
     reported.events.clear()
@@ -268,7 +271,7 @@ def test_the_trace_of_a_world_replays() -> None:
 
 
 def test_a_lookup_is_reported_when_its_answer_changes() -> None:
-    """Repeated lookups of a waiting request are recorded only when the answer changes."""
+    """A waiting request repeats its lookup. A lookup is recorded only if its answer has changed."""
     reported = Noted()
     request = reported.request("r", 6, shared=4)
     for _ in range(5):
@@ -287,7 +290,7 @@ def test_a_lookup_is_reported_when_its_answer_changes() -> None:
 
 
 def test_dropped_side_with_a_trace_is_freed() -> None:
-    """The watch of a chunk holds no strong reference to the scheduler's side, so a dropped side is freed."""
+    """The watch of a chunk has no strong reference to the scheduler side, so a dropped side is freed."""
     reported = Noted()
     reported.publish(reported.request("old", 4))
     (chunk,) = {*reported.side.catalog.index(0).values()}
@@ -307,7 +310,7 @@ def test_without_a_trace_only_the_two_lines_are_reported() -> None:
 
 
 def test_request_outside_the_sample_is_reported_in_two_lines() -> None:
-    """A request outside the sample has only the two lines. Its chunks are not traced, either."""
+    """A request outside the sample has only the two lines. Its chunks are not traced."""
     reported = Noted(sample=0.0)
     reported.publish(reported.request("old", 4))
     kinds = {type(one) for one in reported.events if one.request}
@@ -315,7 +318,7 @@ def test_request_outside_the_sample_is_reported_in_two_lines() -> None:
 
 
 def test_hits_and_misses_are_counted_at_admission() -> None:
-    """Hits and misses are counted once per admission, even if vLLM repeats the lookup."""
+    """Hits and misses are counted once per admission, even if vLLM repeats lookups."""
     reported = Noted()
     reported.publish(reported.request("old", 4, shared=4))
     request = reported.request("r", 6, shared=4)

@@ -70,7 +70,7 @@ def test_overview_has_slowest_requests_misses_and_faults(tmp_path: Path, capsys:
 
 
 def test_memory_is_bounded_by_the_requests_that_live() -> None:
-    """A finished request takes no memory, except a row in the table if it was slow enough."""
+    """A finished request takes no memory, unless it is slow enough for a row in the table."""
     found = Overview(slowest=5)
     for i in range(1000):
         for event in _request(f"r{i}", i % 100):
@@ -81,7 +81,10 @@ def test_memory_is_bounded_by_the_requests_that_live() -> None:
 
 
 def test_one_request_as_a_waterfall(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A job is one line for all layers and ranks. Other requests are left out. Times begin at the request's arrival."""
+    """A job has one line for all layers and ranks.
+
+    Other requests are left out. Times count from the request's arrival.
+    """
     events = _request("req-1-abcdef", 40, 100 * MS) + _request("req-10", 40)
     plan = e.SavePlanned(110 * MS, -1, "req-1-abcdef", 1, 1, 0, "e", job=7, pages=5)
     events.append(plan)
@@ -107,7 +110,7 @@ def test_one_request_as_a_waterfall(tmp_path: Path, capsys: pytest.CaptureFixtur
     save = lines[3]
     assert save.split()[:2] == ["10.00", "ms"]
     assert "job 7: 5 blocks, 3 layers on 2 ranks, FAILED a [b] c, FINALIZED" in save
-    assert save.index("━") == 14 + 10  # a quarter of the way, in a bar of forty
+    assert save.index("━") == 14 + 10  # a quarter of the bar's forty columns
     assert save.count("━") == 11
     assert main(["trace", "show", str(path), "--request", "req-1", "--all"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1 + 3 + 1 + 6 + 2
@@ -133,7 +136,7 @@ def test_control_characters_of_a_request_id_are_escaped(tmp_path: Path, capsys: 
 
 
 def test_number_of_a_fault_includes_faults_without_an_event(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The number of a fault is the sum over sides, although only the first and every thousandth fault have an event."""
+    """The first and every thousandth fault have an event. The printed number is the sum of all faults of all sides."""
     seen = [(0, 1), (0, 1001), (1, 1)]
     path = _write(tmp_path / "t", [e.Fault(1, rank, "", 0, 0, 1, "e", name="odd", seen=times) for rank, times in seen])
     assert main(["trace", "show", str(path)]) == 0
@@ -141,7 +144,7 @@ def test_number_of_a_fault_includes_faults_without_an_event(tmp_path: Path, caps
 
 
 def test_copies_are_shown_under_each_of_their_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With --all, a copy of several requests is shown for each of them, by its jobs."""
+    """With --all, a copy for several requests is shown under each request, with this request's jobs."""
     events = _request("r1", 40)
     events.append(e.SavePlanned(1, -1, "r1", 1, 1, 0, "e", job=7, pages=5))
     events += [e.LayerCopied(2, 0, "", 0, 1, 0, "e", kind="save", layer=3, jobs=jobs) for jobs in ([6, 7], [8])]

@@ -1,4 +1,4 @@
-"""A trace as a timeline: its spans, the file for Perfetto, and the data of the page."""
+"""Tests of a trace as a timeline: its spans, the file for Perfetto, and the data of the page."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.rigs.synthetic_trace import HOSTILE, MS, ORIGIN_NS, moment, play
 
 
 def _phases(timeline: Timeline) -> list[tuple[str, float, float]]:
-    """Return every phase in order: name, begin and end in ms."""
+    """Return every phase in order as (name, begin, end), in ms."""
     some = [span for span in timeline.spans if span.kind in PHASES]
     return [(s.kind, s.begin_ns / MS, s.end_ns / MS) for s in sorted(some, key=lambda s: s.begin_ns)]
 
@@ -47,7 +47,7 @@ def _moved(ms: float, was: str, now: str, *, step: int = 0, **fields: Any) -> Ev
 
 
 def test_a_request_has_its_phases() -> None:
-    """A request has the phases waiting, loading, running, preempted, and then loading and running again."""
+    """A request waits, loads, runs, is preempted, loads again and runs again. Each of these times is a phase."""
     timeline = spans(
         [
             moment(0, e.RequestAdded, step=0),
@@ -79,7 +79,7 @@ def test_a_request_has_its_phases() -> None:
 
 
 def test_a_sync_load_is_not_a_phase() -> None:
-    """A sync load is not a phase, because its request computes meanwhile."""
+    """During a sync load the request is computed, so this load is no phase."""
     timeline = spans(
         [
             moment(0, e.RequestAdded),
@@ -92,7 +92,7 @@ def test_a_sync_load_is_not_a_phase() -> None:
 
 
 def test_a_load_ends_with_its_job() -> None:
-    """Without a transition of its request, a load ends with the last rank's job, or else after `loading_ms`."""
+    """If its request has no transition, a load ends with the last rank's job, or else after `loading_ms`."""
     begin = [moment(0, e.RequestAdded), moment(10, e.RequestAdmitted, load="load_async")]
     planned = moment(10, e.LoadPlanned, job=1, kind="load_async")
     ranks = [moment(20 + rank, transitions.Finalized, rank, machine="load", cursor=1) for rank in range(2)]
@@ -103,7 +103,7 @@ def test_a_load_ends_with_its_job() -> None:
 
 
 def test_request_without_a_beginning_begins_at_its_first_event() -> None:
-    """A request whose beginning is missing begins at its first event in the trace."""
+    """If the trace lacks a request's beginning, the request begins at its first event in the trace."""
     first = moment(0, e.Started)
     waited = spans([first, moment(50, e.RequestAdmitted, waited_ms=20.0), moment(60, e.RequestDone)])
     assert _phases(waited) == [("waiting", 30, 50), ("running", 50, 60)]
@@ -114,7 +114,7 @@ def test_request_without_a_beginning_begins_at_its_first_event() -> None:
 
 
 def test_request_without_an_end_is_marked_as_open() -> None:
-    """A request without an end lasts until the last event of its engine, and is marked as open."""
+    """A request without an end lasts until its engine's last event, and is marked as open."""
     timeline = spans(
         [
             moment(0, e.RequestAdded),
@@ -144,7 +144,7 @@ def test_reused_id_is_another_request() -> None:
 
 
 def test_late_news_does_not_revive_a_request() -> None:
-    """A release of leases after a request's end, and a fault of an unknown request, add no span of a request."""
+    """Leases that are released after a request's end, and a fault of an unknown request, add no span to a request."""
     timeline = spans(
         [
             moment(0, e.RequestAdded),
@@ -160,7 +160,7 @@ def test_late_news_does_not_revive_a_request() -> None:
 
 
 def test_copies_name_their_requests() -> None:
-    """A copy names the requests of its jobs, of the same engine. Failed copies are a separate kind."""
+    """A copy names the requests of its jobs in the same engine. A failed copy is a span of another kind."""
     timeline = spans(
         [
             moment(0, e.SavePlanned, job=1, request="a"),
@@ -183,11 +183,11 @@ def test_evictions_of_a_step_are_one_mark() -> None:
 
 
 def test_the_order_of_the_events_does_not_matter() -> None:
-    """Events may come in any order, because files of several processes are read one after the other."""
+    """The files of several processes are read one after another, so events may come in any order."""
     some = play(25)
     shuffled = list({(event.t_ns, type(event), event.rank, i): event for i, event in enumerate(some)}.values())
     random.Random(1).shuffle(shuffled)
-    shuffled.sort(key=lambda event: event.rank)  # as files are
+    shuffled.sort(key=lambda event: event.rank)  # the files of the ranks are read one after another
     first = some[:]
     first.sort(key=lambda event: event.t_ns)
     assert _content(spans(first)) == _content(spans(sorted(shuffled, key=lambda event: -event.t_ns)))
@@ -200,14 +200,17 @@ def _content(timeline: Timeline) -> list[object]:
 
 
 def test_spans_of_a_row_do_not_overlap() -> None:
-    """Each engine's scheduler is above its ranks. Spans in a row do not overlap, and rows are reused."""
+    """The scheduler's lanes are above the lanes of the engine's ranks.
+
+    Spans in a row do not overlap, and rows are used again.
+    """
     timeline = spans(play(40, ranks=2, engine="b") + play(10, ranks=1, engine="a"))
     sides = [(lane.engine, lane.rank, lane.name) for lane in timeline.lanes]
     assert [side for side in sides if side[2] in {REQUESTS, "forward"}] == [
         ("a", -1, "requests"), ("a", 0, "forward"), ("b", -1, "requests"), ("b", 0, "forward"), ("b", 1, "forward"),
     ]  # fmt: skip
     ends: dict[tuple[int, int, int], int] = defaultdict(int)
-    for span in timeline.spans:  # by lane, row, layer and time
+    for span in timeline.spans:  # spans are sorted by lane, row, layer and time
         here = (span.lane, span.row, span.layer)
         assert 0 <= span.row < timeline.lanes[span.lane].rows
         assert span.layer == 2 or span.begin_ns >= ends[here]
@@ -219,7 +222,7 @@ def test_spans_of_a_row_do_not_overlap() -> None:
     assert {timeline.lanes[s.lane].rows for s in lives} == {at_once}
 
 
-def test_phases_lie_in_their_life() -> None:
+def test_phases_fill_the_life_span_of_their_request() -> None:
     """Phases follow each other without gaps. Marks are in the row of their request."""
     timeline = spans(play(60))
     for life in _only(timeline, LIFE):
@@ -233,7 +236,7 @@ def test_phases_lie_in_their_life() -> None:
 
 
 def test_clocks_of_several_hosts_are_aligned() -> None:
-    """Clocks are aligned by the wall clock only if the monotonic clocks differ by much."""
+    """The wall clock aligns the clocks only if the monotonic clocks differ by much."""
     here = moment(5000, e.StepRan, 0, step=1)
     there = e.StepRan(77, 1, "", 0, 1, here.wall_ns + 3 * MS, "e", took_ns=MS)
     near = e.StepRan(here.t_ns + 4 * MS, 2, "", 0, 1, here.wall_ns + 6 * MS, "e", took_ns=MS)
@@ -263,7 +266,7 @@ def _odd_events() -> list[Event]:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_odd_data_raise_nothing(seed: int, tmp_path: Path) -> None:
-    """Absurd values, parts of a trace and an empty trace raise no error, and give valid JSON."""
+    """Absurd values, parts of a trace and an empty trace raise no error. The resulting JSON is valid."""
     rng = random.Random(seed)
     some = play(20, seed=seed)
     odd = _odd_events()
@@ -295,7 +298,10 @@ def _embedded(page: Path) -> Any:
 
 
 def test_the_page_has_the_whole_trace(tmp_path: Path) -> None:
-    """The page has the columns of spans and all fields of its events. Numbers that JavaScript would round are text."""
+    """The page has the columns of the spans and all fields of the events.
+
+    Numbers that JavaScript would round are text.
+    """
     events = [*play(10), moment(ORIGIN_NS / MS, e.CacheReset, chunks=(1 << 53) + 1)]
     timeline = write_html(events, tmp_path / "page.html")
     data = _embedded(tmp_path / "page.html")
@@ -316,7 +322,7 @@ def test_data_cannot_add_tags_or_scripts(tmp_path: Path) -> None:
     assert set(HOSTILE) <= set(data["strings"])
     text = page.read_text(encoding="utf-8")
     inside = text[text.index('id="trace">') + len('id="trace">') : text.rindex("<script>")]
-    assert inside.count("<") == 1  # of </script>
+    assert inside.count("<") == 1  # this is the "<" of </script>
     assert inside.isascii()
     script = text[text.rindex("<script>") + len("<script>") : text.rindex("</script>")]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -326,7 +332,7 @@ def test_data_cannot_add_tags_or_scripts(tmp_path: Path) -> None:
 
 
 def test_perfetto_file_has_names_nested_spans_and_both_ends(tmp_path: Path) -> None:
-    """Processes and threads have names, spans of a thread are nested, requests have both ends, times are in us."""
+    """Processes and threads have names. Spans of a thread are nested, requests have both ends, and times are in us."""
     path = tmp_path / "trace.json"
     timeline = write_perfetto(play(40, ranks=2), path)
     trace = json.loads(path.read_text(encoding="utf-8"))
@@ -358,7 +364,7 @@ def test_perfetto_file_has_names_nested_spans_and_both_ends(tmp_path: Path) -> N
 
 
 def test_the_memory_does_not_grow_with_the_trace(tmp_path: Path) -> None:
-    """After the limit on drawn events, no data of further jobs, requests or engines are kept."""
+    """After the limit on drawn events, data of further jobs, requests or engines are not kept."""
 
     def peak(requests: int) -> int:
         file = tmp_path / str(requests)
@@ -372,5 +378,5 @@ def test_the_memory_does_not_grow_with_the_trace(tmp_path: Path) -> None:
         finally:
             tracemalloc.stop()
 
-    assert peak(1) > 0  # what is made once
+    assert peak(1) > 0  # this run also makes the data that are made only once
     assert peak(400) < 1.3 * peak(100)

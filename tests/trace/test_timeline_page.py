@@ -30,19 +30,19 @@ EMPTY = "\u2013"
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Browser]:
-    """One browser for all tests, because its start takes seconds."""
+    """Yield one browser for all tests, because its start takes seconds."""
     with Browser() as browser:
         yield browser
 
 
 class Page:
-    """One page that is open in the browser."""
+    """The page of one timeline, open in the browser."""
 
     def __init__(self, browser: Browser, path: Path) -> None:
         self.browser, self.path = browser, path
 
     def show(self, events: list[Event]) -> Timeline:
-        """Write the page and open it. Wait for its first frame, and for a frame without movement."""
+        """Write the page and open it. Wait for its first frame, and for a frame in which nothing moves."""
         timeline = write_html(events, self.path)
         self.browser.open(self.path.as_uri())
         self.browser.wait_for("return window.firstFrameMs > 0")
@@ -51,12 +51,12 @@ class Page:
         return timeline
 
     def visible(self) -> tuple[float, float]:
-        """The range of time that is shown, in ms."""
+        """The shown range of time, in ms."""
         seen = self.browser.run("return window.timeline.visible()")
         return seen["from_ms"], seen["to_ms"]
 
     def where(self, kind: str, number: int = 0) -> Any:
-        """Return the n-th span of a kind: its data, and the place where it is drawn."""
+        """Return the n-th span of a kind: its data, and its place in the picture."""
         return self.browser.run(
             "const all = []; for (let i = 0; i < window.timeline.spans; i++) {"
             "  const one = window.timeline.span(i); if (one.kind === arguments[0]) all.push({...one, i}); }"
@@ -66,7 +66,7 @@ class Page:
         )
 
     def pixels(self, colour: str) -> int:
-        """Return how many pixels of the canvas have a colour of the style sheet."""
+        """Return the number of pixels of the canvas that have a colour of the style sheet."""
         count = self.browser.run(
             "const canvas = document.getElementById('canvas'), copy = document.createElement('canvas');"
             "copy.width = canvas.width; copy.height = canvas.height + 1;"
@@ -94,7 +94,7 @@ class Page:
 
 @pytest.fixture
 def page(shared: Browser, tmp_path: Path) -> Iterator[Page]:
-    """A page, which must not use the network or write errors to the console."""
+    """Yield a page. At the end, check that it has not used the network and has written no error to the console."""
     one = Page(shared, tmp_path / "timeline.html")
     yield one
     assert shared.complaints() == []
@@ -105,7 +105,7 @@ def page(shared: Browser, tmp_path: Path) -> Iterator[Page]:
 
 
 def _rows_of_pixels(png: bytes) -> tuple[tuple[int, int], list[bytes]]:
-    """Return the size of a picture, and its compressed rows. The rows of a blank picture are equal."""
+    """Return the size of a picture, and its rows. The rows of a blank picture are equal."""
     assert png[:8] == b"\x89PNG\r\n\x1a\n"
     size, data, at = struct.unpack(">II", png[16:24]), b"", 8
     while at < len(png):
@@ -118,10 +118,10 @@ def _rows_of_pixels(png: bytes) -> tuple[tuple[int, int], list[bytes]]:
 
 
 def test_a_trace_is_drawn(page: Page) -> None:
-    """The page draws all spans in the colours of their kinds, with lanes and facts."""
+    """The page draws all spans in the colours of their kinds. It shows the lanes and the facts of the trace."""
     timeline = page.show(play(8))
 
-    def shows_lanes() -> bool:  # on a busy machine, the first screenshots may be older than what was drawn
+    def shows_lanes() -> bool:  # on a busy machine, the first screenshots may be older than the drawing
         size, rows = _rows_of_pixels(page.browser.screenshot())
         return size == WINDOW and len(set(rows)) > 100
 
@@ -137,12 +137,12 @@ def test_a_trace_is_drawn(page: Page) -> None:
 
 
 def test_spans_under_a_pixel_are_merged(page: Page) -> None:
-    """Thousands of spans in one pixel are drawn as one rectangle without gaps, without visiting all of them."""
+    """Thousands of spans in one pixel are drawn as one rectangle without gaps. Not every span is visited."""
     page.show([moment(0, e.StepRan, 0, took_ns=MS)])
     alone = page.pixels("forward")
     assert alone > 10_000
     page.show([moment(i, e.StepRan, 0, took_ns=MS) for i in range(50_000)])
-    assert page.pixels("forward") == pytest.approx(alone, rel=0.02)  # the lone one shows which step it is
+    assert page.pixels("forward") == pytest.approx(alone, rel=0.02)  # a span alone also shows the number of its step
     assert page.browser.run("return window.timeline.visible().looked") < 2 * WINDOW[0]
     page.browser.run("window.timeline.zoomTo(40000, 40010)")
     page.drawn()
@@ -150,9 +150,9 @@ def test_spans_under_a_pixel_are_merged(page: Page) -> None:
 
 
 def test_search_highlights_and_counts(page: Page) -> None:
-    """The spans of a found request, including its copies, stay bright. All others are dimmed.
+    """The spans and copies of a found request stay bright. All other spans are dimmed.
 
-    Enter selects the next.
+    Enter selects the next match.
     """
     timeline = page.show(play(12))
     before = page.pixels("save")
@@ -181,7 +181,7 @@ def test_search_highlights_and_counts(page: Page) -> None:
 
 
 def test_zoom_and_pan(page: Page) -> None:
-    """The wheel zooms around the pointer; dragging and the arrow keys pan; 0 shows all again."""
+    """The wheel zooms around the pointer, dragging and the arrow keys pan, and 0 shows the whole trace."""
     page.show(play(12))
     whole = page.visible()
     x, y = 800, 300
@@ -233,14 +233,14 @@ def test_a_click_shows_details(page: Page) -> None:
     assert all(tag in message for tag in ("request_added", "request_admitted", "request_done", "being_saved"))
     page.browser.run("document.querySelector('#panel .link').click()")
     assert page.text("count") == "1 found"
-    page.browser.click(700, 80)  # the axis: nothing there
-    page.browser.press([Keys.ESCAPE, Keys.ESCAPE])  # the search, then the details
+    page.browser.click(700, 80)  # nothing is drawn at this place of the axis
+    page.browser.press([Keys.ESCAPE, Keys.ESCAPE])  # the first key ends the search, the second one closes the details
     assert page.browser.run("return window.timeline.selected()") == -1
     assert page.browser.run("return document.getElementById('panel').hidden")
 
 
 def test_span_without_an_end_is_shown_as_open(page: Page) -> None:
-    """A span without an end is marked as open in the details and at its end in the lane."""
+    """The details mark a span without an end as open, and so does the end of the span in its lane."""
     ended = [moment(0, e.RequestAdded), moment(1, e.RequestAdmitted), moment(100, e.RequestDone)]
     page.show(ended)
     whole = page.pixels("running")
@@ -282,7 +282,7 @@ def test_an_empty_trace_reports_it(page: Page) -> None:
 
 
 def test_one_hundred_thousand_events(page: Page) -> None:
-    """A trace of 100,000 events is drawn, and so is any part of it."""
+    """A trace of 100,000 events is drawn, both the whole trace and a part of it."""
     events = play(600, ranks=2, layers=8)
     assert len(events) >= 100_000
     timeline = page.show(events)
@@ -308,7 +308,7 @@ def test_a_missing_browser_names_its_packages(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_browser_that_ends_at_once_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The start is repeated a few times. Then the error has the browser's output."""
+    """The start is repeated a few times. The last error has the browser's output."""
     tried: list[Path] = []
 
     def fails(self: Browser) -> None:
@@ -323,7 +323,7 @@ def test_a_browser_that_ends_at_once_is_started_again(monkeypatch: pytest.Monkey
 
 
 def test_no_process_is_left_behind() -> None:
-    """All processes of the browser end, even if the test fails."""
+    """When a test fails, all processes of the browser end."""
     profile = ""
     with pytest.raises(WebDriverException, match="as a failing test does"), Browser(dark=True) as browser:  # noqa: PT012
         profile = str(browser._profile)
@@ -337,7 +337,7 @@ def test_no_process_is_left_behind() -> None:
 def _processes(word: str) -> list[str]:
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # the process has ended meanwhile
             if word.encode() in path.read_bytes():
                 found.append(path.parent.name)
     return found

@@ -1,4 +1,4 @@
-"""The trace's file: its mode, forbidden kinds of files, and the cost of a bad event or a held lock."""
+"""Tests of the trace's file: its mode, refused kinds of files, and the cost of a bad event or a held lock."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.trace.test_recorder import _numbers as numbers
 
 @pytest.mark.parametrize("where", ["queue", "file", "log"])
 def test_one_bad_event_costs_no_other(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If one of 64 events cannot be made, encoded or logged, only this event is lost and counted."""
+    """One of 64 events cannot be made, encoded or logged. Only this event is lost and counted."""
     reported, sink = Recorder(0), Memory()
     path = tmp_path / "trace"
     bad: Any = event(31, "\ud800" if where == "file" else "bad")
@@ -54,7 +54,7 @@ def test_one_bad_event_costs_no_other(where: str, tmp_path: Path, monkeypatch: p
 
 
 def test_a_trace_is_its_owners_alone(tmp_path: Path) -> None:
-    """The file and the file that follows it have mode 0600 under any umask. An existing file keeps its mode."""
+    """The file and the next file have mode 0600 under any umask. An existing file keeps its mode."""
     before = os.umask(0)
     try:
         path = tmp_path / "trace"
@@ -69,7 +69,7 @@ def test_a_trace_is_its_owners_alone(tmp_path: Path) -> None:
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
-    """If a link is in the place of the trace, events are lost. The link's target is neither written nor created."""
+    """A link is in the place of the trace: events are lost, and the link's target is neither written nor created."""
     path, beyond = tmp_path / "trace", tmp_path / "beyond"
     for _ in range(2):
         path.symlink_to(beyond)
@@ -100,7 +100,7 @@ def test_a_lock_on_a_full_trace_is_not_waited_for_long(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize("kind", ["link", "folder", "socket", "no folder"])
 def test_path_that_cannot_be_a_trace_is_refused(kind: str, tmp_path: Path) -> None:
-    """The refusal is one sentence, before the engine starts."""
+    """The path is refused with one sentence before the engine starts."""
     path = tmp_path / ("a/trace" if kind == "no folder" else "t")
     if kind == "link":
         path.symlink_to(tmp_path / "beyond")

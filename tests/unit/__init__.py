@@ -1,1 +1,1 @@
-"""Unit tests: no engine, no vLLM."""
+"""Unit tests: they use no engine and no vLLM."""

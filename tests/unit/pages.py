@@ -1,6 +1,6 @@
 """Writes the tables of `docs/` that are made from the code: `python -m tests.unit.pages`.
 
-`python -m tests.unit.pages counters.md` writes the tables of one page. Only the tables of `tracing.md` need vLLM.
+`python -m tests.unit.pages counters.md` writes the tables of only this page. Only the tables of `tracing.md` need vLLM.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RULES: Final = DOCS.parent / "deploy" / "prometheus" / "kvpipe.rules.yml"
 
 
 def _table(*rows: str) -> str:
-    """Return a table in Markdown. The first of `rows` is the table's head."""
+    """Return a table in Markdown. The first of `rows` is the head of the table."""
     return "\n".join([rows[0], "|---" * (rows[0].count("|") - 1) + "|", *rows[1:]]) + "\n"
 
 
@@ -115,11 +115,11 @@ PAGES: Final[Mapping[str, Callable[[], dict[str, str]]]] = {
     "tiers.md": _of_tiers,
     "tracing.md": _of_tracing,
 }
-"""The function that makes the tables of a page, by the name of the page."""
+"""For the name of each page, the function that makes the tables of this page."""
 
 
 def fresh(page: str) -> str:
-    """Return the text of a page with the tables that the code gives now."""
+    """Return the text of a page with the tables that the present code gives."""
     return doc_tables.fill_tables((DOCS / page).read_text(encoding="utf-8"), PAGES[page]())
 
 

@@ -19,9 +19,9 @@ def test_the_page_is_fresh() -> None:
 
 
 def _found(tried: dict[str, list[tuple[int, float]]]) -> dict[str, Any]:
-    """Return a result as in the JSON file.
+    """Return a result as the JSON file has it.
 
-    `tried` has, per engine, (users, time within which 95 % of users are served).
+    `tried`: for each engine, (number of users, time within which 95 % of the users are served).
     """
     some = {
         name: [{"users": users, "per_s": users / 4, "ttft_s": late_s / 2, "late_s": late_s} for users, late_s in ours]
@@ -31,7 +31,7 @@ def _found(tried: dict[str, list[tuple[int, float]]]) -> dict[str, Any]:
 
 
 def test_any_engine_has_a_bar() -> None:
-    """The chart has a bar for an engine of any name. An engine that is late with the fewest users has 0 requests/s."""
+    """An engine of any name has a bar. An engine that is late even with the fewest users has 0 requests/s."""
     found = _found({"kvpipe": [(8, 0.2), (4, 0.1), (16, 0.9)], "kvpipe, large": [(8, 0.4)], "<new>": [(8, 0.6)]})
     page = agents_picture.html(found)
     for shown in ("2 for 8 users", "&lt;new&gt;", "kvpipe, large", "without kvpipe"):
@@ -41,9 +41,9 @@ def test_any_engine_has_a_bar() -> None:
 
 
 def test_title_compares_the_best_engines_with_and_without_kvpipe() -> None:
-    """The title compares the best engine with kvpipe and the best engine without kvpipe.
+    """The title compares the best engine with kvpipe to the best engine without kvpipe.
 
-    The engine whose cache holds everything is left out.
+    An engine whose cache has room for everything is left out.
     """
     tried = {"kvpipe": [(16, 0.1)], "vLLM": [(8, 0.1)], "none": [(4, 0.1)], "a cache that holds all": [(32, 0.1)]}
     assert "serves 2 times as many requests" in agents_picture.picture(_found(tried))
@@ -51,5 +51,5 @@ def test_title_compares_the_best_engines_with_and_without_kvpipe() -> None:
 
 @pytest.mark.parametrize("late_s", [0.1, 0.9])
 def test_one_number_of_users_is_enough(late_s: float) -> None:
-    """One number of users is enough, whether or not these users are served in time."""
+    """The chart needs only one number of users, whether or not these users are served in time."""
     assert "<svg" in agents_picture.html(_found({"kvpipe": [(8, late_s)]}))

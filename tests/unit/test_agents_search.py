@@ -8,7 +8,7 @@ from benchmarks.agents import FINER, USERS_MAX, Search, Tried, main
 
 
 def _search(most: int, first: int, given: list[int] | None = None) -> list[int]:
-    """Return the numbers that the search tries if up to `most` users are served in time."""
+    """Return the numbers of users that the search tries if up to `most` users are served in time."""
     search = Search(1.0, first, given or [])
     while users := search.next():
         assert len(search.tried) < 100, "it does not end"
@@ -19,7 +19,10 @@ def _search(most: int, first: int, given: list[int] | None = None) -> list[int]:
 @pytest.mark.parametrize("most", [1, 2, 5, 30, 63, 64, 200, 777, USERS_MAX - 1])
 @pytest.mark.parametrize("first", [4, 130, 1000])
 def test_the_most_users_in_time_are_found(most: int, first: int) -> None:
-    """The search finds the largest number of users in time to within a tenth, and tries no number twice."""
+    """The search finds the largest number of users in time, with an error of at most a tenth.
+
+    The search tries no number twice.
+    """
     tried = _search(most, first)
     best = max(users for users in tried if users <= most)
     assert best + max(1, best // FINER) > most
@@ -27,13 +30,13 @@ def test_the_most_users_in_time_are_found(most: int, first: int) -> None:
 
 
 def test_search_ends_when_all_users_or_none_are_in_time() -> None:
-    """The search ends with the largest number of users, or with one user."""
+    """If all users are in time, the search ends with the largest number. If none are, it ends with one user."""
     assert _search(USERS_MAX, 4)[-1] == USERS_MAX
     assert _search(0, 4) == [4, 2, 1]
 
 
 def test_given_numbers_are_tried_in_their_order() -> None:
-    """Given numbers of users are tried in their order, whether or not the users are served in time."""
+    """Given numbers of users are tried in their order. Results do not change the order."""
     assert _search(10, 4, [12, 8, 40]) == [12, 8, 40]
 
 
@@ -51,7 +54,7 @@ def test_given_numbers_are_tried_in_their_order() -> None:
 def test_an_argument_that_is_no_engine_with_users_is_refused(
     argument: str, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The refusal comes before anything starts. It names the wrong argument and the known engines."""
+    """The argument is refused before anything starts. The message has the wrong argument and the known engines."""
     with pytest.raises(SystemExit) as stops:
         main([argument])
     assert stops.value.code == 2

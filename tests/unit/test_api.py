@@ -1,4 +1,4 @@
-"""Each name that `docs/api.md` calls public exists, is annotated and documented. Extensions need no other name."""
+"""Each public name in `docs/api.md` exists, is annotated and documented. Extensions need no other names."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ each = pytest.mark.parametrize(("module", "name"), NAMES, ids=[f"{module}.{name}
 
 
 def methods(owner: type) -> Iterator[Callable[..., Any]]:
-    """Yield the public functions that a class of ours defines.
+    """Yield the public functions that a class of kvpipe defines.
 
-    For a generated class, yield the functions it is made of.
+    For a generated class, yield the functions from which it is generated.
     """
     for base in owner.__mro__:
         for name, one in vars(base).items() if base.__module__.startswith("kvpipe.") else ():
@@ -63,7 +63,7 @@ def test_public_name_can_be_imported(module: str, name: str) -> None:
         assert not unannotated(one)
     elif inspect.isclass(one):
         assert one.__doc__
-        assert one.__module__.startswith(module)  # a package may define the name in one of its modules
+        assert one.__module__.startswith(module)  # one of the package's modules may define the name
         for method in methods(one):
             assert method.__doc__, method.__qualname__
             assert not unannotated(method), method.__qualname__

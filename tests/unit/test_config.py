@@ -33,7 +33,7 @@ def _refusal(extra: dict[str, Any]) -> str:
 
 
 def test_extra_config_wins_over_environment_file_and_defaults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The extra config wins over the environment, the environment over the file, the file over the defaults."""
+    """The order of precedence is: the extra config, the environment, the file, the defaults."""
     path = _yaml(tmp_path, "chunk_tokens: 1\nwait_ms_max: 1\npolicy: s3fifo\n")
     monkeypatch.setenv("KVPIPE_CHUNK_TOKENS", "2")
     monkeypatch.setenv("KVPIPE_WAIT_MS_MAX", "2")
@@ -42,13 +42,13 @@ def test_extra_config_wins_over_environment_file_and_defaults(tmp_path: Path, mo
 
 
 def test_the_file_may_be_named_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """KVPIPE_CONFIG_FILE is read like config_file."""
+    """KVPIPE_CONFIG_FILE names a file, as the key config_file does."""
     monkeypatch.setenv("KVPIPE_CONFIG_FILE", _yaml(tmp_path, "mode: step"))
     assert load_settings().mode == "step"
 
 
 def test_the_environments_case_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lower-case variable is checked like any other variable, and takes precedence over the file."""
+    """The case of a variable's name does not matter: a lower-case variable takes precedence over the file, too."""
     monkeypatch.setenv("kvpipe_mode", "layerwise")
     assert load_settings({"config_file": _yaml(tmp_path, "mode: step")}).mode == "layerwise"
     monkeypatch.setenv("kvpipe_moode", "step")
@@ -85,7 +85,7 @@ def test_an_unknown_key_names_the_nearest(wrong: str, meant: str) -> None:
 
 
 def test_retired_key_is_refused_with_its_replacement(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the remedy, for a key and for a variable."""
+    """The error names what to use instead, for a retired key and for a retired variable."""
     assert _refusal({"log_format": "json"}).endswith("use vLLM's --logging-config.formatter json")
     monkeypatch.setenv("KVPIPE_LOG_FORMAT", "json")
     assert _refusal({}).endswith("use vLLM's --logging-config.formatter json")
@@ -99,7 +99,7 @@ def test_an_unknown_key_like_no_other_lists_all() -> None:
 
 
 def test_an_unknown_variable_is_named_as_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The message for a wrong variable names a variable as the remedy."""
+    """For a wrong variable, the message names a variable as the remedy, not a key."""
     monkeypatch.setenv("KVPIPE_CHUNK_TOKEN", "4")
     assert _refusal({}) == (
         "kvpipe: unknown key 'KVPIPE_CHUNK_TOKEN' in the environment; did you mean 'KVPIPE_CHUNK_TOKENS'?"
@@ -115,7 +115,7 @@ SERVICE = {
 
 @pytest.mark.parametrize("service", ["KVPIPE_", "KVPIPE_REDIS_", "KVPIPE_MANAGE_"])
 def test_a_service_in_kubernetes_may_have_its_name(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Variables that Kubernetes sets for a service are accepted. Variables that only resemble them are refused."""
+    """Variables that Kubernetes sets for a service are accepted. Variables that only resemble these are refused."""
     before = load_settings()
     for end, value in SERVICE.items():
         monkeypatch.setenv(service + end, value)
@@ -157,18 +157,19 @@ def test_an_unknown_key_in_the_file_names_the_file(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_value_names_key_value_and_remedy(key: str, value: object, why: str) -> None:
-    """A wrong value is refused with the key, the value, the reason, the key's meaning and the key's default."""
+    """A wrong value is refused. The message has the key, the value, the reason, the key's meaning and its default."""
     message = _refusal({key: value})
     assert f"kvpipe: {key}={value!r} is not valid" in message
     assert why in message
-    description = re.sub(r" \(\[[^\]]+\]\([^)]+\)\)", "", str(Settings.model_fields[key].description))  # without links
+    # the description without its links
+    description = re.sub(r" \(\[[^\]]+\]\([^)]+\)\)", "", str(Settings.model_fields[key].description))
     assert f"{key} means: {description}" in message
     assert "Default: " in message
     assert "Value error" not in message
 
 
 def test_pool_dir_is_refused_when_it_is_too_long_for_a_socket() -> None:
-    """A Unix socket's path has at most about 100 bytes."""
+    """The path of a Unix socket has at most about 100 bytes, and the socket is in this folder."""
     load_settings({"pool_dir": "/" + "x" * 87})
     message = _refusal({"pool_dir": "/" + "x" * 88})
     assert "kvpipe: pool_dir='/xxx" in message
@@ -196,7 +197,7 @@ def test_a_contradiction_is_refused() -> None:
 
 
 def test_producer_is_refused_when_a_tier_stores_at_the_second_use_only() -> None:
-    """A producer loads nothing, so it would store nothing. The message names tier, field, value, role and remedy."""
+    """A producer loads nothing, so it would store nothing. The message has tier, field, value, role and remedy."""
     settings = load_settings({"tiers": ["/mnt/kv", "redis://h?store=second_use"]})
     with pytest.raises(ConfigError) as caught:
         check_stores(settings, loads=False)
@@ -239,7 +240,7 @@ def test_a_bad_file_names_the_file_and_the_remedy(tmp_path: Path, content: bytes
     ],
 )
 def test_a_key_that_is_given_twice_in_the_file_is_refused(tmp_path: Path, text: str) -> None:
-    """Without the refusal the last value would count, and the first would be ignored without a message."""
+    """Without the refusal, the last value of the key would silently replace the first value."""
     path = _yaml(tmp_path, text)
     message = _refusal({"config_file": path})
     key = next(key for key in ("freeze", "path", "mode") if text.count(f"{key}") > 1)
@@ -247,7 +248,7 @@ def test_a_key_that_is_given_twice_in_the_file_is_refused(tmp_path: Path, text: 
 
 
 def test_a_key_that_is_given_twice_in_json_is_refused() -> None:
-    """`kvpipe check` refuses a key that is given twice. VLLM's own reader silently keeps the last value."""
+    """`kvpipe check` refuses a key that is given twice, although vLLM's own reader silently keeps the last value."""
     for extra in ('{"freeze": true, "mode": "step", "freeze": false}', '{"tiers": [{"freeze": 1, "freeze": 2}]}'):
         with pytest.raises(ConfigError, match=r"^kvpipe: extra: the key 'freeze' is given twice; keep one of them$"):
             parse_extra(extra)
@@ -269,7 +270,7 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
     ("text", "size"), [("8GiB", 8 << 30), ("512 MiB", 512 << 20), ("1GB", 10**9), ("4096", 4096), (4096, 4096)]
 )
 def test_byte_sizes_take_units(text: str | int, size: int) -> None:
-    """`pool_bytes_max` accepts plain bytes, and binary and decimal units."""
+    """`pool_bytes_max` accepts a number of bytes, with a binary unit, a decimal unit or none."""
     assert load_settings({"pool_bytes_max": text}).pool_bytes_max == size
 
 
@@ -280,7 +281,7 @@ def test_settings_are_frozen() -> None:
 
 
 def test_the_table_has_a_row_per_key() -> None:
-    """The table names every key with the key's default."""
+    """The table has every key with its default."""
     lines = markdown_table().splitlines()
     assert len(lines) == 2 + len(Settings.model_fields)
     assert any(line.startswith("| `pool_bytes_max` | `4.0GiB` |") for line in lines)

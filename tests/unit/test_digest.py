@@ -1,4 +1,4 @@
-"""Tests of tensor digests: every bit and its position count, on a CPU and in the sums that a device computes."""
+"""Tests of tensor digests: every bit and every position count, on a CPU and in the sums that a device computes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 @DIGESTS
 def test_every_bit_counts(digest_of: Digest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A flipped bit changes the digest: in the first word, at the seam of two pieces, or in an incomplete last word."""
+    """A flipped bit changes the digest: in the first word, between two pieces, or in an incomplete last word."""
     monkeypatch.setattr(digest, "PIECE_BYTES", 64)
     data = _random(135, dtype=torch.uint8)
     found = {digest_of(data)}
@@ -56,7 +56,7 @@ def test_positions_of_values_count(digest_of: Digest) -> None:
 def test_tensor_of_every_type_is_digested_without_gaps(
     digest_of: Digest, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tensor of every type can be digested. In a tensor with gaps, the bytes in the gaps do not count."""
+    """A tensor of any type can be digested. In a tensor with gaps, the bytes in the gaps do not count."""
     monkeypatch.setattr(digest, "PIECE_BYTES", 100)
     data = _random(13, 9, dtype=torch.uint8) % 2
     data = data.to(dtype)
@@ -71,14 +71,14 @@ def test_tensor_of_every_type_is_digested_without_gaps(
 
 @DIGESTS
 def test_tensor_without_dimensions_has_bytes(digest_of: Digest) -> None:
-    """A tensor without dimensions has bytes. An empty tensor and a meta tensor have no bytes."""
+    """A tensor without dimensions has bytes. An empty tensor and a meta tensor have none."""
     assert digest_of(torch.tensor(1.0)) != digest_of(torch.tensor(2.0))
     assert tensor_digest(torch.empty(0)) == ""
     assert tensor_digest(torch.empty(3, device="meta")) == "meta"
 
 
 def test_names_and_shapes_count() -> None:
-    """A tensor with another name, type or shape changes the digest of the weights. The order of tensors does not."""
+    """The name, type and shape of a tensor change the digest of the weights. The order of tensors does not."""
     a, b = _random(4, 4), _random(4, 4) + 1
     reported = tensors_digest([("a", a), ("b", b)])
     assert reported == tensors_digest([("b", b), ("a", a)])
@@ -112,7 +112,10 @@ assert not digest._agree(host, lambda sums, words, before: None, 0, 0)
 
 
 def test_the_kernel_gives_the_sums_of_pytorch() -> None:
-    """Engines with and without the kernel share chunks. Triton's interpreter runs the kernel here."""
+    """Engines with the kernel and engines without it share chunks.
+
+    In this test Triton's interpreter runs the kernel.
+    """
     command = [sys.executable, "-W", "ignore", "-c", _COMPARE]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -41,7 +41,10 @@ def test_the_readme_has_keys_that_there_are() -> None:
 
 
 def test_links_and_named_files_exist() -> None:
-    """Every relative link, and every file that a page names, exists. Pages at the top and in `docs/` are checked."""
+    """Every relative link of a page leads to a file, and every file that a page names exists.
+
+    Pages at the top and in `docs/` are checked.
+    """
     for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
         text = page.read_text(encoding="utf-8")
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
@@ -51,7 +54,7 @@ def test_links_and_named_files_exist() -> None:
 
 
 def test_names_in_reading_are_in_the_named_file() -> None:
-    """Each numbered part of the page has a file. Every name in code font is in that file, or names another file."""
+    """Each numbered part of the page has a file. Each name in code font is in this file, or names another file."""
     text = (ROOT / "docs" / "reading.md").read_text(encoding="utf-8").split("\n## After")[0]
     parts = re.findall(r"^## \d+\. `([\w/.]+)`(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
     assert len(parts) == 8
@@ -64,7 +67,10 @@ def test_names_in_reading_are_in_the_named_file() -> None:
 
 
 def test_decisions_are_numbered() -> None:
-    """The numbers begin at 1, without a gap and without repetition. A page's title has the number of its file name."""
+    """The numbers begin at 1, and no number is missing or repeated.
+
+    The title of a page has the number of its file name.
+    """
     pages = sorted((ROOT / "docs" / "decisions").glob("0*.md"))
     assert [int(page.name[:4]) for page in pages] == list(range(1, len(pages) + 1))
     titles = [page.read_text(encoding="utf-8").split(maxsplit=2)[1] for page in pages]
@@ -72,7 +78,7 @@ def test_decisions_are_numbered() -> None:
 
 
 def test_the_fuzzing_page_is_fresh() -> None:
-    """The tables are those of the code and of the last runs, and `make mutants` has killed every mutant."""
+    """The tables are those of the code and of the last runs. `make mutants` has killed every mutant."""
     verdicts, proposed = (json.loads((ROOT / file).read_text(encoding="utf-8")) for file in (VERDICTS, PROPOSED))
     text = (ROOT / PAGE).read_text(encoding="utf-8")
     assert fill_conformance(text, verdicts, proposed) == text, "python -m kvpipe.connectors.vllm.trial.mutants.page"
@@ -81,7 +87,7 @@ def test_the_fuzzing_page_is_fresh() -> None:
 
 
 def test_threat_model_names_tests_that_exist() -> None:
-    """Every row names a test, an invariant or a mutant that exists, or it states the remaining risk."""
+    """Every row names a test, an invariant or a mutant that exists, or states the risk that remains."""
     text = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
     files = [file for folder in ("tests", "property_tests") for file in (ROOT / folder).rglob("test_*.py")]
     there = {name for file in files for name in re.findall(r"def (test_\w+)\(", file.read_text(encoding="utf-8"))}
@@ -94,14 +100,14 @@ def test_threat_model_names_tests_that_exist() -> None:
 
 
 def test_every_law_is_held_by_an_invariant() -> None:
-    """Every invariant's laws exist, too."""
+    """Every law has an invariant, and every law that an invariant names exists."""
     held = {law for one in INVARIANTS.values() for law in one.laws} | {law for law, _ in SEEN_BY_TRIALS.values()}
     assert held == set(LAWS)
 
 
 @pytest.mark.parametrize("page", pages.PAGES)
 def test_the_page_is_fresh(page: str) -> None:
-    """The tables of the page are those that the code gives."""
+    """The page has the tables that the code gives."""
     assert pages.fresh(page) == (pages.DOCS / page).read_text(encoding="utf-8"), "python -m tests.unit.pages"
 
 
@@ -116,13 +122,13 @@ def test_the_page_is_fresh(page: str) -> None:
     ],
 )
 def test_tables_have_a_row_for_every_name(page: str, names: Iterable[str]) -> None:
-    """Every name has a row in the tables."""
+    """The tables of the page have a row for every name."""
     text = (pages.DOCS / page).read_text(encoding="utf-8")
     assert [name for name in names if f"`{name}`" not in text] == []
 
 
 def test_the_map_has_every_folder() -> None:
-    """Every folder of code is in the tree of `docs/architecture.md`, and every line of the tree is a folder."""
+    """The tree in `docs/architecture.md` has every folder of code, and no line of the tree is anything else."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     tree = text[text.index("<!-- rooms:begin -->") : text.index("<!-- rooms:end -->")]
     named = re.findall(r"^([\w/]+)/ +\S", tree, re.MULTILINE)
@@ -134,7 +140,7 @@ def test_the_map_has_every_folder() -> None:
 
 
 def test_every_counter_has_a_sentence() -> None:
-    """The tables of counters list exactly the names of their types, and no name is in both tables."""
+    """The tables of counters have exactly the names of their types. No name is in both tables."""
     assert set(counters.FAULTS) == set(get_args(counters.FaultName))
     assert set(counters.COUNTS) == set(get_args(counters.CountName))
     assert not set(counters.FAULTS) & set(counters.COUNTS)
@@ -160,7 +166,7 @@ def test_every_page_is_in_one_group_of_the_index() -> None:
 
 
 def test_pages_name_metrics_that_there_are() -> None:
-    """Every metric that a page names exists. An alert on a metric that does not exist would never fire."""
+    """Every metric that a page names exists. An alert on an unknown metric would never fire."""
     from kvpipe.connectors.vllm.metrics import METRICS
 
     texts = {page: page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md")}
@@ -170,9 +176,9 @@ def test_pages_name_metrics_that_there_are() -> None:
 
 
 def test_pages_name_options_that_vllm_has() -> None:
-    """Every option next to `vllm serve`, on a page or in a file to deploy, is an option of vLLM's server.
+    """An option next to `vllm serve`, on a page or in a file to deploy, must be an option of vLLM's server.
 
-    The test reads vLLM's source files, because building its parser takes several seconds.
+    The test reads vLLM's source files, because making vLLM's parser takes several seconds.
     """
     vllm = Path(next(iter(find_spec("vllm").submodule_search_locations)))  # type: ignore[union-attr, arg-type]
     options = "".join(

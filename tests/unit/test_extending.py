@@ -1,4 +1,7 @@
-"""The code in `docs/extending.md` is the real code, and new code written like it satisfies the protocols."""
+"""The code in `docs/extending.md` is the code of the package.
+
+Code that is written in the same way satisfies the protocols.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from kvpipe.testing.transfer_worlds import world
 
 
 def lines(text: str) -> str:
-    """Return the lines of a text without indentation, and without the lines that an excerpt may leave out."""
+    """Return the lines of a text without indentation. Lines that an excerpt may leave out are removed."""
     return "\n".join(line.strip() for line in text.splitlines() if line.strip())
 
 
@@ -40,18 +43,18 @@ def test_the_page_has_its_excerpts() -> None:
 
 @pytest.mark.parametrize(("name", "text"), [block for block in BLOCKS if "." in block[0]])
 def test_an_excerpt_is_in_its_file(name: str, text: str) -> None:
-    """Every line of an excerpt is in the file."""
+    """Every line of an excerpt is a line of the file that the excerpt names."""
     assert lines(text) in lines((PACKAGE / name).read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("name", [*get_args(Limit), *(one for one in vars(Tier) if not one.startswith("_"))])
 def test_every_limit_and_method_of_a_tier_has_a_row(name: str) -> None:
-    """The page lists the limits that a world may declare, and the calls that a tier must answer."""
+    """The page has a row for each limit that a world may declare, and for each call that a tier must answer."""
     assert re.search(rf"^\| .*`{name}(\(\w*\))?`.* \|", PAGE, flags=re.MULTILINE)
 
 
 def test_examples_of_the_page_pass_the_suites(tmp_path: Path) -> None:
-    """The page's policy and transfer engine pass the suites in a module with the page's own tests."""
+    """In a module with the page's own tests, the page's policy and transfer engine pass the suites."""
     code = "\n".join(text for name, text in BLOCKS if "." not in name)
     (tmp_path / "test_page.py").write_text(f"{IMPORTS}\n{code}", encoding="utf-8")
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Tests of small files that other users may change: what is noticed about them, how they are read and replaced."""
+"""Tests of small files that other users may change: doubts about a file, and how files are read and replaced."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ME = 4711
 
 
 def found(mode: int, uid: int) -> Any:
-    """Return a path for which the system reports this owner, mode and kind."""
+    """Return a path for which the system reports the given owner, mode and kind."""
     return SimpleNamespace(stat=lambda: SimpleNamespace(st_mode=mode, st_uid=uid))
 
 
@@ -41,18 +41,18 @@ def found(mode: int, uid: int) -> Any:
 def test_files_that_others_can_write_are_doubted(
     mode: int, uid: int, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The doubts name files of other users except root, and files and folders that others may read or write to."""
+    """The doubts are: another owner, except root, a file that others can use, a folder that everybody can write to."""
     monkeypatch.setattr(os, "geteuid", lambda: ME)
     assert files.doubts(found(mode, uid)) == wanted
 
 
 def test_missing_file_is_not_doubted(tmp_path: Path) -> None:
-    """A file that does not exist raises no doubt, because it will be created."""
+    """A file that does not exist is not doubted, because it will be created."""
     assert files.doubts(tmp_path / "none") == files.doubts(Path("a\0b")) == ""
 
 
 def test_tier_in_a_folder_that_everybody_may_write_is_logged(tmp_path: Path) -> None:
-    """A folder that everybody may write to is used. The log names the folder and the remedy.
+    """Everybody may write to a tier's folder. The folder is used, and the log names the folder and the remedy.
 
     A private folder is not logged.
     """
@@ -67,7 +67,7 @@ def test_tier_in_a_folder_that_everybody_may_write_is_logged(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("size", [0, 1, 4095, 4096])
 def test_a_file_is_read_up_to_its_bound(size: int, tmp_path: Path) -> None:
-    """A file as long as the limit is read whole, also through a link. A longer file is refused."""
+    """A file as long as the limit is read as a whole, even if a link leads to it. A longer file is refused."""
     (tmp_path / "file").write_bytes(b"x" * size)
     (tmp_path / "link").symlink_to(tmp_path / "file")
     for name in ("file", "link"):
@@ -78,7 +78,7 @@ def test_a_file_is_read_up_to_its_bound(size: int, tmp_path: Path) -> None:
 
 
 def test_failed_write_keeps_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If writing fails in the middle, the file keeps its old content, and no draft is left."""
+    """If a write fails, the file keeps its old content, and no temporary file is left."""
     path = tmp_path / "file"
     files.replace_text(path, "old")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600

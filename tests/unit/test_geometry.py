@@ -16,7 +16,7 @@ def _mixed(chunk_tokens: int = 96, pool_bytes_max: int = 1 << 20) -> Geometry:
 
 
 def test_units_of_groups_with_different_block_sizes() -> None:
-    """A unit is the least common multiple of the block sizes, so a unit has whole blocks of every group."""
+    """A unit is the least common multiple of the block sizes. So it consists of whole blocks of every group."""
     g = _mixed()
     assert g.unit_tokens == 48
     assert g.units_per_chunk == 2
@@ -26,7 +26,7 @@ def test_units_of_groups_with_different_block_sizes() -> None:
 
 
 def test_layers_lie_one_after_another_in_a_slot() -> None:
-    """A layer is one slice of the slot. Its offset is the sum of the pages of the earlier layers of the group."""
+    """A layer is one slice of the slot. The slice begins behind the pages of the group's earlier layers."""
     g = _mixed()
     assert g.layer_offsets == ((0, 6000), (0,))
     assert g.groups[0].bytes_per_block == 1500
@@ -34,7 +34,7 @@ def test_layers_lie_one_after_another_in_a_slot() -> None:
 
 
 def test_a_slot_is_the_largest_chunk_aligned() -> None:
-    """A slot is as large as the largest chunk of any group (here 12,000 bytes), rounded up to whole memory pages."""
+    """The largest chunk of any group has 12,000 bytes here. A slot has this size, rounded up to whole memory pages."""
     g = _mixed()
     assert g.slot_bytes == 12288
     assert g.slot_bytes % SLOT_ALIGN_BYTES == 0
@@ -42,7 +42,7 @@ def test_a_slot_is_the_largest_chunk_aligned() -> None:
 
 
 def test_unit_is_a_block_with_one_group() -> None:
-    """With one group a unit is a block."""
+    """With one group, a unit is one block."""
     g = Geometry((Group((Layer("a", 64),), block_tokens=32),), 256, 4096)
     assert (g.unit_tokens, g.units_per_chunk, g.pages_per_unit, g.slots) == (32, 8, (1,), 1)
 
@@ -77,7 +77,7 @@ def test_the_pool_has_the_geometrys_slots() -> None:
 
 
 def test_end_of_a_window_within_a_unit_is_stored() -> None:
-    """A window shorter than a unit needs only the unit's last blocks, so only these are stored.
+    """If a window is shorter than a unit, only the last blocks of a unit are needed, so only these are stored.
 
     With a long window, all blocks are stored.
     """
@@ -97,7 +97,7 @@ def test_end_of_a_window_within_a_unit_is_stored() -> None:
 
 
 def test_small_part_of_a_long_prompt_is_read_for_windows() -> None:
-    """All KV of a window is stored. Per token, only the KV of full attention is read."""
+    """All KV of a window is stored. The bytes that are read per token count only the KV of full attention."""
     layers = (Layer("x", 64),)
     groups = Group(layers, 16), Group(layers, 16, window_tokens=128), Group(layers, 64, state=True)
     g = Geometry(groups, chunk_tokens=256, pool_bytes_max=1 << 20)
@@ -106,9 +106,9 @@ def test_small_part_of_a_long_prompt_is_read_for_windows() -> None:
 
 
 def test_where_ranks_divide_blocks_a_prefix_ends_within_one() -> None:
-    """States have boundaries within a block.
+    """A state may end within a block of attention.
 
-    A unit is a block of states, and the last page of attention is partly filled.
+    So a unit is a block of states, and the last page of attention may be filled only in part.
     """
     layers = (Layer("x", 64),)
     full, state = Group(layers, 128, ranks=4), Group(layers, 32, state=True)

@@ -1,4 +1,4 @@
-"""One word, one meaning: the glossary's words are in the code, and a class's name is used once."""
+"""Each word has one meaning: the code has the glossary's words, and each name of a class is used once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _files() -> Iterator[Path]:
 
 
 def _defined(name: str) -> bool:
-    """Whether the dotted `name` is a module or package, or is defined at the top level of a module."""
+    """Whether the dotted `name` is a module, a package, or a name that a module defines at its top level."""
     path = ROOT.joinpath(*name.split("."))
     if path.is_dir() or path.with_suffix(".py").exists():
         return True
@@ -39,7 +39,7 @@ def _defined(name: str) -> bool:
 
 
 def test_every_word_of_the_glossary_is_in_the_code() -> None:
-    """The module or class that a row names exists. Every word occurs once, and words are sorted within their table."""
+    """The module or class that a row names exists. Every word occurs once, and each table is sorted by its words."""
     text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
     rows = [row for row in ROWS.findall(text) if row[0] not in {"word", "---"}]
     assert len(rows) == len([line for line in text.splitlines() if line.startswith("| ")]) - text.count("| word |")
@@ -49,7 +49,7 @@ def test_every_word_of_the_glossary_is_in_the_code() -> None:
 
 
 def _types(tree: ast.Module) -> Iterator[str]:
-    """Yield the names of the classes of a module, and those of its aliases of types without an underscore."""
+    """Yield the names of a module's classes, and of its type aliases that do not begin with an underscore."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):
             yield node.name.lstrip("_")
@@ -62,7 +62,7 @@ ALIAS = re.compile(r"[A-Z][A-Za-z]*[a-z]")
 
 
 def test_a_name_of_a_type_means_one_thing() -> None:
-    """No two classes or aliases of types have the same name."""
+    """No two classes or type aliases have the same name."""
     places: dict[str, list[str]] = defaultdict(list)
     for file in _files():
         for name in _types(ast.parse(file.read_text(encoding="utf-8"))):
@@ -77,11 +77,11 @@ SHARED_FUNCTIONS = {
     "main": "the entry point of a program",
     "run": "each runs one command; a tier's tests import `run` from the public test kit",
 }
-"""Names of functions that modules may share, with the reason."""
+"""Names of functions that several modules may define, with the reason."""
 
 
 def test_a_public_function_of_a_module_has_its_own_name() -> None:
-    """No two modules define a public function of the same name, except for the names of SHARED_FUNCTIONS."""
+    """No two modules define a public function of the same name, except for the names in SHARED_FUNCTIONS."""
     places: dict[str, list[str]] = defaultdict(list)
     for file in _files():
         for node in ast.parse(file.read_text(encoding="utf-8")).body:

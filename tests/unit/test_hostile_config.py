@@ -1,4 +1,4 @@
-"""Any configuration is accepted, or refused in one sentence that shows no secret."""
+"""Any configuration is either accepted, or refused with one sentence that shows no secret."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def deep(levels: int) -> list[Any]:
-    """Return lists nested in each other."""
+    """Return a list in a list in a list, and so on."""
     made: list[Any] = []
     for _ in range(levels):
         made = [made]
@@ -69,11 +69,11 @@ NASTY: dict[str, Any] = {
     "inf tier": [{"kind": "disk", "path": "/x", "bytes_max": float("inf")}],
     "NUL tier": [{"kind": "disk", "path": "/x\0"}], "many": ["/x"] * 10_000,
 }  # fmt: skip
-"""Values that no sane user writes, but that configuration files may contain."""
+"""Values that no careful user writes, but that a configuration file may contain."""
 
 
 def refused(load: Callable[[], object]) -> str:
-    """Return the message with which `load` refuses, or "" if it does not refuse."""
+    """Return the message with which `load` refuses its argument, or "" if `load` accepts it."""
     try:
         load()
     except UsageError as error:
@@ -88,7 +88,7 @@ def refused(load: Callable[[], object]) -> str:
 
 @pytest.mark.parametrize("value", NASTY.values(), ids=NASTY)
 def test_every_key_takes_any_value(value: Any) -> None:
-    """Every key of the extra config either accepts a nasty value or refuses it in one printable sentence."""
+    """Every key of the extra config accepts a nasty value, or refuses the value in one printable sentence."""
     for key in Settings.model_fields:
         message = refused(lambda key=key: load_settings({key: value}))  # type: ignore[misc]
         assert not message or key in message or key == "tiers"
@@ -96,7 +96,7 @@ def test_every_key_takes_any_value(value: Any) -> None:
 
 @pytest.mark.parametrize("value", NASTY.values(), ids=NASTY)
 def test_every_key_of_a_tier_takes_any_value(value: Any) -> None:
-    """Every key of every kind of tier either accepts a nasty value or refuses it in one printable sentence."""
+    """Every key of every kind of tier accepts a nasty value, or refuses the value in one printable sentence."""
     good = {"redis": {"host": "h"}, "disk": {"path": "/x"}, "s3": {"url": "s3://b/p"}, "mooncake": {"master": "h:1"}}
     for kind, given in good.items():
         for key in spec_of(plugins.TIERS, kind).model_fields:
@@ -117,7 +117,7 @@ def test_keys_may_be_anything(value: Any) -> None:
 
 @pytest.mark.parametrize("value", NASTY.values(), ids=NASTY)
 def test_variables_take_any_text(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every environment variable accepts or refuses any text that the system allows."""
+    """Every environment variable accepts or refuses any text that the system allows in variables."""
     if not isinstance(value, str) or "\0" in value or len(value) > 100_000 or "\ud800" in value:
         return
     for key in Settings.model_fields:
@@ -151,7 +151,7 @@ def test_broken_yaml_file_is_refused_without_its_content(text: bytes, tmp_path: 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "device", "absent", "locked"])
 def test_folder_pipe_and_device_are_not_read(kind: str, tmp_path: Path) -> None:
-    """A folder, a pipe that nobody writes to, and an endless device are refused at once."""
+    """A folder, a pipe without a writer, and an endless device are refused at once."""
     path = tmp_path / "kvpipe.yaml"
     if kind == "folder":
         path.mkdir()
@@ -173,7 +173,7 @@ EXTRAS = {
 
 @pytest.mark.parametrize("extra", EXTRAS.values(), ids=EXTRAS)
 def test_extra_is_any_text(extra: str) -> None:
-    """Bad extra config for `kvpipe check` and `kvpipe doctor` is refused in one sentence that does not repeat it."""
+    """`kvpipe check` and `kvpipe doctor` refuse bad extra config with one sentence that does not repeat the config."""
     assert refused(lambda: load_settings(parse_extra(extra)))
 
 
@@ -229,7 +229,7 @@ LEAKS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("extra", LEAKS.values(), ids=LEAKS)
 def test_no_secret_is_repeated(extra: dict[str, Any], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Neither the refusal, nor the tier's making, nor `repr`, `kvpipe check` or the tier's own file shows a secret."""
+    """No secret is in a refusal, an error of making the tier, `repr`, or the output of `kvpipe check`."""
 
     def load() -> None:
         settings = load_settings(extra)
@@ -257,7 +257,7 @@ def _made(name: str, spec: Any) -> None:
 
 
 def test_the_examination_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`kvpipe doctor` shows no secret either, whether the configuration is right or wrong."""
+    """`kvpipe doctor` shows no secret, whether the configuration is right or wrong."""
     from kvpipe.cli.doctor import checks as doctor
 
     monkeypatch.setattr(doctor, "CHECKS", [])
@@ -268,7 +268,10 @@ def test_the_examination_shows_no_secret(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_wrong_command_shows_no_secret(capsys: pytest.CaptureFixture[str]) -> None:
-    """A command with a broken configuration, or with a secret in a tier, shows no secret. Its status is 2."""
+    """A command fails because of its configuration, or has a secret in a tier.
+
+    The command's status is 2, and no secret is shown.
+    """
     assert cli.main(["check", f'{{"tiers": "redis://:{SECRET}@h"']) == 2
     assert cli.main(["cache", "stats", f"s3://b/p?X-Amz-Signature={SECRET}"]) == 2
     shown = capsys.readouterr()
@@ -279,9 +282,9 @@ def test_a_wrong_command_shows_no_secret(capsys: pytest.CaptureFixture[str]) -> 
 def test_names_of_variables_are_shown_where_they_are_names(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`kvpipe check` names a variable that is set.
+    """`kvpipe check` shows the name of a variable that is set.
 
-    It does not name an unset variable, because that may be the password.
+    If the variable is not set, its name may be the password itself, so the name is not shown.
     """
     monkeypatch.setenv("KV_PASSWORD", SECRET)
     assert cli.main(["check", '{"tiers": "redis://h?password_env=KV_PASSWORD"}']) == 0

@@ -1,4 +1,4 @@
-"""Rooms of `kvpipe` import no engine, tests share the test kit, and files and functions have a maximum length."""
+"""Modules of `kvpipe` import no engine, tests share the test kit, and files and functions have a maximum length."""
 
 from __future__ import annotations
 
@@ -39,13 +39,16 @@ LONG_FILES = {
     "tests/transfer/test_cuda.py": "one engine",
     "tests/transfer/test_layouts.py": "a table of layouts",
 }
-"""The reasons why these files have more than `FILE_LINES_MAX` lines. Only files that cannot be divided are listed."""
+"""The reasons why these files have more than `FILE_LINES_MAX` lines. Each of these files cannot be divided."""
 ENGINE = ("vllm", "kvpipe.connectors")
 
 
 @cache
 def _modules() -> dict[str, ast.Module]:
-    """Return all modules of the repository by name, including `connectors` and `statemachine`, which are linked."""
+    """Return all modules of the repository by their names.
+
+    The linked folders `connectors` and `statemachine` are included.
+    """
     found = {}
     for folder, _, files in os.walk(HOUSE, followlinks=True):
         for path in (Path(folder, file) for file in files if file.endswith(".py")):
@@ -56,7 +59,7 @@ def _modules() -> dict[str, ast.Module]:
 
 
 def _imports(nodes: Iterator[ast.AST]) -> Iterator[str]:
-    """Yield the modules that import statements name, and the names that `from` imports, which may be modules."""
+    """Yield the modules in import statements, and the names that `from` imports, because a name may be a module."""
     for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -66,7 +69,10 @@ def _imports(nodes: Iterator[ast.AST]) -> Iterator[str]:
 
 
 def _at_import(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the statements that run when a module is imported. Functions and imports for type checkers are left out."""
+    """Yield the statements that run when a module is imported.
+
+    Functions and imports for type checkers do not run then.
+    """
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
@@ -77,7 +83,10 @@ def _at_import(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def test_the_core_imports_no_engine() -> None:
-    """No module but the connector's imports vLLM or its connector, not even for types or when called."""
+    """Only the connector imports vLLM.
+
+    No other module imports vLLM or the connector, not even for types or inside functions.
+    """
     known = [
         name
         for name, tree in _modules().items()
@@ -100,7 +109,7 @@ def test_imports_have_no_cycles() -> None:
 
 
 def _rooms() -> list[str]:
-    """Return the rows of the map in `docs/architecture.md`. Each row is the beginning of module names."""
+    """Return the rows of the map in `docs/architecture.md`. Each row is the beginning of the names of its modules."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     rows = re.findall(r"^([\w/.]+) +\S", text.split("rooms:begin")[1].split("rooms:end")[0], re.MULTILINE)
     names = [row.removesuffix(".py").rstrip("/").replace("/", ".") for row in rows]
@@ -111,13 +120,16 @@ ROOMS = _rooms()
 
 
 def _room(module: str) -> int:
-    """Return the row of a module's room: the longest matching beginning. -1: every module may import it."""
+    """Return the row of the room to which a module belongs: the row with the longest beginning that matches.
+
+    -1: every module may import this module.
+    """
     rooms = [room for room in ROOMS if module == room or module.startswith(f"{room}.")]
     return ROOMS.index(max(rooms, key=len)) if rooms else -1
 
 
 def test_modules_import_only_earlier_rows_of_the_map() -> None:
-    """No module imports a module of a later row of the map, not even for types or inside functions."""
+    """A module does not import a module of a later row of the map, not even for types or inside functions."""
     assert [name for name in _modules() if _room(name) < 0] == ["kvpipe", "kvpipe.__main__"]
     downwards = [
         f"{name} -> {module}"
@@ -130,7 +142,7 @@ def test_modules_import_only_earlier_rows_of_the_map() -> None:
 
 
 def test_few_files_import_each_other() -> None:
-    """Imports for types and inside functions form no cycle, except one per tier: its settings make its client."""
+    """Imports for types and in functions form no cycle, except one per tier: the tier's settings make its client."""
     graph = {
         name: {one for one in _imports(ast.walk(tree)) if one in _modules() and one != name}
         for name, tree in _modules().items()
@@ -146,7 +158,10 @@ def test_few_files_import_each_other() -> None:
 
 
 def _files() -> Iterator[tuple[str, str]]:
-    """Yield the name and the text of every Python file of the repository. A linked file has the name of its target."""
+    """Yield the name and the text of every Python file of the repository.
+
+    A linked file has the name of the link's target.
+    """
     for folder in FOLDERS:
         for path in sorted((ROOT / folder).rglob("*.py")):
             if path.resolve() == path:
@@ -163,7 +178,7 @@ def _trees() -> dict[str, ast.Module]:
 
 
 def test_functions_fit_on_a_screen() -> None:
-    """No function is too long, in tests as elsewhere."""
+    """No function is too long. This also holds for tests."""
     long = [
         f"{name}: {node.name}"
         for name, tree in _trees().items()
@@ -175,7 +190,7 @@ def test_functions_fit_on_a_screen() -> None:
 
 
 def test_files_have_a_limited_length() -> None:
-    """No file is too long. Long files are listed with a reason."""
+    """No file is too long. The list has the longer files with a reason."""
     lines = {name: text.count("\n") for name, text in FILES.items()}
     assert [name for name, count in lines.items() if count > LONG_FILE_LINES_MAX] == []
     assert {name for name, count in lines.items() if count > FILE_LINES_MAX} == set(LONG_FILES)
@@ -184,7 +199,8 @@ def test_files_have_a_limited_length() -> None:
 def test_tests_share_the_test_kit() -> None:
     """No folder of tests imports another folder of tests.
 
-    Shared code is in `tests/rigs`, `kvpipe.testing` or the trial. `tests/progress.py` is a plugin of pytest.
+    Code that folders share is in `tests/rigs`, `kvpipe.testing` or the trial. `tests/progress.py` is a plugin of
+    pytest.
     """
     crossing = [
         f"{name}: {module}"

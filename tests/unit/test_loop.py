@@ -20,7 +20,10 @@ from kvpipe.trace.log import log
 
 
 def test_items_are_handled_in_order_on_one_thread() -> None:
-    """Items are handled in the order in which they were put, on the loop's thread. Callables are called."""
+    """Items are handled on the loop's thread in the order in which they were put.
+
+    An item that is callable is called.
+    """
     seen: list[object] = []
     loop = LoopThread("t", lambda item: seen.append((item, threading.current_thread().name)))
     for i in range(500):
@@ -32,7 +35,7 @@ def test_items_are_handled_in_order_on_one_thread() -> None:
 
 
 def test_settle_waits_for_earlier_items() -> None:
-    """`settle` returns only when all items that were put before are handled, even if the loop was asleep."""
+    """`settle` returns only when all items that were put before it are handled, even if the loop was asleep."""
     seen: list[int] = []
     loop = LoopThread("t", seen.append)
     for i in range(300):
@@ -43,7 +46,7 @@ def test_settle_waits_for_earlier_items() -> None:
 
 
 def test_settle_is_bounded() -> None:
-    """Settle returns False when a handler does not return in time, and on a stopped loop."""
+    """`settle` returns False if a handler does not return in time, or if the loop was stopped."""
     gate = threading.Event()
     loop = LoopThread("t")
     loop.put(lambda: gate.wait(WAIT_S) and None)
@@ -55,7 +58,10 @@ def test_settle_is_bounded() -> None:
 
 
 def test_stop_handles_the_inbox_first() -> None:
-    """Items that were put before `stop` are handled before the thread ends. Later items are refused and dropped."""
+    """Items that were put before `stop` are handled before the thread ends.
+
+    Later items are refused, and not handled.
+    """
     gate, entered = threading.Event(), threading.Event()
     seen: list[object] = []
 
@@ -78,7 +84,7 @@ def test_stop_handles_the_inbox_first() -> None:
 
 
 def test_exception_of_a_handler_is_counted() -> None:
-    """An exception of a handler or callable is counted; the next item is handled."""
+    """If a handler or an item raises, the exception is counted and the next item is handled."""
     seen: list[int] = []
 
     def handle(item: int) -> None:
@@ -97,7 +103,7 @@ def test_exception_of_a_handler_is_counted() -> None:
 
 
 def test_tasks_run_and_are_cancelled_by_stop() -> None:
-    """A background task runs beside the inbox and is cancelled, with its cleanup run, when the loop stops."""
+    """A background task runs beside the inbox. When the loop stops, the task is cancelled, and its cleanup runs."""
     events: list[str] = []
     started = threading.Event()
 
@@ -128,7 +134,7 @@ def test_without_a_handler_only_callables_are_handled() -> None:
 
 
 def test_a_closed_stderr_does_not_end_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failure is logged, and the next items are handled even if the log cannot be written."""
+    """The log cannot be written when a failure is logged. The next items are still handled."""
     closed, seen = io.StringIO(), list[int]()
     monkeypatch.setattr(sys, "stderr", closed)
     with capture_logs():
@@ -164,7 +170,7 @@ def test_a_failing_task_ends_alone() -> None:
 
 
 def test_many_threads_putting_lose_nothing() -> None:
-    """Eight threads put items in parallel. Every item is handled once, and the items of each thread in their order."""
+    """Eight threads put items in parallel. Each item is handled once. The items of one thread keep their order."""
     seen: list[tuple[int, int]] = []
     loop = LoopThread("t", seen.append)
     line = threading.Barrier(8)
@@ -187,7 +193,7 @@ def test_many_threads_putting_lose_nothing() -> None:
 
 
 def test_loop_can_stop_itself() -> None:
-    """A handler may stop its own loop. `stop` then does not wait for the loop."""
+    """A handler may stop its own loop. In this case `stop` does not wait for the loop."""
     loop = LoopThread("t")
     answers: list[bool] = []
     loop.put(lambda: answers.append(loop.stop(WAIT_S)))
@@ -197,7 +203,7 @@ def test_loop_can_stop_itself() -> None:
 
 
 def test_a_loop_that_cannot_start_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the event loop cannot start, the constructor returns and the loop is not alive."""
+    """If the event loop cannot start, the constructor returns and the loop is not alive."""
 
     def refuse(*_: object, **__: object) -> None:
         pass
@@ -211,7 +217,7 @@ def test_a_loop_that_cannot_start_does_not_hang(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_lost_loop_is_noticed() -> None:
-    """A loop whose thread died is not alive, and `settle` returns False at once."""
+    """If the loop's thread has died, the loop is not alive, and `settle` returns False at once."""
 
     def die() -> None:
         raise SystemExit
@@ -224,11 +230,11 @@ def test_a_lost_loop_is_noticed() -> None:
 
 
 def test_a_fork_does_not_wait_for_a_thread_that_it_lacks() -> None:
-    """A forked child does not wait for its parent's inbox: `settle` returns at once, whatever the timeout is."""
+    """A forked child does not wait for its parent's inbox: `settle` returns at once, even with the longest timeout."""
     loop = LoopThread("t")
     loop.put(int, wake=False)
     if not (child := os.fork()):
-        signal.alarm(int(WAIT_S))  # the alarm ends a child that waits
+        signal.alarm(int(WAIT_S))  # if the child waits, this alarm ends it
         os._exit(int(loop.settle(threading.TIMEOUT_MAX)))
     assert os.waitpid(child, 0)[1] == 0
     assert loop.settle(WAIT_S)
@@ -236,9 +242,9 @@ def test_a_fork_does_not_wait_for_a_thread_that_it_lacks() -> None:
 
 
 def test_an_item_may_wait_for_something_that_wakes_the_loop() -> None:
-    """An item that was put without waking the loop is handled with the next item that wakes the loop.
+    """Items that are put without waking the loop are handled with the next item that wakes the loop.
 
-    `settle` and `stop` handle the item, too.
+    `settle` and `stop` also handle such items.
     """
     seen: list[object] = []
     loop = LoopThread("quiet", seen.append)
@@ -258,7 +264,7 @@ def test_an_item_may_wait_for_something_that_wakes_the_loop() -> None:
 
 
 def test_a_task_of_the_loop_may_look_into_the_inbox() -> None:
-    """`drain` on the loop's own thread handles items that were put without waking the loop."""
+    """On the loop's own thread, `drain` handles items that were put without waking the loop."""
     seen: list[object] = []
     asked = anyio.Event()
 
@@ -278,9 +284,9 @@ def test_a_task_of_the_loop_may_look_into_the_inbox() -> None:
 
 
 def test_another_thread_handles_the_inbox_when_it_drains() -> None:
-    """`drain` handles items that were put without waking the loop, on the caller's thread.
+    """On another thread, `drain` handles items that were put without waking the loop.
 
-    It handles none after the loop has ended.
+    After the loop has ended, `drain` handles no items.
     """
     seen: list[tuple[object, str]] = []
     loop = LoopThread("t", lambda item: seen.append((item, threading.current_thread().name)))
@@ -297,7 +303,7 @@ def test_another_thread_handles_the_inbox_when_it_drains() -> None:
 
 
 def test_one_thread_at_a_time_handles_items() -> None:
-    """Threads that put and drain at once lose no item, and no two handlers run at the same time."""
+    """Several threads put and drain at once: no item is lost, and no two handlers run at the same time."""
     seen: list[int] = []
     inside = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""Tests of cache names, which refuse a second layout, and of the control file, which is on, off or absent."""
+"""Tests of cache names, which refuse a second layout, and of the control file, which says on or off or is absent."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FACTS = {"dtype": "bf16", "layers": ("a", "b"), "block": 16}
 
 
 def test_engines_of_one_layout_share_a_name(tmp_path: Path) -> None:
-    """Two engines with the same facts may claim the same name, even if a fact is a tuple."""
+    """Two engines with equal facts may claim the same name, even if a fact is a tuple."""
     claims = [NameClaim("docs", FACTS, tmp_path) for _ in range(3)]
     for claim in claims:
         claim.release()
@@ -37,7 +37,10 @@ def test_engines_of_one_layout_share_a_name(tmp_path: Path) -> None:
 
 
 def test_another_layout_is_refused(tmp_path: Path) -> None:
-    """Other facts are refused with the name, the key, both values and the remedy. Another name is accepted."""
+    """Under one name, other facts are refused with the name, the key, both values and the remedy.
+
+    Another name is accepted.
+    """
     held = NameClaim("docs", FACTS, tmp_path)
     with pytest.raises(ConfigError) as caught:
         NameClaim("docs", FACTS | {"dtype": "fp8"}, tmp_path)
@@ -51,7 +54,7 @@ def test_another_layout_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_refused_claim_holds_nothing(tmp_path: Path) -> None:
-    """A claim is refused. When the holder of the name has ended, the same claim succeeds."""
+    """A claim is refused. When the engine that has the name has ended, the same claim succeeds."""
     held = NameClaim("docs", FACTS, tmp_path)
     with pytest.raises(ConfigError):
         NameClaim("docs", {"dtype": "fp8"}, tmp_path)
@@ -60,7 +63,7 @@ def test_a_refused_claim_holds_nothing(tmp_path: Path) -> None:
 
 
 def test_the_last_holder_counts(tmp_path: Path) -> None:
-    """The record stays while any engine that shares the name runs, not only the first engine."""
+    """The record stays as long as any engine with this name runs, not only the first engine."""
     first, second = NameClaim("docs", FACTS, tmp_path), NameClaim("docs", FACTS, tmp_path)
     first.release()
     with pytest.raises(ConfigError, match="block"):
@@ -69,7 +72,10 @@ def test_the_last_holder_counts(tmp_path: Path) -> None:
 
 
 def test_a_fork_neither_releases_nor_keeps_a_name(tmp_path: Path) -> None:
-    """A fork has a copy of the record's lock. The fork's end changes nothing. The engine's end releases the lock."""
+    """A fork has a copy of the record's lock.
+
+    The fork's end does not release the lock. The engine's end releases it.
+    """
     held = NameClaim("docs", FACTS, tmp_path)
     assert done_in_fork(held.release)
     with pytest.raises(ConfigError, match="is used by a running engine"):
@@ -81,7 +87,7 @@ def test_a_fork_neither_releases_nor_keeps_a_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stale", ['{"dtype": "fp8"}', "garbage", ""])
 def test_a_stale_record_is_replaced(tmp_path: Path, stale: str) -> None:
-    """The record of a dead engine is replaced, whatever its content is. The new record is then binding."""
+    """The record of a dead engine is replaced, whatever its content. The new record counts for later engines."""
     (tmp_path / "docs.json").write_text(stale, encoding="utf-8")
     held = NameClaim("docs", FACTS, tmp_path)
     NameClaim("docs", FACTS, tmp_path).release()
@@ -94,7 +100,7 @@ def test_a_stale_record_is_replaced(tmp_path: Path, stale: str) -> None:
     "damage", ["garbage", "[1]", "{" * 100_000, '{"a": ' + "9" * 5000 + "}", "x" * (2 << 20), "\0"]
 )
 def test_a_damaged_record_that_is_held_is_one_sentence(tmp_path: Path, damage: str) -> None:
-    """The message names the record, its holder and the remedy. Without a holder the record is replaced."""
+    """The message names the record, its holder and the remedy. A damaged record without a holder is replaced."""
     held = NameClaim("docs", FACTS, tmp_path)
     (tmp_path / "docs.json").write_text(damage, encoding="utf-8")
     with pytest.raises(
@@ -117,7 +123,7 @@ time.sleep(60)
 
 
 def test_lock_of_another_process_delays_an_engine_only_briefly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that keeps a record locked does not make an engine hang. The engine's error names that process."""
+    """A process keeps a record locked. An engine does not hang because of this: its error names the process."""
     monkeypatch.setattr("kvpipe.inputs.cache_names.LOCK_S_MAX", 0.3)
     NameClaim("docs", FACTS, tmp_path).release()
     locker = subprocess.Popen([sys.executable, "-c", LOCKER, str(tmp_path / "docs.json")], stdout=subprocess.PIPE)
@@ -137,7 +143,7 @@ def test_lock_of_another_process_delays_an_engine_only_briefly(tmp_path: Path, m
 
 
 def test_engine_waits_for_a_lock_that_is_released_soon(tmp_path: Path) -> None:
-    """An engine that is just writing its record delays another engine only for a moment."""
+    """An engine that is writing its record delays another engine only for a moment."""
     NameClaim("docs", FACTS, tmp_path).release()
     with (tmp_path / "docs.json").open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -148,9 +154,9 @@ def test_engine_waits_for_a_lock_that_is_released_soon(tmp_path: Path) -> None:
 
 
 def test_engines_that_claim_a_name_at_once_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To change its exclusive lock into a shared lock, an engine briefly holds none.
+    """An engine changes its exclusive lock into a shared lock. Between the two locks the engine has no lock.
 
-    Another engine may lock the record then.
+    Another engine may lock the record at this time.
     """
     flock, others = fcntl.flock, list[int]()
 
@@ -169,9 +175,9 @@ def test_engines_that_claim_a_name_at_once_share_it(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "link", "file for a folder", "zero byte"])
 def test_a_record_that_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
-    """The refusal is one sentence and comes at once.
+    """The record is a folder, a pipe or a link, or the state folder is no folder.
 
-    The record is a folder, a pipe or a link, or the state folder is no folder.
+    The record is refused at once and in one sentence.
     """
     record, state = tmp_path / "docs.json", tmp_path
     if kind == "folder":
@@ -193,7 +199,7 @@ def test_a_record_that_is_no_file_is_refused(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_record_is_its_owners_alone(tmp_path: Path) -> None:
-    """The record and its folder are private, so other users cannot even lock the record."""
+    """The record and its folder are private. So other users cannot even lock the record."""
     before = os.umask(0)
     try:
         NameClaim("docs", FACTS, tmp_path / "state").release()
@@ -216,7 +222,7 @@ def test_unknown_home_folder_is_reported_with_the_remedy(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("name", ["", "../up", "a/b", ".hidden", "x" * 65, "a b", "docs\n"])
 def test_a_name_that_is_no_file_name_is_refused(tmp_path: Path, name: str) -> None:
-    """A name that could leave the folder is refused, and nothing is written."""
+    """A name that would lead out of the folder is refused, and no file is written."""
     with pytest.raises(ConfigError, match="is not valid; use letters"):
         NameClaim(name, FACTS, tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -233,7 +239,7 @@ def test_the_state_folder_follows_xdg(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("on", [True, False])
 def test_written_freeze_is_read_back(tmp_path: Path, *, on: bool) -> None:
-    """A written state is read back from a folder that did not exist, and no partial file is left."""
+    """A written state is read back. The folder did not exist before, and no temporary file is left."""
     path = tmp_path / "new" / "control"
     write_freeze(path, on=on)
     assert read_freeze(path.read_text(encoding="utf-8")) is on
@@ -266,7 +272,7 @@ def test_file_that_cannot_be_written_is_one_sentence(
 
 
 def test_drafts_cannot_be_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each draft has a new name, is not opened if the name exists, and is removed afterwards."""
+    """Each temporary file has a new name, is not opened if the name exists, and is removed afterwards."""
     path, seen = tmp_path / "control", []
     real = os.open
 
@@ -286,9 +292,9 @@ def test_drafts_cannot_be_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "device", "loop"])
 def test_an_engine_does_not_start_with_an_odd_control_file(kind: str, tmp_path: Path) -> None:
-    """A folder, a pipe, a device or a loop of links is refused as a control file.
+    """If the control file is a folder, a pipe, a device or a loop of links, the engine does not start.
 
-    A file that does not exist is accepted.
+    A control file need not exist.
     """
     path = tmp_path / "control"
     validate_control_file(path)
@@ -306,7 +312,7 @@ def test_an_engine_does_not_start_with_an_odd_control_file(kind: str, tmp_path: 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "long"])
 def test_pipe_does_not_block_the_watcher(kind: str, tmp_path: Path) -> None:
-    """The watcher skips a pipe, an endless device or a long file; then it obeys a valid file again."""
+    """The watcher skips a pipe, an endless device or a long file. Then the watcher obeys a valid file again."""
     path = tmp_path / "control"
     if kind == "pipe":
         os.mkfifo(path)
@@ -334,18 +340,18 @@ def test_pipe_does_not_block_the_watcher(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "freeze", "freeze:", "freeze: maybe", "thaw: on", "on", "freeze: on off", "\0"])
 def test_unreadable_control_file_changes_nothing(text: str) -> None:
-    """A file that is not understood changes nothing."""
+    """A control file with any other text changes nothing."""
     assert read_freeze(text) is None
 
 
 @pytest.mark.parametrize(("text", "on"), [("freeze: on", True), (" freeze :OFF \n\n", False)])
 def test_case_and_blanks_do_not_matter(text: str, *, on: bool) -> None:
-    """Case and blanks in the control file do not matter."""
+    """Neither the case of letters nor the number of blanks matters in a control file."""
     assert read_freeze(text) is on
 
 
 def test_the_watcher_reports_changes_only_and_survives_garbage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An absent file, bytes that are no text and repetitions are silent; each change is reported once."""
+    """The watcher reports each change once. An absent file, bytes that are no text, and repetitions are ignored."""
     path = tmp_path / "control"
     contents = [None, b"\xff\xfe", b"freeze: on", b"freeze: on", b"nonsense", b"freeze: on", b"freeze: off"]
     reported: list[bool] = []

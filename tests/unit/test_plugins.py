@@ -1,8 +1,7 @@
 """Tests of packages that add tiers, policies and transfer engines.
 
-They are found and refused by name, and do not interfere.
-
-Every package here is real metadata and a real module in its own folder on `sys.path`.
+Such packages are found, or refused by name, and do not affect engines that do not use them. Every package in these
+tests is real metadata and a real module in its own folder on `sys.path`.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ TIER = """
 
 @pytest.fixture
 def add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Add]:
-    """Return a function that installs a package: the source of its module, and its entry points by group."""
+    """Return a function that installs a package with the given source of its module and the given entry points."""
 
     def install(package: str, source: str, **groups: str) -> None:
         folder = tmp_path / package
@@ -69,7 +68,7 @@ def add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Add]:
 
 
 def refusal(given: dict[str, object]) -> str:
-    """Return the one line with which the configuration is refused."""
+    """Return the single line with which the configuration is refused."""
     with pytest.raises(ConfigError) as caught:
         load_settings(given)
     assert "\n" not in str(caught.value)
@@ -77,7 +76,10 @@ def refusal(given: dict[str, object]) -> str:
 
 
 def test_installed_tier_is_used_like_a_built_in_tier(add: Add) -> None:
-    """A tier of a package is given as a table or as a URL. Its keys are checked, and misspellings get a suggestion."""
+    """A package's tier is configured by a table or by a URL.
+
+    Its keys are checked, and a misspelt key gets a suggestion.
+    """
     add("sheds", TIER, tiers="shed = sheds:ShedSpec", tier_urls="shed = sheds:ShedSpec")
     spec = parse_tier("shed://green?lanes=2")
     assert spec.model_dump()["colour"] == "green"
@@ -91,7 +93,7 @@ def test_installed_tier_is_used_like_a_built_in_tier(add: Add) -> None:
 
 
 def test_only_requested_plug_ins_are_imported(add: Add) -> None:
-    """A package that ends the process on import does no harm to engines that do not use it."""
+    """A package ends the process when it is imported. Engines that do not use it are not affected."""
     line = "{0} = bombs:anything".format
     add("bombs", "raise SystemExit('boom')", tiers=line("bomb"), policies=line("bomb"), transfer_engines=line("bomb"))
     assert load_settings({"tiers": "redis://h", "policy": "s3fifo"}).policy == "s3fifo"
@@ -115,7 +117,7 @@ def test_only_requested_plug_ins_are_imported(add: Add) -> None:
     ],
 )
 def test_a_broken_tier_is_refused_by_name(add: Add, source: str, why: str) -> None:
-    """The refusal of a broken tier names the kind, the package, its version, the fault and the remedy."""
+    """The message has the kind of the tier, the package, its version, the fault and the remedy."""
     add("sheds", source, tiers="shed = sheds:ShedSpec")
     message = refusal({"tiers": [{"kind": "shed"}]})
     assert message.startswith("kvpipe: the kind of tier 'shed' of package sheds 1.2 ")
@@ -132,7 +134,7 @@ BUGS = {
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_tier_that_fails_over_its_configuration_is_refused(add: Add, bug: str) -> None:
-    """The message names the package, but no values, because the package's error may contain a secret."""
+    """The message names the package, but shows no values, because the package's error may contain a secret."""
     add("sheds", f"{TIER}\n        {BUGS[bug]}\n", tiers="shed = sheds:ShedSpec", tier_urls="shed = sheds:ShedSpec")
     message = refusal({"tiers": "shed://secret"})
     assert message.startswith(
@@ -164,7 +166,7 @@ def test_a_tier_that_lacks_a_method_is_refused(add: Add, made: str, why: str) ->
 
 
 def test_two_packages_with_one_name_are_refused(add: Add) -> None:
-    """Neither package is used, and the message names both. One of the two may be kvpipe."""
+    """Neither of the two packages is used, and the message names both. One of the two may be kvpipe."""
     add("sheds", TIER, tiers="shed = sheds:ShedSpec")
     add("huts", TIER, tiers="shed = huts:ShedSpec", policies="sessions = huts:x")
     assert "several packages register the kind of tier 'shed' (huts 1.2, sheds 1.2)" in refusal(
@@ -197,7 +199,7 @@ class Item:
 
 
 def test_installed_policy_is_used_like_a_built_in_policy(add: Add) -> None:
-    """A package's policy chooses the chunks that are evicted; a misspelt name is refused with all known names."""
+    """A package's policy chooses the victims. A misspelt name is refused, and the message has all known names."""
     add("policies", POLICY, policies="newest = policies:Newest")
     assert load_settings({"policy": "newest"}).policy == "newest"
     policy, items = make_policy("newest", 4), [Item() for _ in range(4)]
@@ -211,7 +213,10 @@ def test_installed_policy_is_used_like_a_built_in_policy(add: Add) -> None:
 
 
 def test_a_policy_that_lacks_a_method_is_refused(add: Add) -> None:
-    """A class is refused when the configuration is read. A policy that a function makes is refused when it is made."""
+    """A policy that is a class is refused when the configuration is read.
+
+    A policy that a function makes is refused when the function is called.
+    """
     lacks = "has no remove(), refresh(), victim(), __len__(); kvpipe.cache.policy.base.Policy lists what is needed"
     add("policies", POLICY, policies="half = policies:Half\nmade = policies:half")
     message = refusal({"policy": "half"})
@@ -246,7 +251,10 @@ LYING = """
     ],
 )
 def test_policy_that_names_wrong_victims_is_replaced_by_lru(add: Add, method: str, body: str) -> None:
-    """Only evictable chunks are evicted, each once, whatever the policy names. From then on the oldest use decides."""
+    """The policy names wrong victims, but only evictable chunks are evicted, each chunk once.
+
+    After the first wrong victim, LRU chooses the victims.
+    """
     add("policies", LYING.format(method=method, body=body), policies="lying = policies:Lying")
     faults: list[str] = []
     policy = make_policy("lying", 8, lambda event, **_: faults.append(event))
@@ -261,7 +269,7 @@ def test_policy_that_names_wrong_victims_is_replaced_by_lru(add: Add, method: st
 
 
 def test_policy_is_notified_of_dropped_chunks(add: Add) -> None:
-    """The policy's `dropped` is called, as with a built-in policy. An exception from `dropped` is a `policy_failed`."""
+    """The policy's `dropped` is called, as for a built-in policy. If `dropped` raises, this is a `policy_failed`."""
     body = "super().remove(chunk[0])\n\n        def dropped(self, chunk):\n            raise KeyError(chunk)"
     add("policies", LYING.format(method="remove", body=body), policies="lying = policies:Lying")
     faults: list[str] = []
@@ -286,7 +294,10 @@ ENGINE = """
 
 
 def test_a_transfer_engine_is_found_by_its_device(add: Add) -> None:
-    """The engine is made from the options. A missing method, or a device without an engine, is refused."""
+    """The device's package makes the engine from the options.
+
+    An engine without a method, and a device without an engine, are refused.
+    """
     add("engines", ENGINE, transfer_engines="npu = engines:make\nxpu = engines:half")
     options = EngineOptions(load_settings({"copy_threads": 1}))
     made = make_engine("npu", options)
@@ -299,7 +310,10 @@ def test_a_transfer_engine_is_found_by_its_device(add: Add) -> None:
 
 
 def test_package_without_a_name_fails_only_its_users(add: Add, tmp_path: Path) -> None:
-    """Entry points of an interrupted installation have no package name. Only engines that use them fail."""
+    """After an interrupted installation, entry points have no package name.
+
+    Only engines that use such entry points fail.
+    """
     add("rests", "", policies="rest = rests:anything")
     (tmp_path / "rests" / "rests-1.2.dist-info" / "METADATA").unlink()
     assert load_settings({"policy": "lru"}).policy == "lru"
@@ -309,7 +323,7 @@ def test_package_without_a_name_fails_only_its_users(add: Add, tmp_path: Path) -
 def test_built_in_plug_ins_are_found_without_installation() -> None:
     """Entry points of kvpipe are found in a source tree that is not installed.
 
-    Its metadata may be old or missing.
+    The metadata of this tree may be old or missing.
     """
     code = "from kvpipe.inputs import plugins; print(plugins.own('kvpipe.tiers'), plugins.own('kvpipe.policies'))"
     root = Path(plugins.__file__).parents[1]

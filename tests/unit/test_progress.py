@@ -1,4 +1,4 @@
-"""The order of test files in `make test`."""
+"""Tests of the order of test files in `make test`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from tests import progress
 
 
 def test_files_of_unknown_and_of_long_duration_run_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that runs last while the other cores wait is a short one, and the order within a file stays."""
+    """So the last file to run is a short one, and no core waits long for it.
+
+    The order within a file does not change.
+    """
     monkeypatch.setattr(progress, "_durations", lambda: {"short.py": 0.1, "long.py": 200.0})
     names = ("short.py::a", "long.py::a", "new.py::b", "new.py::a")
     items: list[Any] = [SimpleNamespace(nodeid=name) for name in names]

@@ -1,4 +1,4 @@
-"""Pages and docstrings are plain English, as far as counting can tell."""
+"""Pages and docstrings are plain English, as far as a program can count this."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ PAGES: Final = sorted(
     )
     if "generated" not in file.relative_to(ROOT).parts and "<!-- Generated from" not in file.read_text(encoding="utf-8")
 )
-"""The pages that people write."""
+"""The pages that people write, without generated pages."""
 CODE: Final = ("benchmarks", "connectors", "kvpipe", "property_tests", "statemachine", "tests", "tools")
-"""Folders whose docstrings are read. Links in them are not followed."""
+"""The folders of which docstrings are read. Links in these folders are not followed."""
 
 COLUMNS_MAX: Final = 120
 WORDS_MAX: Final = 30
@@ -38,7 +38,7 @@ _NO_PROSE: Final = ("|", "#", "<", "![", "[!")
 
 
 def paragraphs(text: str) -> Iterator[list[str]]:
-    """Yield the lines of each paragraph and list item. Code, tables, headings, comments and pictures are left out."""
+    """Yield the lines of each paragraph and list item, without code, tables, headings, comments and pictures."""
     lines, fenced = list[str](), False
     for line in text.splitlines():
         fence = line.lstrip().startswith("```")
@@ -57,7 +57,7 @@ def paragraphs(text: str) -> Iterator[list[str]]:
 
 
 def sentences(text: str) -> Iterator[str]:
-    """Yield every sentence of the prose of `text`, with code, links' targets and list marks left out."""
+    """Yield every sentence of the prose in `text`, without code, targets of links and marks of lists."""
     for lines in paragraphs(text):
         words = " ".join(line.strip() for line in lines)
         words = re.sub(r"\]\([^)]*\)", "]", re.sub(r"(`+)[^`]*\1", "`code`", _ITEM.sub("", words, count=1)))
@@ -65,13 +65,13 @@ def sentences(text: str) -> Iterator[str]:
 
 
 def wide_lines(text: str) -> Iterator[str]:
-    """Yield every line of prose of more than `COLUMNS_MAX` characters without the targets of its links."""
+    """Yield every line of prose that has more than `COLUMNS_MAX` characters without the targets of its links."""
     for lines in paragraphs(text):
         yield from (line for line in lines if len(re.sub(r"\]\([^)]*\)", "]", line)) > COLUMNS_MAX)
 
 
 def docstrings(source: str) -> Iterator[str]:
-    """Yield every docstring of Python's `source`, those of attributes too, without its indented blocks."""
+    """Yield every docstring in `source`, without its indented blocks. Docstrings of attributes are included."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             blocks = inspect.cleandoc(node.value.value).split("\n\n")
@@ -80,7 +80,7 @@ def docstrings(source: str) -> Iterator[str]:
 
 @cache
 def _sentences_of_code() -> dict[str, list[tuple[str, str]]]:
-    """Return (file, sentence) of all docstrings, by folder."""
+    """Return (file, sentence) for each sentence of a docstring, by folder."""
     found: dict[str, list[tuple[str, str]]] = {}
     for file in sorted(file for folder in CODE for file in (ROOT / folder).rglob("*.py")):
         texts = docstrings(_text(file))
@@ -89,7 +89,7 @@ def _sentences_of_code() -> dict[str, list[tuple[str, str]]]:
 
 
 def _docstrings_that(wrong: Callable[[str], object]) -> dict[str, list[str]]:
-    """Return the sentences of docstrings that are `wrong`, by folder."""
+    """Return the sentences of docstrings for which `wrong` is true, by folder."""
     found = {
         folder: [f"{file}: {one}" for file, one in sentences_there if wrong(one)]
         for folder, sentences_there in _sentences_of_code().items()
@@ -106,7 +106,7 @@ def _text(page: Path) -> str:
 
 
 def _found(find: Callable[[str], Iterable[str]]) -> dict[str, list[str]]:
-    """Return, by page, everything that `find` finds."""
+    """For each page, return the items that `find` yields."""
     found = {_name(page): list(find(_text(page))) for page in PAGES}
     return {page: those for page, those in found.items() if those}
 
@@ -116,7 +116,10 @@ def _name(page: Path) -> str:
 
 
 def test_sentences_open_with_their_subject() -> None:
-    """No sentence opens with Who, What, Of and similar words. Questions in headings may."""
+    """No sentence of a page opens with Who, What, Of and similar words.
+
+    A question as a heading may open in this way.
+    """
     assert _found(lambda text: filter(_OPENING.match, sentences(text))) == {}
 
 
@@ -142,7 +145,7 @@ def test_lines_of_prose_fit_into_120_columns() -> None:
 
 @pytest.mark.parametrize("record", RECORDS, ids=_name)
 def test_a_decision_has_its_headings_and_fits_on_a_page(record: Path) -> None:
-    """The status and the date come first. Measurements belong into `docs/notes`."""
+    """The status and the date come first. Measurements belong in `docs/notes`."""
     text = _text(record)
     assert re.match(r"# \d+\. .+\n\nStatus: (?:accepted|superseded)\b[^#]*\b20\d\d-\d\d-\d\d", text)
     assert [one for one in re.findall(r"^## (.+)$", text, re.MULTILINE) if one in HEADINGS] == HEADINGS
@@ -150,14 +153,14 @@ def test_a_decision_has_its_headings_and_fits_on_a_page(record: Path) -> None:
 
 
 def test_an_entry_of_the_changelog_has_at_most_two_lines() -> None:
-    """An entry is one change: something that users can do now, or something that no longer goes wrong."""
+    """Each entry is one change: something that users can do now, or a fault that no longer occurs."""
     entries = [lines for lines in paragraphs(_text(ROOT / "CHANGELOG.md")) if _ITEM.match(lines[0])]
     assert len(entries) > 50
     assert [lines[0] for lines in entries if len(lines) > ENTRY_LINES_MAX] == []
 
 
 def test_every_note_belongs_to_a_decision() -> None:
-    """A note has the name of its decision, and the decision links to the note."""
+    """A note's file has the name of its decision, and the decision links to the note."""
     for note in (ROOT / "docs" / "notes").glob("0*.md"):
         decision = ROOT / "docs" / "decisions" / note.name
         assert f"../notes/{note.name}" in _text(decision)
@@ -165,7 +168,7 @@ def test_every_note_belongs_to_a_decision() -> None:
 
 
 def test_prose_is_told_from_code_and_tables() -> None:
-    """`sentences` leaves out code and tables. The tests of openings and sentence lengths depend on `sentences`."""
+    """`sentences` leaves out code and tables. The tests of openings and of sentence lengths need this."""
     page = "# What is it\n\nA. Of b?\n- What *c*.\n| Who |\n```\nOf d\n```\n**Who `e. Of f`.** [g](h. Of i)\n"
     assert list(sentences(page)) == ["A.", "Of b?", "What *c*.", "**Who `code`.", "[g]"]
     assert [bool(_OPENING.match(one)) for one in sentences(page)] == [False, True, True, True, False]
@@ -173,7 +176,7 @@ def test_prose_is_told_from_code_and_tables() -> None:
 
 
 def test_docstrings_are_told_from_other_strings() -> None:
-    """`docstrings` finds docstrings of attributes and methods, too. An indented block is not prose."""
+    """`docstrings` also finds docstrings of attributes and methods. An indented block is not prose."""
     code = [
         '"""A.\n\n    Of b\n\nC ``d e``."""',
         'x = "f"\n"""G."""',

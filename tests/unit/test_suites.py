@@ -1,4 +1,4 @@
-"""Tests of the conformance suites from their users' point of view."""
+"""Tests of the conformance suites as their users see them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SUITES = {
     "tier_conformance.TierConformance": ("world", "test_health_returns"),
     "transfer_conformance.TransferConformance": ("world", "test_what_was_saved_is_what_is_loaded"),
 }
-"""For each suite, the name that a subclass must override, and the name of one of its tests."""
+"""For each suite, the name that a subclass must define, and the name of one test of the suite."""
 
 
 USE = """
@@ -40,7 +40,7 @@ def kind():
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return what pytest prints for a subclass of each suite, with one test each. All are in one process."""
+    """Return the output of pytest for one test of a subclass of each suite. All tests run in one process."""
     folder = tmp_path_factory.mktemp("suites")
     (folder / "conftest.py").write_text(KIND, encoding="utf-8")
     for suite in SUITES:
@@ -56,7 +56,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("suite", SUITES)
 def test_suite_without_a_required_name_fails_and_names_it(suite: str, printed: str) -> None:
-    """A subclass of a suite that does not define a required name fails, and names it.
+    """A subclass of a suite lacks a required name: its tests fail, and the message has the name.
 
     Pytest does not collect the suite itself.
     """

@@ -1,4 +1,4 @@
-"""No test depends on the speed of the machine: limits are long, and no test asserts how long something took."""
+"""No test depends on the speed of the machine: limits are long, and no test asserts the duration of a call."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.unit.test_house import FILES
 FOLDERS = ("tests/", "property_tests/", "kvpipe/testing/")
 CLOCKS = {"monotonic", "perf_counter", "monotonic_ns", "perf_counter_ns"}
 PAUSE_S_MAX = 0.01
-"""Times of at most this many seconds are pauses, not limits."""
+"""The largest number of seconds that is a pause and not a limit."""
 LIMITED = {"fail_after", "settimeout", "wait", "join", "result", "communicate", "acquire"}
-"""Calls whose only argument, or whose argument `timeout`, is a limit."""
+"""Names of calls that have a limit as their only argument, or as the argument `timeout`."""
 SHORT_ON_PURPOSE = {
-    "tests/engine/serving.py": 60,  # a server that does not end is killed, and no test depends on it
+    "tests/engine/serving.py": 60,  # a server that does not end in time is killed, and no test depends on it
 }
-"""Limits that decide nothing."""
+"""Short limits on which no test's result depends."""
 
 
 def _reads_a_clock(node: ast.AST) -> bool:
@@ -34,7 +34,7 @@ def _short(node: ast.AST | None) -> bool:
 
 
 def _limits(call: ast.Call) -> Iterator[ast.AST]:
-    """Yield the limits in a call."""
+    """Yield the limits that a call has as arguments."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     yield from (word.value for word in call.keywords if word.arg == "timeout")
     if name in LIMITED and len(call.args) == 1:
@@ -42,7 +42,7 @@ def _limits(call: ast.Call) -> Iterator[ast.AST]:
 
 
 def _why(node: ast.AST) -> str:
-    """Return the reason why a node fails on a slow machine, or ""."""
+    """Return the reason why a node makes a test fail on a slow machine, or "" if there is none."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         return "a short limit" if _reads_a_clock(node.left) and _short(node.right) else ""
     if isinstance(node, ast.Assert):
@@ -59,7 +59,7 @@ def _why(node: ast.AST) -> str:
 
 
 def hurried(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and the reason of every part of `text` that fails on a slow machine."""
+    """Yield the line and the reason of every part of `text` that makes a test fail on a slow machine."""
     for node in ast.walk(ast.parse(text)):
         if (why := _why(node)) and isinstance(node, ast.expr | ast.stmt):
             yield node.lineno, why
@@ -79,7 +79,7 @@ def hurried(text: str) -> Iterator[tuple[int, str]]:
     ],
 )
 def test_every_dependence_on_speed_is_found(text: str, why: str) -> None:
-    """`hurried` finds every kind of dependence on speed."""
+    """`hurried` finds every way in which a test can depend on speed."""
     assert [found for _, found in hurried(text)] == [why]
 
 
@@ -95,12 +95,12 @@ def test_every_dependence_on_speed_is_found(text: str, why: str) -> None:
     ],
 )
 def test_lower_bounds_and_calls_without_a_limit_are_accepted(text: str) -> None:
-    """A slow machine does not break such assertions."""
+    """A lower bound on a duration, or a call without a limit, does not fail on a slow machine."""
     assert not list(hurried(text))
 
 
 def test_no_test_is_hurried() -> None:
-    """Tests about a limit make it short for calls that must time out, never for calls that must be quick."""
+    """A short limit is allowed only for a call that must time out, never for a call that must be quick."""
     found = [
         f"{name}:{line}: {why}"
         for name, text in FILES.items()

@@ -1,4 +1,4 @@
-"""Rotel, an OpenTelemetry collector, in its own process. The collector forwards spans to a backend in this process."""
+"""Rotel, an OpenTelemetry collector, runs in its own process. Rotel forwards spans to a backend in this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvpipe.testing.waiting import WAIT_S, eventually
 from tests.rigs.servers.sockets import LOCAL, free_port
 
 PROGRAM = Path(__file__).parents[3] / ".cache" / "deploy" / "rotel" / "rotel-agent"
-"""Installed by `tools/setup.sh programs`."""
+"""The collector's program, which `tools/setup.sh programs` installs."""
 
 
 @contextmanager

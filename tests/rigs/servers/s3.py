@@ -67,11 +67,11 @@ class S3Server:
             connection.close()
 
     def __enter__(self) -> Self:
-        """Start it."""
+        """Start the server."""
         return self.start()
 
     def __exit__(self, *_: object) -> None:
-        """End it."""
+        """End the server."""
         self.kill()
 
     def kill(self) -> None:
@@ -83,7 +83,7 @@ class S3Server:
 
     @contextmanager
     def without_bucket(self) -> Iterator[None]:
-        """Remove the bucket and all objects, and make an empty one at the end."""
+        """Remove the bucket and all objects for the context, and make an empty bucket at its end."""
         assert self.ask("POST", "/moto-api/reset") == http.client.OK
         try:
             yield
@@ -102,15 +102,15 @@ class S3Server:
 
 
 Answer = tuple[int, str]
-"""HTTP's status, and the code of S3's error, empty for none."""
+"""The status of HTTP, and the code of S3's error, which is empty for no error."""
 
 
 @contextmanager
 def answering(answer: Callable[[str, bool], Answer]) -> Iterator[str]:
     """Serve answers that a real server cannot be made to give. Yields the URL.
 
-    `answer` gets the method, and whether the request has the condition that no such object exists. The request's body
-    is received only after `answer` has returned.
+    `answer` gets the method, and whether the request requires that no such object exists. The request's body is
+    received only after `answer` has returned.
     """
 
     class S3Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Redis and S3 servers behind TLS, whose certificate can be replaced while clients are connected."""
+"""Redis and S3 servers behind TLS. A server's certificate can be replaced while clients are connected."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ KINDS = ("redis", "s3")
 
 
 class Secured:
-    """A server with TLS. `keys`: the specification of a client, which trusts the authority in the file `trusted`."""
+    """A server with TLS. `keys`: the specification of a client that trusts only the authority in the file `trusted`."""
 
     def __init__(self, kind: str, folder: Path) -> None:
-        """Make three certificates in `folder`: two of one authority, and one of another.
+        """Make three certificates in `folder`: two certificates of one authority, and one of another authority.
 
         The server does not listen yet.
         """
@@ -40,7 +40,7 @@ class Secured:
         }
         self.trusted = Path(shutil.copy(first.ca, folder / "trusted.pem"))
         self._kind, self._context = kind, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self._context.num_tickets = 0  # no TLS session is resumed, as after a restart of the server
+        self._context.num_tickets = 0  # no TLS session is resumed, as if the server had restarted
         self._context.options |= ssl.OP_NO_TICKET
         self.proxy = Proxy(single("redis").port if kind == "redis" else shared().port, self._context)
         self.show("first")
@@ -64,7 +64,10 @@ class Secured:
 
 @contextmanager
 def secured(kind: str, folder: Path) -> Iterator[Secured]:
-    """Run a server with TLS. Meanwhile the client's file replaces the system's authorities."""
+    """Run a server with TLS.
+
+    Meanwhile a client trusts the authority in its file instead of the system's authorities.
+    """
     server = Secured(kind, folder)
     with server.proxy, mock.patch.dict(os.environ, {"SSL_CERT_FILE": str(server.trusted)}):
         yield server

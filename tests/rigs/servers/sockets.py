@@ -20,7 +20,7 @@ def free_port() -> int:
     """Return a port of loopback on which no process listens.
 
     A socket that does not listen holds the port until this process ends, so the system gives the port to no other
-    process. A server can still listen on the port, because servers set SO_REUSEADDR, too.
+    process. Servers can still listen on the port, because they set SO_REUSEADDR, as this socket does.
     """
     holder = _held.enter_context(socket.socket())
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

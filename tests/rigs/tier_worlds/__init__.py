@@ -1,4 +1,4 @@
-"""The stores on which the conformance suite runs: kvpipe's kinds of tiers, with real servers."""
+"""The stores on which the conformance suite runs: all kinds of kvpipe's tiers, with real servers."""
 
 from __future__ import annotations
 
@@ -15,4 +15,4 @@ __all__ = ["WORLDS"]
 WORLDS: Final[Mapping[str, Callable[[Path], AbstractContextManager[TierWorld]]]] = {
     **dictionary.WORLDS, **disk.WORLDS, **redis.WORLDS, **s3.WORLDS, **mooncake.WORLDS,
 }  # fmt: skip
-"""By name of the world: a function that sets the world up in an empty folder."""
+"""For the name of each world, the function that sets the world up in an empty folder."""

@@ -1,4 +1,4 @@
-"""The worlds of the disk tier: one with direct I/O, and one through the page cache with every value synced."""
+"""The worlds of the disk tier: one uses direct I/O, and one uses the page cache and syncs every value."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OLDER_S = 120
 
 
 def grow_old(tier: Tier) -> None:
-    """Make a disk tier's index count as old, so that the next lookup lists the files again."""
+    """Let a disk tier's index count as old, so that the next lookup lists the files again."""
     assert isinstance(tier, DiskTier)
     assert eventually(lambda: not tier._looks)
     tier._last = tier._last._replace(ended_s=-math.inf)
@@ -39,7 +39,7 @@ def moved(folder: Path) -> Iterator[None]:
 
 
 def aged(folder: Path) -> None:
-    """Make every file older by more than the time in which further uses do not renew the mtime."""
+    """Make every file older by more than the time during which a further use does not renew the mtime."""
     for file in (file for file in folder.rglob("*") if file.is_file()):
         used_s = file.stat().st_mtime - OLDER_S
         os.utime(file, (used_s, used_s))
@@ -54,7 +54,7 @@ def disk_world(folder: Path, **given: Any) -> Iterator[TierWorld]:
 
 @contextmanager
 def synced_world(folder: Path) -> Iterator[TierWorld]:
-    """Set up an empty folder, through the page cache, with every value synced."""
+    """Set up an empty folder, which is used through the page cache and syncs every value."""
     with disk_world(folder, direct="off", fsync=True) as world:
         yield world
 

@@ -1,4 +1,4 @@
-"""The world of the Mooncake tier: a real master, and a node that lends the memory."""
+"""The world of the Mooncake tier: a real master, and a node that lends memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvpipe.tiers.mooncake.spec import MooncakeSpec
 from tests.rigs.servers.mooncake import Master, master, node
 
 LIMITS: Final[frozenset[Limit]] = frozenset({"unbounded", "age", "unbroken"})
-"""The master evicts values and knows their ages. `tests/tiers/test_mooncake_faults.py` stops the master."""
+"""Only the master evicts values and knows their ages. `tests/tiers/test_mooncake_faults.py` stops the master."""
 SEGMENT_BYTES = 512 << 20
 
 

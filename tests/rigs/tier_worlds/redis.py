@@ -21,13 +21,16 @@ from tests.rigs.servers.redis import Certificates, RedisServer, certificates, cl
 from tests.rigs.servers.sockets import LOCAL, free_port
 
 COMMANDS = "ping select get set expire touch exists unlink strlen object|idletime pttl scan dbsize info"
-"""The commands that the user needs, plus CLUSTER SLOTS in a cluster. docs/tiers.md lists them, too."""
+"""The commands that the user must be allowed to use.
+
+In a cluster, CLUSTER SLOTS is needed, too. docs/tiers.md lists them.
+"""
 UNBOUNDED: Final[frozenset[Limit]] = frozenset({"unbounded"})
 """The server's `maxmemory` bounds the store."""
 PASSWORD_ENV, PASSWORD = "TEST_REDIS_PASSWORD", "correct horse battery staple"
 
 OTHER = "127.0.0.2"
-"""An address of the server with TLS that is not in the server's certificate."""
+"""An address of the server with TLS. The server's certificate does not name this address."""
 
 _running = ExitStack()
 atexit.register(_running.close)
@@ -47,7 +50,7 @@ def three(kind: str) -> list[RedisServer]:
 
 @cache
 def guarded() -> tuple[RedisServer, int, Certificates]:
-    """Return a server with a port for TLS, that port, and the certificates of both sides. User `kv` has a password."""
+    """Return a server, its port for TLS, and the certificates of both sides. The user `kv` has a password."""
     files = certificates(Path(_running.enter_context(tempfile.TemporaryDirectory())))
     port = free_port()
     server = _running.enter_context(serving("redis", "--tls-port", str(port), "--bind", LOCAL, OTHER, *files.options))
@@ -107,7 +110,7 @@ def _alone(kind: str) -> list[RedisServer]:
 
 @contextmanager
 def refusing(servers: list[RedisServer]) -> Iterator[None]:
-    """Take all rights from all users, except the rights that are needed to restore them."""
+    """Take all rights from all users for the context, except the rights that are needed to restore all rights."""
     users = [(server, user) for server in servers for user in server.ask("ACL", "USERS")]
     rights = {(server.port, user): _rights(server, user) for server, user in users}
     try:
@@ -125,7 +128,7 @@ def _rights(server: RedisServer, user: bytes) -> list[bytes]:
 
 
 def age(servers: list[RedisServer]) -> None:
-    """Make every value older by two minutes, by restoring the value with that idle time."""
+    """Make every value older by two minutes: each value is restored with this idle time."""
     for server in servers:
         for key in server.ask("KEYS", "*"):
             server.ask("RESTORE", key, 0, server.ask("DUMP", key), "REPLACE", "IDLETIME", 120)

@@ -1,4 +1,4 @@
-"""The worlds of the S3 tier on a real server: values are read in one request, or in ranges."""
+"""The worlds of the S3 tier on a real server: the first reads a value in one request, the second in ranges."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.rigs.servers.s3 import BUCKET, S3Server, fresh_prefix, shared
 KEYS = {"TESTS_S3_ACCESS": "access", "TESTS_S3_SECRET": "hush-hush"}
 
 LIMITS: Final[frozenset[Limit]] = frozenset({"unbounded", "age"})
-"""A bucket's rule removes objects by the age of their only write."""
+"""A bucket's rule removes objects by the time since they were written. Objects are written only once."""
 
 
 def spec_of(server: S3Server, **keys: Any) -> S3Spec:
-    """Return the specification of an empty prefix on `server`, with changed `keys`."""
+    """Return the specification of an empty prefix on `server`, with the values of `keys` changed."""
     os.environ |= KEYS
     message = {
         "url": f"s3://{BUCKET}/{fresh_prefix()}",
