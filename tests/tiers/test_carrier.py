@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import threading
 import time
@@ -18,8 +17,8 @@ from kvpipe.protocol.geometry import Geometry, Group, Layer
 from kvpipe.protocol.messages import TierOrder
 from kvpipe.testing.held_tier import DictSpec, HeldTier
 from kvpipe.testing.waiting import PATIENT, WAIT_S, eventually
-from kvpipe.tiers import carrier, guard
-from kvpipe.tiers.base import Get, Read, Tier, blocking
+from kvpipe.tiers import carrier
+from kvpipe.tiers.base import Tier, blocking
 from kvpipe.tiers.carrier import Carried, Carrier
 from kvpipe.tiers.guard import FAULTS_MAX, READ, WRITE, GuardedTier, guarded
 from kvpipe.tiers.parts import RankParts, Share, mark_key
@@ -337,91 +336,3 @@ def test_a_cancelled_thread_is_asked_to_stop(after_s: float) -> None:
 
     limiter = anyio.CapacityLimiter(2)
     anyio.run(play)
-
-
-class _Rude(HeldTier):
-    """A tier that raises exceptions that end tasks and threads: first from `open`, later from `read`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ends: list[BaseException] = [asyncio.CancelledError(), SystemExit(1), KeyboardInterrupt()]
-        self.reads = list(self.ends)
-
-    async def open(self) -> None:
-        if self.ends:
-            raise self.ends.pop(0)
-
-    async def read(self, gets: Sequence[Get]) -> list[Read]:
-        if self.reads:
-            raise self.reads.pop(0)
-        return await super().read(gets)
-
-
-def test_a_tier_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception of a tier is a failure like any other, even if it would end the task or the process."""
-    monkeypatch.setattr(guard, "FAULTS_MAX", 10)
-    tier = _Rude()
-    with rank_of(tier, probe_s=0.001) as rank:
-        limit = time.monotonic() + WAIT_S
-        while tier.ends or not rank.tiers[0].breakers[READ].allows:
-            assert time.monotonic() < limit
-            assert rank.carrier.alive
-            rank.carrier.probe_now()
-            time.sleep(0.001)
-        while tier.reads:  # not each order reads: the tier is not used just after a failure
-            assert time.monotonic() < limit
-            rank.carry(stores=False, slot=0)
-            assert rank.ended() == [False]
-            rank.carrier.loop.put(rank.tiers[0].breakers[READ].ok)
-            rank.carrier.probe_now()
-        while not rank.tiers[0].breakers[READ].allows:
-            assert time.monotonic() < limit
-            rank.carrier.probe_now()
-        rank.carry(stores=True, slot=0)
-        assert rank.ended() == [True]
-        rank.carry(stores=False, slot=0)
-        assert rank.ended() == [True]
-
-
-class _Shielded(HeldTier):
-    """A tier whose reads write into their buffers until `over` is set, even if they are cancelled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.begun, self.over = threading.Event(), threading.Event()
-
-    async def read(self, gets: Sequence[Get]) -> list[Read]:
-        self.begun.set()
-        with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(self.over.wait)
-        return [Read.MISS for _ in gets]
-
-
-def test_fetch_is_over_only_when_it_writes_no_more_after_a_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise another chunk could be saved into the slot of a read that still runs."""
-    monkeypatch.setattr(carrier, "STOP_S_MAX", 0.05)
-    tier = _Shielded()
-    with rank_of(tier) as rank:
-        rank.carry(stores=False, slot=0)
-        assert tier.begun.wait(WAIT_S)
-        rank.carrier.shutdown()
-        assert rank.carrier.collect() == []
-        tier.over.set()
-        assert rank.ended() == [False]
-
-
-def test_lost_carrier_reports_each_order_once() -> None:
-    """A lost carrier reports all its orders as failed. An order that ends later is not reported again."""
-    tier = HeldTier()
-    with rank_of(tier) as rank:
-        tier.hold()
-        rank.carry(stores=False, slot=0)
-        limit = time.monotonic() + WAIT_S
-        while not tier.waiting:
-            assert time.monotonic() < limit
-        rank.carrier._over = True
-        assert rank.ended() == [False]
-        tier.let_go()
-        while rank.carrier.open:
-            assert time.monotonic() < limit
-        assert rank.carrier.collect() == []
