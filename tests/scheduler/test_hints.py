@@ -198,7 +198,7 @@ def test_all_chunks_of_a_request_with_an_adapter_are_reported(*, adapter: bool) 
 
 
 @pytest.mark.parametrize("end", ["never admitted", "aborted", "preempted"])
-def test_request_without_chunks_in_the_pool_gets_no_hint(end: str) -> None:
+def test_request_that_is_never_admitted_gets_no_hint(end: str) -> None:
     """A request that was never admitted has saved nothing, so the policy does not get its hint.
 
     The hint of an aborted or preempted request is passed to the policy.

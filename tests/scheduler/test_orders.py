@@ -283,7 +283,7 @@ def test_owner_of_a_pin_differs_from_every_requests_owner() -> None:
         assert owner != Owner(owner.request, epoch)
 
 
-def test_too_many_orders_are_refused_but_not_the_ends_of_pins() -> None:
+def test_too_many_orders_are_refused_but_pins_end_in_time() -> None:
     """The number of waiting orders is limited. A pin still ends at its deadline."""
     one = Ordering()
     request = one.save("a", CHUNK)
