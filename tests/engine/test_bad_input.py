@@ -1,4 +1,4 @@
-"""Bad input is refused before the engine serves, in one sentence that names key, value and remedy."""
+"""Bad input is refused before the engine serves, and one sentence names the key, the value and the remedy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECOND_USE = {"kind": "disk", "path": "/mnt/kv", "store": "second_use"}
 
 
 def _refusal(config: dict[str, Any], **options: Any) -> str:
-    """Return the message of the error that starting the engine raises, whichever error wraps it."""
+    """Start the engine, and return the message of the error, even if another error wraps it."""
     with pytest.raises(Exception, match=r"kvpipe|kv_role") as caught, engine(kvpipe=config, **options):
         pass
     error: BaseException | None = caught.value

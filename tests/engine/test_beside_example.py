@@ -25,10 +25,7 @@ KVPIPE = {"kv_connector": "KVPipeConnector", "kv_role": "kv_both", "kv_connector
 
 @pytest.mark.parametrize("first", [True, False], ids=["kvpipe first", "kvpipe last"])
 def test_first_connector_loads_a_prompt_that_both_connectors_have(tmp_path: Path, *, first: bool) -> None:
-    """The connector that vLLM asks first loads a prompt that both connectors have.
-
-    Answers equal those of an engine without connectors.
-    """
+    """Both orders of the connectors are tested. Answers equal the answers of an engine without connectors."""
     cold, branch = baseline([FIRST, SECOND], TOKENS, **OWN)
     other = {
         "kv_connector": "ExampleConnector", "kv_role": "kv_both",
