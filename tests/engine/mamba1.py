@@ -21,7 +21,10 @@ def lend_kernels(patch: pytest.MonkeyPatch) -> None:
 
 
 def _terms(x: torch.Tensor, delta: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the share of a state that each token keeps, and the part that it adds: (tokens, channels, state)."""
+    """Return the share of a state that each token keeps, and the part that the token adds.
+
+    Both are (tokens, channels, state).
+    """
     return torch.exp(delta[..., None] * a), (delta * x)[..., None] * b[:, None]
 
 

@@ -79,7 +79,10 @@ def test_kernels_are_replaced_when_llvmlite_is_imported() -> None:
 
 
 def test_cold_warm_conversation_restart_and_mixed(tmp_path: Path) -> None:
-    """Answers and accepted drafts equal those of an engine without a connector, for hits of every length and origin."""
+    """Answers and accepted drafts equal those of an engine without a connector.
+
+    Hits have several lengths, and come from memory and from disk.
+    """
     with drafting(None) as plain:
         first = plain.one_by_one(PROMPTS, 120)
         counts = [plain.take()]

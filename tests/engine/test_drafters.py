@@ -21,7 +21,7 @@ PROMPTS = [prompt(300, 41), prompt(530, 42)]
 
 
 class Way(NamedTuple):
-    """A drafting method: the model, the number of drafts, and the number of later tokens on which its KV depends."""
+    """A drafting method. `ahead` is the number of later tokens on which the KV of a token depends."""
 
     method: str
     recipe: str = "llama"

@@ -1,4 +1,4 @@
-"""Hints reach kvpipe through vLLM's own interfaces: requests of an engine in this process, and vLLM's HTTP server."""
+"""Hints reach kvpipe through vLLM's own interfaces. The engine is in this process, or behind vLLM's HTTP server."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_announced_session_is_in_memory_before_its_request_arrives(tmp_path: Pat
         side.prefetching.idle_s_max = WAIT_S
         catalog: Any = side.catalog
         assert catalog.slots == slots
-        catalog.ahead.of_account(ANYBODY)._used = slots  # earlier announced requests have come
+        catalog.ahead.of_account(ANYBODY)._used = slots  # requests that were announced earlier have arrived
         now_s = 1000.0
         catalog._clock = lambda: now_s
         params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, detokenize=False)

@@ -60,7 +60,7 @@ _SIGHT: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Idefics3 with random weights, its tokenizer and its processor, which needs no torchvision."""
+    """Return the folder of a small Idefics3 with random weights and a tokenizer. Its processor needs no torchvision."""
     from transformers import (
         AutoTokenizer,
         Idefics3Config,
