@@ -86,7 +86,7 @@ def _step(rank: AuxOutputWorkerConnector, request: str, computed: int, scheduled
 
 
 def test_vllm_fails_when_it_lacks_the_experts_of_a_hit() -> None:
-    """The connector of vLLM has experts only of tokens that this engine has computed.
+    """The connector of vLLM knows experts only of tokens that this engine has computed.
 
     When this test fails, hits can be served in such engines.
     """
