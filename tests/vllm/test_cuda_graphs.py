@@ -141,7 +141,7 @@ def test_which_steps_are_replayed() -> None:
 
 
 def test_layerwise_is_refused_with_fused_attention() -> None:
-    """`layerwise` is refused with attention fused with quantisation, because vLLM then chooses whole graphs."""
+    """`layerwise` is refused with attention fused with quantisation, because then vLLM chooses whole CUDA graphs."""
     config = CompilationConfig(
         mode=CompilationMode.VLLM_COMPILE,
         cudagraph_mode=CUDAGraphMode.PIECEWISE,  # vLLM sets this mode for a connector that needs piecewise graphs

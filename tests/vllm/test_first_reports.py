@@ -35,7 +35,10 @@ def _new_engine(shape: Shape, *, unmet: bool = True) -> Iterator[Trial]:
 
 @pytest.mark.parametrize("name", ["sibling-behind", "two-siblings"])
 def test_ranks_leave_the_handshake_to_other_connectors(name: str) -> None:
-    """In either order, the other connector gets the handshakes of all its ranks. kvpipe's reports come with a step."""
+    """In either order, the other connector gets the handshakes of all ranks.
+
+    kvpipe's first reports come with a step.
+    """
     with _new_engine(SHAPES[name]) as trial:
         assert all(rank.kvpipe.get_handshake_metadata() is None for rank in trial.ranks)
         trial.do(("drain",))

@@ -106,7 +106,10 @@ def _shape(dcp: int, interleave: int = 1) -> tuple[dict[str, object], int]:
 
 
 def test_a_block_is_as_long_as_all_ranks_shares_of_it() -> None:
-    """Under decode context parallelism, the tokens of a block that a rank has are a fact of its bytes."""
+    """With decode context parallelism, a rank has only some tokens of a block.
+
+    The bytes of the rank's block depend on which tokens these are.
+    """
     (alone, block), (two, blocks), (other, _) = _shape(1), _shape(2), _shape(2, 4)
     assert (block, blocks) == (16, 32)
     assert "context_parallel" not in alone
@@ -213,7 +216,7 @@ def test_useless_remedy_is_not_recommended(states_back: int, remedy: str) -> Non
 
 
 def test_a_load_never_begins_within_a_block() -> None:
-    """vLLM shares and computes the beginning of the block.
+    """VLLM shares and computes the beginning of the block.
 
     So vLLM asks kvpipe only for tokens after the end of the block.
     """

@@ -188,7 +188,7 @@ def test_every_process_shows_the_same() -> None:
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("name", ["preprocessor_config.json", "processing_some.py", "image_processor.py"])
 def test_files_count_beside_a_processor(tmp_path: Path, processor: SimpleNamespace, name: str, known: bool) -> None:
-    """The contents of a processor's files and code are part of the identity, even if the processor cannot be made."""
+    """The contents of a processor's files and code are part of the identity, even if creating it fails."""
     processor.one = Normalize(1) if known else None
     file = tmp_path / name
     file.write_text("size = 224", encoding="utf-8")

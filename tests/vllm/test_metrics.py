@@ -82,7 +82,7 @@ def test_changes_wait_for_a_later_step_that_can_report_them(monkeypatch: pytest.
 
 
 def test_a_meter_takes_the_durations_since_the_last_call() -> None:
-    """Durations are lists of values, because the process that serves `/metrics` puts them into buckets."""
+    """Durations are lists of values, because the process that serves `/metrics` sorts the values into buckets."""
     durations = Durations()
     meter = Meter(dict, durations=durations.take)
     durations.of(LOAD, "disk")(0.25)

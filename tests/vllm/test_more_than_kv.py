@@ -28,7 +28,10 @@ from kvpipe.connectors.vllm.trial.shapes import SHAPES, make_configs
 from kvpipe.errors import UnsupportedError
 
 BLOCK, EXPERTS = 32, (2, 4)
-"""The number of tokens per block. The numbers of layers, and of experts per token in each layer."""
+"""The number of tokens per block.
+
+Then a pair: the number of layers, and the number of experts per token in each layer.
+"""
 
 
 def _config() -> Any:

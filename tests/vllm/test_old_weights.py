@@ -127,9 +127,9 @@ def test_failed_load_is_reported_when_stale_blocks_cannot_be_evicted(monkeypatch
 
 
 def test_nothing_is_kept_of_requests_with_embeddings_of_old_weights() -> None:
-    """Until vLLM drops them, nothing is kept of requests with images, or of requests that reuse their blocks.
+    """Until vLLM drops old embeddings, kvpipe keeps no KV of requests with images.
 
-    Requests with text only are kept.
+    Neither is KV kept of requests that reuse the blocks of such requests. KV of requests with text only is kept.
     """
     geometry, manager = geometry_of_windows((None,), 16, 8), _Manager()
     remedies = Remedies(geometry, LoadAdmission(geometry, 64, 64))

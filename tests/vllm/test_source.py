@@ -166,7 +166,7 @@ def test_failed_reading_makes_later_content_unknown(monkeypatch: pytest.MonkeyPa
 
 
 def test_ranks_with_different_tensors_have_no_source() -> None:
-    """Ranks have no common source if they were loaded from different tensors, or if the source of one is unknown."""
+    """Ranks have no common source if they loaded different tensors, or if the source of one rank is unknown."""
     assert loaded_from("m0=s:m1=s") == LoadedFrom("m0:m1", "s")
     for noted in ("m0=s:m1=t", "m0=s:m1", "m0:m1"):
         assert loaded_from(noted) == LoadedFrom("m0:m1", "")

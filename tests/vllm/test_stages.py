@@ -79,9 +79,9 @@ def _engine(**changes: Any) -> Any:
     ids=str,
 )
 def test_stages_that_would_not_be_followed_are_refused(changes: dict[str, Any], wording: str) -> None:
-    """Runner V1 does not end the steps of a first stage that drafts.
+    """With drafts, runner V1 does not end the connector's steps on the first stage.
 
-    vLLM's first Ray executor is notified last.
+    With vLLM's first Ray executor, only the last stage reports.
     """
     with pytest.raises(UnsupportedError, match=wording):
         check_engine(_engine(**changes))

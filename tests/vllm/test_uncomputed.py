@@ -1,4 +1,7 @@
-"""Blocks to which vLLM has given a key for a step that does not compute them are removed from its cache."""
+"""VLLM may give a block a key for a step that never computes the block.
+
+Kvpipe removes such blocks from vLLM's cache.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine's weights are digested in memory, are in doubt after a possible change, and are then digested again."""
+"""An engine's weights are digested in memory, are in doubt after a possible change, and are digested again."""
 
 from __future__ import annotations
 
