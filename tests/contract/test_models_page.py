@@ -46,7 +46,7 @@ def test_the_places_of_other_supported_releases() -> None:
 def test_answers_are_the_same_on_every_processor() -> None:
     """Models with latent attention, sparse attention and states get equal answers.
 
-    VLLM refuses some at other places with AMX.
+    With AMX, vLLM refuses some of these models at other places.
     """
     asked = (
         "BailingMoeV3VLForConditionalGeneration", "DeepseekV2ForCausalLM", "FalconH1ForCausalLM", "Glm5NextForCausalLM",

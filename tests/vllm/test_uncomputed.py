@@ -45,7 +45,7 @@ def _preempted_when_scheduled() -> Trial:
 
 
 def test_prefix_cache_keeps_no_block_that_no_step_has_computed() -> None:
-    """If a request is preempted in the pass that scheduled it, the prefix cache keeps only its computed blocks."""
+    """If a pass schedules and preempts a request, the prefix cache keeps only the request's computed blocks."""
     trial = _preempted_when_scheduled()
     try:
         manager, watched = trial.scheduler.kv_cache_manager, Watched(trial)
