@@ -61,7 +61,7 @@ def scan(folder: Path) -> dict[str, int]:
 
 
 def _messages(tree: ast.Module) -> Iterator[str]:
-    """Yield the function around each such statement of `tree`."""
+    """Yield the function around each place in `tree`."""
     stack: list[tuple[str, ast.AST]] = [("", tree)]
     while stack:
         name, node = stack.pop()

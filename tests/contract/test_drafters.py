@@ -20,7 +20,10 @@ SPECULATORS = "v1/worker/gpu/spec_decode"
 
 
 def check(folder: Path) -> None:
-    """Check drafters of the package in `folder`. They write KV of accepted hidden states and positions, then masks."""
+    """Check drafters of the package in `folder`.
+
+    They write KV of accepted hidden states and positions, and then of masks.
+    """
     dflash = folder / SPECULATORS / "dflash/speculator.py"
     kernel = _source(dflash, "_prepare_dflash_inputs_kernel")
     for line in (
@@ -153,7 +156,10 @@ def check_stages(folder: Path) -> None:
 
 
 def check_kept_states(folder: Path) -> None:
-    """With an interval of 0, vLLM keeps states at the ends of prefill steps, but none that drafts have crossed."""
+    """Check that with an interval of 0, vLLM keeps states at the ends of prefill steps.
+
+    It keeps no state that drafts have crossed.
+    """
     core = folder / "v1/core"
     known: dict[str, Any] = {}
     exec(_source(core / "kv_cache_coordinator.py", "replay_boundaries"), known)  # noqa: S102
@@ -199,7 +205,7 @@ def test_drafters_that_are_fed_context_of_other_supported_releases() -> None:
 
 
 def test_the_caches_of_a_drafter_with_latents_are_served() -> None:
-    """The attention of Kimi K3's drafter is not causal where it drafts, but no KV of a prefix depends on that."""
+    """The attention of Kimi K3's drafter is not causal among drafts. The KV of a prefix does not depend on drafts."""
     latents: dict[str, Any] = {"block_size": 64, "num_kv_heads": 1, "head_size": 576, "dtype": torch.uint8}
     drafter = MLAAttentionSpec(**latents, non_causal_multi_token_decode=True)
     groups = [

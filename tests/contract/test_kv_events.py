@@ -129,7 +129,8 @@ class Noted:
 def test_a_router_makes_the_same_hashes(kind: str, pieces: list[tuple[int, int]]) -> None:
     """Hashes computed from an event's tokens and extra keys equal the event's hashes, however the chunk was filled.
 
-    Extra keys of images and embeddings are of whole chunks: the router learns hashes within these from vLLM's events.
+    Extra keys of images and embeddings are keys of whole chunks. The router learns the hashes within such a chunk from
+    vLLM's events.
     """
     request = request_of(**KINDS[kind]())
     reported = Noted()
@@ -178,7 +179,7 @@ def test_images_embeddings_and_long_salts_are_not_kept_for_events() -> None:
 
 
 def test_events_equal_those_of_vllms_own_pool() -> None:
-    """For one prefix, vLLM's pool with blocks as large as a chunk publishes equal events, except for the medium."""
+    """VLLM's pool with blocks as large as a chunk publishes equal events for a prefix. Only the medium differs."""
     for kind in set(KINDS) - {"embeddings"}:
         request = request_of(**KINDS[kind]())
         (theirs,) = vllms_own(request, 4 * BLOCK)

@@ -1,4 +1,7 @@
-"""Each attribute that the connector reads of vLLM's objects is in the list that every release is checked against."""
+"""Each attribute that the connector reads of vLLM's objects is in a list.
+
+Every release is checked against this list.
+"""
 
 from __future__ import annotations
 

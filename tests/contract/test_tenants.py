@@ -29,7 +29,10 @@ class Seen(Trial):
     """A trial that records everything that a tenant can read, except times by the clock."""
 
     def __init__(self, shape: str, seed: int, *, apart: bool) -> None:
-        """`apart`: requests with a salt or an adapter have other documents than those without, of equal length."""
+        """With `apart`, requests with a salt or an adapter have other documents than the other requests.
+
+        Lengths are equal.
+        """
         super().__init__(SHAPES[shape], seed)
         self.documents = [[self.rng.randrange(200) for _ in range(TOKENS)] for _ in range(DOCUMENTS)]
         self.theirs = [[199 - token for token in text] for text in self.documents] if apart else self.documents

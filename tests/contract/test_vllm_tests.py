@@ -32,7 +32,10 @@ TESTS_MIN = 150
 
 
 class VllmTests:
-    """Runs the tests of each release under its own scheduler, in forks of a process that has imported that release."""
+    """Runs the tests of each release under the release's own scheduler.
+
+    Each run is a fork of a process that has imported vLLM.
+    """
 
     def __init__(self) -> None:
         self._ready: dict[str, subprocess.Popen[str]] = {}
