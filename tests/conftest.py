@@ -12,7 +12,8 @@ import pytest
 from property_tests.profiles import register
 
 register()
-gc.disable()  # until all tests are imported: modules are no garbage, and every search through them takes time
+# No collection until all tests are imported: modules never become garbage, and every search of them takes time.
+gc.disable()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -22,7 +23,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep what is imported by now, which stays, out of every collection of garbage to come."""
+    """Exclude all objects that are imported by now from later collections of garbage, because these objects stay."""
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -31,7 +32,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """Return a temporary folder for Unix sockets, whose paths have about 100 bytes at most."""
+    """Return a temporary folder with a short path for Unix sockets.
+
+    A socket's path may have about 100 bytes at most.
+    """
     folder = Path(tempfile.mkdtemp(prefix="kvp", dir="/tmp"))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)

@@ -75,7 +75,7 @@ def write_sources(root: Path, version: str, changes: dict[str, tuple[str, str]])
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_connector_fits_every_recorded_release(version: str) -> None:
-    """Abstract methods are implemented, every allowed call is accepted, and every attribute that we read exists."""
+    """Abstract methods are implemented, every allowed call is accepted, and every attribute that is read exists."""
     assert judging.mismatches(c.load(version), inspected()) == []
 
 

@@ -112,7 +112,7 @@ def test_blocks_are_removed_by_a_reset_and_an_eviction(node: DirectNode) -> None
 
 
 def test_blocks_are_announced_once_if_the_namespace_is_named_again(node: DirectNode) -> None:
-    """An engine names its namespace again when its ranks introduce themselves again, and forgets the dict before."""
+    """If its ranks introduce themselves again, an engine names its namespace again, and drops its earlier dict."""
     writer = NotedEngine(node)
     writer.save(request_of())
     writer.receive()

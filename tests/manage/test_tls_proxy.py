@@ -43,7 +43,7 @@ def _serving(port: int, *command: str | Path) -> Iterator[None]:
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Managed]:
-    """Yield an engine that serves on a port that nginx reaches."""
+    """Yield an engine that serves on a port to which nginx connects."""
     one = Managed(tmp_path, manage=f"{LOCAL}:{free_port()}")
     yield one
     one.server.stop()
@@ -78,7 +78,7 @@ def tls_port(engine: Managed, files: Certificates, tmp_path: Path) -> Iterator[i
 
 
 def _status(port: int, files: Certificates, *, shows: bool, token: str = TOKEN) -> int:
-    """Request the engine's state and return the status. `shows` says whether the client shows its certificate."""
+    """Request the engine's state and return the status. With `shows` the client shows its certificate."""
     context = ssl.create_default_context(cafile=str(files.ca))
     if shows:
         context.load_cert_chain(files.cert, files.key)

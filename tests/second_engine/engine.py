@@ -76,7 +76,7 @@ class Request:
 
 
 class Step(NamedTuple):
-    """The work of one step: tokens by request id, and the requests that were preempted before the step."""
+    """The work of one step: numbers of tokens by request id, and the requests that were preempted before the step."""
 
     num_scheduled_tokens: dict[str, int]
     preempted_req_ids: frozenset[str]
@@ -162,7 +162,10 @@ class Engine:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.loading: dict[str, tuple[Request, int]] = {}
-        """By id of a request that waits for a load, the number of its tokens that are held when the load has ended."""
+        """Requests that wait for a load, by id.
+
+        The number is that of the request's tokens that are held after the load.
+        """
         self._to_preempt: set[str] = set()
 
     def _make_caches(self, shape: Shape, ranks: int) -> dict[str, torch.Tensor]:

@@ -97,7 +97,7 @@ class Transformer:
     def _token(
         self, layer: int, state: torch.Tensor, paged: list[torch.Tensor], table: Sequence[int], position: int
     ) -> torch.Tensor:
-        """Return the state of the token at `position` after `layer`, whose keys and values are written on the way."""
+        """Write the keys and values of the token at `position`, and return the token's state after `layer`."""
         heads, dim = self.shape.heads, self.shape.head_dim
         query, key, value = torch.mv(self.qkv[layer], _normed(state)).view(3, heads, dim)
         angle = position * self.rotation

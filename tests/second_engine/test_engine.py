@@ -1,4 +1,4 @@
-"""The engine without kvpipe: an answer depends only on its prompt, whatever is computed at the same time."""
+"""The engine without kvpipe: an answer depends only on its prompt, and not on other requests in the batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_first_token_of_a_prompt_changes_the_answer() -> None:
 
 
 def test_the_prefix_cache_changes_no_answer() -> None:
-    """A prompt that begins like an earlier one is computed from there on, with the same answer."""
+    """If a prompt begins like an earlier prompt, only the other tokens are computed, with the same answer."""
     engine = Engine(MODEL)
     first = engine.add("first", prompt(30, shared=22))
     engine.run()

@@ -1,4 +1,7 @@
-"""The page for authors of other engines' adapters describes the code's behaviour, and the code on it needs no vLLM."""
+"""The page for authors of other engines' adapters describes the code's behaviour.
+
+The code on the page needs no vLLM.
+"""
 
 from __future__ import annotations
 

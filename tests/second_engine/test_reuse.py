@@ -176,7 +176,7 @@ def test_failed_loads_are_computed(world: World, load: str, ranks: int) -> None:
 
 
 def test_blocks_are_kept_until_the_load_of_an_aborted_request_has_ended(world: World) -> None:
-    """Until then the load still writes the blocks, so no other request may get them."""
+    """The load of an aborted request still writes to its blocks, so no other request may get these blocks yet."""
     copiers: list[HeldEngine] = []
 
     def copier() -> HeldEngine:

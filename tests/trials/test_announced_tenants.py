@@ -30,7 +30,7 @@ def announced_by(played: Played) -> Counter[str]:
 
 
 def test_announcements_of_a_salt_stay_when_another_salt_announces_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The salt with the most announcements loses some of its own, even if they have the earliest times."""
+    """The salt with the most announcements loses some of its own announcements, even the earliest."""
     monkeypatch.setattr(a, "ANNOUNCED_MAX", 3)
     with in_play(ROOMY) as played:
         announce(played, 1, [0], PAUSE_S)

@@ -194,7 +194,7 @@ def test_waiting_request_uses_the_hit_in_memory_at_lookup_ms_max(when: str) -> N
 @pytest.mark.parametrize("move", [("abort", 0), ("reset", True, False)])
 @pytest.mark.parametrize("steps", range(6))
 def test_a_stage_ends_with_its_request(move: tuple[object, ...], steps: int) -> None:
-    """The leases of a stage end in every state in which its request is aborted or the cache is reset."""
+    """In every state of a stage, its leases end if its request is aborted or the cache is reset."""
     with in_play() as played:
         played.do(ADD, *[("schedule",), ("update",)] * (steps // 2), *[("schedule",)] * (steps % 2), move, ("drain",))
         played.watched.after_drain()

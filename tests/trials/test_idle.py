@@ -1,4 +1,4 @@
-"""Announced prompts do not keep an engine busy, do not use memory for long, and do not count as used too early."""
+"""Announced prompts do not keep an engine busy, do not use memory for long, and are not counted as used too early."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tests.trials.test_announced import PAUSE_S, STEPS, announcing, over, steps
 
 @pytest.mark.parametrize("begun", [True, False], ids=["begun", "due"])
 def test_idle_engine_may_stop_soon(*, begun: bool) -> None:
-    """The engine may be about to end, or to pause for new weights.
+    """An engine stops although announcements wait or tiers are slow.
 
-    It stops although announcements wait or tiers are slow.
+    The reason: it may be about to end, or to pause for new weights.
     """
     with announcing() as (played, clock):
         side: Any = played.trial.side

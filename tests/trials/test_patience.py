@@ -56,7 +56,7 @@ def test_the_busier_an_engine_is_the_slower_a_tier_may_be(monkeypatch: pytest.Mo
 
 
 def test_no_request_skips_a_tier_when_waiting_costs_nothing() -> None:
-    """No request skips a tier while the engine has no room or computes other prompts, or if settings forbid it."""
+    """No request skips a tier while the engine has no room or computes other prompts, or if settings forbid skips."""
     assert _patience().passes(asked=True)
     assert not _patience().passes(asked=False)
     assert not _patience(slow_ms_max=1).passes(asked=True)

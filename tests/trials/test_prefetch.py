@@ -152,7 +152,7 @@ def test_prefetch_ends_when_a_tier_does_not_answer() -> None:
 
 
 def test_an_engine_that_has_nothing_to_do_begins_with_its_next_step() -> None:
-    """The operators' thread may carry out orders, but a fetch begins only in a step of the ranks."""
+    """The operators' thread may carry out orders, but a fetch begins only in a step, in which ranks get tier orders."""
     with in_play(ROOMY) as played:
         side = played.trial.side
         assert not side.pending
@@ -202,7 +202,7 @@ def test_prefetch_keeps_to_its_share_of_the_pool() -> None:
 
 
 def test_prefetch_ends_when_a_waiting_request_needs_its_room() -> None:
-    """If there is no room for both, the waiting request's chunks are fetched and the prefetch ends."""
+    """If a request and a prefetch do not both have room, the request's chunks are fetched and the prefetch ends."""
     with in_play(SHAPE._replace(pool_slots=8)) as played:
         order = warm(played)
         played.do(

@@ -33,7 +33,7 @@ def test_the_slowest_rank_counts(mine: float, other: float, slowest: float) -> N
 
 
 def test_the_rate_is_that_of_copies_not_of_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bus rate is measured between landings of queued copies, because the first wave may wait for compute."""
+    """The bus rate is measured between landings of queued copies, because the first wave may wait for the device."""
     rig = Rig()
     now = [1_000_000_000]
     monkeypatch.setattr("time.monotonic_ns", lambda: now[0])
@@ -123,7 +123,7 @@ def test_a_hit_alone_is_loaded_in_its_step_however_large() -> None:
 
 
 def test_a_step_that_computes_nothing_waits_for_a_load() -> None:
-    """An empty step waits after another empty step if a request waits for its load, and no request computes."""
+    """The second of two empty steps waits for a load, if a request waits for the load and no request computes."""
     world = SchedulerWorld(load="async", waits_idle=True)
     world.publish(world.request("old", 4, shared=4))
     world.step()
