@@ -28,7 +28,10 @@ DURATIONS: Final = ROOT / "tests" / "durations.json"
 `make durations` writes this file.
 """
 MEASURED: Final = ROOT / ".cache" / "tests"
-"""The last run of each part: seconds and CPU seconds of its test files (NAME.json), and failed tests (NAME.failed)."""
+"""The last run of each part.
+
+NAME.json has the seconds and CPU seconds of its test files, NAME.failed the failed tests.
+"""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

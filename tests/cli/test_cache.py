@@ -191,7 +191,7 @@ def test_verify_reports_damaged_values(cache: Stated, disk: str) -> None:
 
 
 def test_each_value_is_checked_separately(cache: Stated, disk: str) -> None:
-    """Values that are read in parallel are not mixed up: a header without a body is too short in every position."""
+    """Values that are read in parallel are not mixed up: a header without a body is too short at every position."""
     for key in KEYS:
         os.truncate(file_of(disk, key), HEADER_BYTES)
     assert cache.json("verify", disk, status=1)["reasons"] == [{"why": "length", "items": len(KEYS)}]
@@ -245,7 +245,7 @@ def test_stats_reports_why_a_tier_is_unhealthy() -> None:
 
 
 def test_values_of_unknown_age_are_kept() -> None:
-    """If a tier does not know the ages of its values, `--older-than` deletes none and reports their number."""
+    """If a tier does not know the ages of its values, `--older-than` deletes no such value and reports the number."""
     tier, report = DictTier(), Findings()
     tier.values = {key.text: bytes(HEADER_BYTES) for key in KEYS}
     args = argparse.Namespace(namespace=ONE, older_than=0.0, delete=True, stale=False, force=False)
@@ -335,7 +335,7 @@ def command(*args: str, code: str = "", **kwargs: Any) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("code", ["", ELSEWHERE], ids=["here", "elsewhere"])
 def test_an_interrupt_gives_status_130_and_one_word(code: str) -> None:
-    """An interrupt while a tier does not answer, or just before, gives status 130 and one word on stderr."""
+    """An interrupt while the command waits for a tier, or just before, gives status 130 and one word on stderr."""
     with socket.create_server((LOCAL, 0)) as silent:
         silent.settimeout(WAIT_S)
         url = f"redis://{LOCAL}:{silent.getsockname()[1]}?timeout_ms_max=600000"

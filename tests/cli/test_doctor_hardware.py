@@ -57,7 +57,7 @@ def test_graphs(tmp_path: Path, device: DeviceFacts, mode: str, detail: str) -> 
     ],
 )
 def test_locked_memory(tmp_path: Path, limit: int | None, pins: bool | None, status: str, detail: str) -> None:
-    """If the limit is below the pool, a piece just above the limit is pinned as a test, unless it is too large."""
+    """If the limit is below the pool, memory just above the limit is pinned as a test, unless this is too much."""
     asked: list[int] = []
     pin = {None: unasked, True: asked.append, False: raising(RuntimeError("CUDA error 2"))}[pins]
     machine = machine_of(tmp_path, device=lambda: CUDA, locked_bytes_max=lambda: limit, pin=pin)

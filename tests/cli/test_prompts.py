@@ -1,4 +1,4 @@
-"""Prompts on the command line: token ids are taken as they are, vLLM's server makes them of everything else."""
+"""Prompts on the command line. Token ids are used unchanged. VLLM's server converts texts and chats to token ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks whether a connector fits a recorded release of vLLM, and lists what a release adds to the release before."""
+"""Checks whether a connector fits a recorded release of vLLM, and lists the news of a release."""
 
 from __future__ import annotations
 

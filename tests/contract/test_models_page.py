@@ -1,6 +1,6 @@
-"""Tests of the page of served models:
+"""Tests of the page of served models.
 
-vLLM's places that exclude prefix caches, and the answer to every architecture.
+It has vLLM's places that exclude prefix caches, and the answer to each architecture.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The alert rules in `deploy/prometheus/`:
+"""The alert rules in `deploy/prometheus/`.
 
 Prometheus' own program accepts the rules, and each rule fires when it should.
 """

@@ -1,4 +1,4 @@
-"""The files in `deploy/` are valid: their own programs accept them, and kvpipe accepts the configuration in them."""
+"""The files in `deploy/` are valid: the programs that read them accept them. Kvpipe accepts their configurations."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def test_lookup_returns_the_hit_of_a_request(managed: Managed) -> None:
 
 
 def test_lookup_of_an_adapters_prompt(managed: Managed) -> None:
-    """The keys of an adapter's prompts end with the digest of its bytes, if all ranks hold the same adapter."""
+    """If all ranks hold the same adapter, the keys of the adapter's prompts end with the digest of its bytes."""
     asked = prompt("a", 4 * UNIT) | {"adapter": {"name": "x", "number": 7, "path": "/x"}}
     managed.save("a", 4)
     assert managed.good("POST", "/v1/lookup", asked)["why"] == "adapter"

@@ -1,4 +1,4 @@
-"""An operator's wrong request is answered with the engine's reason or the wrong option, never with anything else."""
+"""An operator's wrong request is answered with the engine's reason, or with the name of the wrong option."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_long_prompt_fits(managed: Managed) -> None:
 @pytest.mark.parametrize("port", [False, True])
 @pytest.mark.parametrize(("token", "times", "wording"), [("x" * 32, 1, r"refused \(401\)"), (TOKEN, 4, "at most 1048")])
 def test_a_refusal_before_the_body_is_read(tmp_path: Path, port: bool, token: str, times: int, wording: str) -> None:
-    """The client reads the refusal, though it cannot send the body to its end."""
+    """The client reads the refusal, although the connection ends before the whole body is sent."""
     managed = Managed(tmp_path, manage=f"127.0.0.1:{free_port()}" if port else f"unix:{tmp_path}/e1.sock")
     try:
         with pytest.raises(UsageError, match=wording):

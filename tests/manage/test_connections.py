@@ -1,4 +1,4 @@
-"""Connections to the management interface: clients with the token are served, whatever clients without it do."""
+"""Connections to the management interface: clients with the token are served, in spite of clients without the token."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_request_with_the_token_is_read_when_half_open_connections_follow(
 def test_a_header_that_does_not_end_is_cut_off_at_its_deadline(
     patient: Managed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The deadline cuts off new and answered connections long before the limit of a connection's life."""
+    """The deadline ends new connections and answered connections long before the limit on a connection's age."""
     with contextlib.closing(opened(patient)) as known:
         known.sendall(GET)
         answered = b""

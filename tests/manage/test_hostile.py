@@ -1,4 +1,4 @@
-"""Unauthorized, malformed, oversized and silent clients are refused and counted. Each costs interpreter time."""
+"""Unauthorized, malformed, oversized and silent clients are refused and counted. Each client costs interpreter time."""
 
 from __future__ import annotations
 

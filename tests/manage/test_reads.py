@@ -180,7 +180,7 @@ def test_a_waiting_read_is_carried_out_when_the_engine_becomes_idle(managed: Man
 
 
 def test_reads_and_changes_alternate() -> None:
-    """A read does not wait for the end of a change, and a change does not wait for the end of a read."""
+    """A read does not wait until a change has ended, and a change does not wait until a read has ended."""
     orders, done = Orders(Counters()), list[str]()
     orders.slice_s_max = float("inf")
 

@@ -58,7 +58,7 @@ def of(answered: Any) -> dict[str, Any]:
 
 
 def test_state_shows_a_slow_tier(tmp_path: Path) -> None:
-    """The state shows the tier's read rate, as ranks have reported, and whether requests do not wait for the tier."""
+    """The state shows the tier's read rate, as ranks have reported, and whether requests skip the tier."""
     with serving(tmp_path, HeldTier("far")) as managed:
         (tier,) = managed.good("GET", "/v1/state")["tiers"]
         assert (tier["read_bytes_per_s"], tier["slow"]) == (0.0, False)

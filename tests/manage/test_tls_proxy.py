@@ -57,7 +57,7 @@ def files(tmp_path: Path) -> Certificates:
 
 @pytest.fixture
 def tls_port(engine: Managed, files: Certificates, tmp_path: Path) -> Iterator[int]:
-    """Yield the port of nginx with `deploy/nginx.conf`, in which ports and files are replaced by this test's."""
+    """Yield the port of nginx with `deploy/nginx.conf`, with this test's ports and files."""
     port = free_port()
     text = (DEPLOY / "nginx.conf").read_text(encoding="utf-8")
     for old, new in {

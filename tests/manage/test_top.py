@@ -107,7 +107,7 @@ def test_view_shows_hits_misses_pool_and_requests(managed: Managed) -> None:
 
 
 def test_largest_holder_is_shown_first(managed: Managed) -> None:
-    """The largest holder of the pool comes first, with its certain share and its largest possible share."""
+    """The largest holder of the pool comes first, with its guaranteed share and its largest possible share."""
     engine = looked(managed)
     quotas = [
         {"name": "alice", "slots": 2, "slots_sure": 4, "slots_max": 8},

@@ -32,7 +32,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def hook() -> ProjectMetadata[PluginManager]:
-    """Return the hook that makes the project's metadata in a build."""
+    """Return the object that gives the project's metadata in a build."""
     return ProjectMetadata(str(ROOT), PluginManager())
 
 

@@ -1,4 +1,7 @@
-"""The scheduler side of tiers in trials of vLLM's real scheduler: which requests wait, how long, and their leases."""
+"""The scheduler side of tiers in trials of vLLM's real scheduler.
+
+The trials check which requests wait, how long they wait, and their leases.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from tests.trials.test_announced import PAUSE_S, STEPS, announcing, over, steps
 def test_idle_engine_may_stop_soon(*, begun: bool) -> None:
     """An engine stops although announcements wait or tiers are slow.
 
-    The reason: it may be about to end, or to pause for new weights.
+    The engine may be about to end, or to pause for new weights.
     """
     with announcing() as (played, clock):
         side: Any = played.trial.side
