@@ -1,4 +1,4 @@
-"""The management interface over TLS: nginx beside the engine, stunnel beside the operator, as `deploy/` has them."""
+"""The management interface over TLS, with nginx beside the engine and stunnel beside the operator, as in `deploy/`."""
 
 from __future__ import annotations
 

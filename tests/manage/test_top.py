@@ -136,8 +136,7 @@ def test_users_are_shown_by_their_salts(managed: Managed) -> None:
     assert lines[first + screen.USERS_MAX - 1].rstrip().endswith(f"; 3 more {100 * 4 / slots:.0f} %")
     managed.save("y", 16, salt="salt6")
     anyio.run(engine.look, TOKEN)
-    # the line is the old line, because the pool is not counted at each update
-    assert drawn(engine).splitlines()[first].rstrip() == lines[first].rstrip()
+    assert drawn(engine).splitlines()[first].rstrip() == lines[first].rstrip()  # the pool is not counted at each update
 
 
 def test_the_slowest_requests_are_shown(managed: Managed) -> None:
@@ -246,10 +245,7 @@ def test_faults_switches_and_failed_tiers_are_shown(managed: Managed) -> None:
 
 
 def test_names_from_clients_are_escaped(managed: Managed) -> None:
-    """A request's id may be any text.
-
-    The view shows the id as text: neither control sequences nor markup have an effect.
-    """
+    """A request's id may be any text. The view shows it as text: control sequences and markup have no effect."""
     request = managed.world.request("a", 4)
     request.request_id = "x\x1b[2J[red]y\n"
     managed.world.admit(request)

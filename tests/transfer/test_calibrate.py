@@ -1,7 +1,4 @@
-"""Tests of the choice of a mover by measured costs of copies and bytes.
-
-A mover that copies wrong bytes is never chosen.
-"""
+"""Tests of the choice of a mover by measured costs. A mover that copies wrong bytes is never chosen."""
 
 from __future__ import annotations
 
@@ -70,10 +67,7 @@ COSTS = {
     Mover.STAGED: Cost(20, 0.3, 1 / 54_000),
     Mover.DIRECT: Cost(14, 0, 1 / 47_000),
 }
-"""Costs like those of a GPU with a fifth-generation bus.
-
-Times are in microseconds, and the bus rate is in bytes per microsecond.
-"""
+"""Costs like those of a GPU with a fifth-generation bus, in microseconds and bytes per microsecond."""
 LOADS = {mover: Way(cost, cost) for mover, cost in COSTS.items()}
 SAVES = LOADS | {Mover.STAGED: Way(COSTS[Mover.STAGED], Cost(12, 0, 1 / 1_000_000))}
 
@@ -110,8 +104,7 @@ def test_the_choice_follows_from_the_costs(
     ("page_bytes", "requests", "pages", "expected"),
     [
         (64 << 10, 1, 16, Mover.DMA),  # 1 MiB: with `staged` the bytes would land too late
-        # 8 MiB: with `staged` the bytes land as soon as by DMA, and the blocks are free 12 times as soon
-        (64 << 10, 8, 16, Mover.STAGED),
+        (64 << 10, 8, 16, Mover.STAGED),  # 8 MiB: bytes land as soon as by DMA, and blocks are free 12 times as soon
         (1 << 20, 4, 16, Mover.STAGED),
         (8 << 10, 64, 1, Mover.DIRECT),
     ],
@@ -119,20 +112,14 @@ def test_the_choice_follows_from_the_costs(
 def test_save_uses_the_mover_that_first_reads_its_blocks(
     page_bytes: int, requests: int, pages: int, expected: Mover
 ) -> None:
-    """Some movers' bytes land in time.
-
-    Among these movers, a save uses the mover that first finishes reading the blocks.
-    """
+    """Among movers whose bytes land in time, a save uses the mover that first finishes reading the blocks."""
     layout, plan = layout_and_plan(page_bytes, requests, pages, adjacent=True)
     assert choose(LOADS, layout, plan) in {Mover.DMA, Mover.DIRECT}
     assert choose(SAVES, layout, plan) is expected
 
 
 def test_single_pages_have_separate_costs() -> None:
-    """Single pages, for example of a batch that decodes, have a separate cost model.
-
-    For them `staged` needs as many copies as `dma`.
-    """
+    """Single pages, as in decoding, have a separate cost model, because `staged` copies each of them like `dma`."""
     lone = Cost(20, 2.0, 1 / 54_000)
     ways = LOADS | {Mover.STAGED: Way(COSTS[Mover.STAGED], COSTS[Mover.STAGED], lone, lone)}
     del ways[Mover.DIRECT]
@@ -182,10 +169,7 @@ class Timed(FakeDevice):
 
 
 def test_a_staged_save_is_measured_until_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A staged save has read its blocks when the kernel ends.
-
-    Another save has read its blocks when the bytes have landed.
-    """
+    """A staged save has read its blocks when the kernel ends. Other saves have when the bytes have landed."""
     device = Timed()
     clock = SimpleNamespace(perf_counter=lambda: device.now_s, monotonic=lambda: 0.0)
     monkeypatch.setattr(calibrate, "time", clock)
@@ -199,10 +183,7 @@ def test_a_staged_save_is_measured_until_it_is_read(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_plan_is_counted_as_it_is_copied() -> None:
-    """The number of copies depends on the mover. `dma` counts runs, or pages if the cache has gaps.
-
-    `staged` counts spans. `direct` counts one copy.
-    """
+    """`dma` counts runs, or pages if the cache has gaps. `staged` counts spans. `direct` counts one copy."""
     layout, plan = layout_and_plan(1024, 3, 4, adjacent=True)
     assert {mover: copies_of(layout, plan, mover) for mover in COSTS} == {
         Mover.DMA: (3, 12 * 1024),
@@ -308,10 +289,7 @@ def test_configured_mover_is_used(mover: Mover) -> None:
 def test_a_pinned_mover_that_cannot_be_used_is_refused(
     device: FakeDevice, options: dict[str, int], mover: Mover, why: str
 ) -> None:
-    """If the device cannot run the configured mover, the engine does not start.
-
-    The refusal names the key, the value, the reason and the remedy.
-    """
+    """The engine does not start. The refusal names the key, the value, the reason and the remedy."""
     with pytest.raises(UnsupportedError, match=rf"mover='{mover.value}' cannot be used here \({why}\); set mover to"):
         attach(device, mover, **options)
 
@@ -325,7 +303,7 @@ def test_auto_reports_that_no_page_fits_a_bay() -> None:
 
 
 def test_a_pinned_mover_is_checked_where_nothing_is_pinned() -> None:
-    """A mover that the device cannot run is refused at start-up, even if nothing is pinned and torch would copy."""
+    """A mover that the device cannot run is refused at start-up, even if nothing is pinned and torch copies."""
     device = FakeDevice(pins_max=0)
     device.no_kernels = "no Triton"
     with pytest.raises(UnsupportedError, match="no Triton"):
@@ -387,10 +365,7 @@ def test_engine_starts_without_memory_for_scratch_pages() -> None:
 
 
 def test_every_kernel_is_compiled_before_the_first_step() -> None:
-    """At start-up each variant of the kernel is launched once without rows.
-
-    Variants exist by page size, with and without a bay.
-    """
+    """At start-up each variant of the kernel is launched once without rows: each page size, with and without a bay."""
     device = FakeDevice()
     launched: list[Launch] = []
     real = device.launch

@@ -408,7 +408,7 @@ def test_the_caches_choose_the_engine(where: str, made: type[TransferEngine] | N
 
 @on_devices
 def test_a_hanging_device_does_not_hang_shutdown(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the device hangs, `shutdown` returns, tickets fail, and memory that it may still write stays pinned."""
+    """If the device hangs, `shutdown` returns, tickets fail, and memory that copies may still write stays pinned."""
     monkeypatch.setattr(cuda, "SHUTDOWN_S_MAX", 0.05)
     gate = threading.Event()
     with world(kind) as w:
@@ -496,7 +496,7 @@ def test_completions_can_be_waited_for(kind: str) -> None:
 
 @pytest.mark.parametrize(("lag_us", "threads"), [(30.0, 3), (900.0, 1), (-1.0, 1)])
 def test_completions_are_awaited_as_measured(lag_us: float, threads: int) -> None:
-    """If a sleeping thread wakes up soon enough, each direction has a waiting thread, and another thread queues copies.
+    """If sleeping threads wake up soon enough, each direction has a waiting thread, and one more thread queues copies.
 
     Otherwise one thread polls.
     """
@@ -586,7 +586,7 @@ begun.wait()
 
 
 def test_a_process_may_end_while_it_pins() -> None:
-    """If a process ends without `shutdown`, it waits for the piece being pinned, pins no more, and unpins all."""
+    """If a process ends without `shutdown`, it waits for the pin under way, pins no more, and unpins all slots."""
     ran = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert (ran.returncode, ran.stderr) == (0, "")
     tried, left = map(int, ran.stdout.split())

@@ -144,7 +144,7 @@ def test_compiled_kernel_copies_the_right_bytes(variant: Variant, kernels: dict[
 
 @pytest.mark.parametrize("change", [("mul.wide.s32", "add.s64"), ("st.global", "ld.global"), (", 5", ", 6")])
 def test_wrong_code_is_found(change: tuple[str, str], kernels: dict[Variant, str]) -> None:
-    """A changed instruction or number in the code gives wrong bytes, or an access outside of allocated memory."""
+    """A change of an instruction or a number gives wrong bytes, or an access outside of allocated memory."""
     variant = VARIANTS[0]
     assert change[0] in kernels[variant]
     case = Case(variant, variant.words, 0)

@@ -292,7 +292,7 @@ PROVEN: set[Any] = set()
 
 
 def _prove(cache: torch.Tensor, view: PageView) -> None:
-    """Check that page b of `view` is block b as vLLM groups kernel blocks, and that a write changes nothing else."""
+    """Check that page b of `view` is block b as vLLM groups kernel blocks. A write must change no other byte."""
     from vllm.v1.kv_cache_interface import group_kernel_blocks
 
     storage = torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
@@ -386,7 +386,10 @@ def _nvfp4() -> Iterator[Case]:
 
 
 def _mixed() -> Iterator[Case]:
-    """Yield sparse MLA's latents and its indexer's keys in one group: pages of two sizes, side by side if packed."""
+    """Yield sparse MLA's latents and its indexer's keys in one group.
+
+    Pages have two sizes, and are side by side if packed.
+    """
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
     common: Any = {"block_size": 64, "num_kv_heads": 1}
@@ -443,7 +446,10 @@ MADE = {"FLASHINFER nvfp4": _nvfp4, "mixed pages": _mixed, "groups": _hybrid}
 
 
 def _answers() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Iterator[Case]]]]:
-    """Return (import, function of the imported module) by name, for every backend of vLLM and for other groups."""
+    """Return (import, function) by name, for every backend of vLLM and for other groups.
+
+    `function` yields the cases of the import's result.
+    """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     made: dict[str, Any] = {name: (lambda one=one: one, lambda ask: ask()) for name, one in MADE.items()}

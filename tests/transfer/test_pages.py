@@ -13,7 +13,7 @@ LAYOUTS = {"LBHNC": "hnd", "LBNHC": "nhd", "BLHNC": "cross_layer_hnd", "BLNHC": 
 
 
 def _layers(physical: str, *, heads: int = H, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Return one logical [B, H, N, C] tensor per layer over one buffer with the dimensions in the order `physical`."""
+    """Return one logical [B, H, N, C] tensor per layer over one buffer. Its dimensions have the order `physical`."""
     size = {"L": L, "B": B, "H": heads, "N": N, "C": C}
     count = L * B * heads * N * C
     buffer = torch.arange(count, dtype=torch.int32).to(dtype).view([size[d] for d in physical])
@@ -24,7 +24,7 @@ def _layers(physical: str, *, heads: int = H, dtype: torch.dtype = torch.float32
 @pytest.mark.parametrize("physical", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 def test_known_layouts_view_the_bytes_of_each_block(physical: str, dtype: torch.dtype) -> None:
-    """View block b holds exactly the elements of logical block b, and writing it changes only that block."""
+    """View block b holds exactly the elements of logical block b, and a write to it changes only logical block b."""
     for layer in _layers(physical, dtype=dtype):
         view = view_pages("x", layer, B)
         assert view.layout == LAYOUTS[physical]

@@ -144,7 +144,7 @@ class LoadsFirst(FakeDevice):
 @pytest.mark.parametrize("wave_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("mover", Mover)
 def test_hunt_finds_no_race_when_copies_are_ordered(mover: Mover, wave_bytes: int) -> None:
-    """If a device delays saves as long as CUDA allows, the hunt finds no race, because the host orders the slots."""
+    """If a device delays saves as long as CUDA allows, the hunt finds no race, because the host orders all copies."""
     with LoadsFirst() as device:
         found = Hunt(Gpu(simulated=True, device=device), mover, wave_bytes).run(5)
     assert (found.wrong, found.failed) == (0, 0)

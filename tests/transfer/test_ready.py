@@ -114,7 +114,10 @@ def test_a_slot_is_not_touched_once_it_is_ready() -> None:
 
 
 def test_a_pool_that_does_not_fit_stops_growing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without free memory the pool does not grow, one warning is logged, and it grows when memory becomes free."""
+    """Without free memory the pool does not grow, and one warning is logged.
+
+    The pool grows when memory becomes free.
+    """
     monkeypatch.setattr(ready, "SHORT_S", 0.001)
     keep = GIB // 20  # the reserve for a limit of 1 GiB
     with Rig(piece_slots=16) as rig:

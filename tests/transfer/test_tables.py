@@ -1,4 +1,4 @@
-"""Row tables are uploaded through rings: no step allocates memory, and no table is overwritten while it is used."""
+"""Row tables are uploaded through rings: no step allocates memory, and no table is overwritten while a copy uses it."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def test_readers_may_arrive_in_any_order(kind: str, order: list[int]) -> None:
 
 @on_devices
 def test_fence_queues_delayed_layers(kind: str) -> None:
-    """The fence queues the delayed layers of a step that ends before a wave is full, or before all layers came."""
+    """The fence queues the delayed layers of a step that ends before a wave is full, or before all layers arrive."""
     with world(kind, wave_bytes=1 << 20) as w:
         tickets = submit_all(w, Kind.SAVE, LAYERS - 1)
         assert not queued(w) or kind in {"fake_staged", "fake_direct"}, "but for the table of rows"
@@ -174,7 +174,7 @@ def test_delayed_layer_can_be_given_up(kind: str) -> None:
 
 @on_devices
 def test_layer_can_be_given_up_while_it_is_read(kind: str) -> None:
-    """Every ticket completes exactly once, though the watchdog's thread abandons tickets while readers ask for them."""
+    """Every ticket completes exactly once, although the watchdog's thread abandons tickets that readers ask for."""
     for _ in range(50):
         with capture_logs(), world(kind) as w:
             tickets = submit_all(w, Kind.LOAD_SYNC)
@@ -344,7 +344,7 @@ def test_shutdown_does_not_wait_for_a_copy_that_blocks(monkeypatch: pytest.Monke
 
 @on_devices
 def test_a_save_waits_for_the_compute_before_its_submission_only(kind: str) -> None:
-    """The event is recorded when the layers are submitted, not when the completion thread queues the copies."""
+    """A save's event is recorded when its layers are submitted, not when the completion thread queues the copies."""
     with world(kind) as w:
         with w.engine._queueing:  # type: ignore[attr-defined]  # the completion thread waits
             w.write_block(0, 0, 7)

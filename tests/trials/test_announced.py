@@ -77,8 +77,7 @@ def test_announced_prompt_is_in_memory_before_its_request_arrives(name: str, pol
         after = played.run()
         assert after["memory"] - before["memory"] >= 128
         assert all(after.get(tier, 0) == before.get(tier, 0) for tier in played.staging.names)
-        # the one additional lookup may ask for the chunk in which the prompt ends
-        assert counters["tier_lookup"] <= lookups + 1
+        assert counters["tier_lookup"] <= lookups + 1  # one more at most, for the chunk in which the prompt ends
         assert counters["prefetch_used"] == brought
         assert over(played, "came") == 1
         assert not played.trial.side.prefetching.announced.prompts
@@ -86,10 +85,7 @@ def test_announced_prompt_is_in_memory_before_its_request_arrives(name: str, pol
 
 @pytest.mark.parametrize("policy", ["lru", "sessions"])
 def test_announced_chunks_use_the_room_of_their_own_quota(policy: str) -> None:
-    """Another quota has little room, because its announced chunks were never used.
-
-    This does not limit the request's own quota.
-    """
+    """Another quota has little room, because its prefetched chunks were never used. The own quota is not limited."""
     with announcing(ROOMY._replace(quotas=True, policy=policy)) as (played, clock):
         side: Any = played.trial.side
         counters, named = side.counters, side.catalog.tenants.named
@@ -186,10 +182,7 @@ def test_reset_forgets_announced_prompts(how: str) -> None:
 
 
 def test_announced_prompts_have_no_turns_while_loads_are_off() -> None:
-    """While loads are switched off, announcements do not make the engine step.
-
-    When loads are switched on again, the turns continue.
-    """
+    """While loads are switched off, announcements do not make the engine step. After that the turns continue."""
     with announcing() as (played, clock):
         side: Any = played.trial.side
         clock.now_s += PAUSE_S
@@ -313,10 +306,7 @@ def test_aborted_request_announces_nothing() -> None:
 
 
 def test_trace_shows_the_prefetch_of_an_announced_request() -> None:
-    """In the trace the prefetch has the announced request's name.
-
-    The trace also has the time that was left until the announced time.
-    """
+    """The trace has the prefetch with the announced request's name, and the time until the announced time."""
     with announcing() as (played, clock):
         put: list[e.Event] = []
         side: Any = played.trial.side
@@ -383,10 +373,7 @@ def test_announced_prompts_have_their_turns_in_the_order_of_their_times() -> Non
 
 @pytest.mark.parametrize("pause_s", [0.0, 1.0, 10.0, 1000.0])
 def test_announcement_has_its_turns_and_is_then_forgotten(pause_s: float) -> None:
-    """An announcement has `turns` turns at intervals. The first turn is before the announced time.
-
-    After the last turn the announcement is forgotten.
-    """
+    """An announcement has `turns` turns, the first before the announced time, and is forgotten after the last turn."""
     all_ = Announcements(Counters())
     all_.add(remembered("a", pause_s, now_s=7.0))
     turns, now_s = list[float](), 7.0

@@ -1,7 +1,4 @@
-"""The scheduler side of tiers in trials of vLLM's real scheduler.
-
-The trials check which requests wait, how long they wait, and their leases.
-"""
+"""Trials of the scheduler side of tiers: which requests wait, how long they wait, and which leases they have."""
 
 from __future__ import annotations
 
@@ -163,10 +160,7 @@ def test_tier_with_a_listing_is_notified_of_stored_chunks(monkeypatch: pytest.Mo
 
 
 def test_shares_follow_a_smaller_pool() -> None:
-    """Waiting requests and stores may use a share of the slots that all ranks have.
-
-    The shares shrink if ranks later report fewer slots.
-    """
+    """Waiting requests and stores use a share of the slots that all ranks have, even if ranks report slots late."""
     with in_play() as played:
         played.trial.side.catalog.reset()
         before, stores = played.staging._held_max, played.staging.stores._max
@@ -275,10 +269,7 @@ def test_prompt_in_the_prefix_cache_of_vllm_waits_for_no_tier() -> None:
 
 
 def test_fetches_wait_for_lanes() -> None:
-    """Ranks have at most as many tier orders at once as the tier has lanes.
-
-    The waiting chunks of an aborted request are not fetched.
-    """
+    """Ranks have at most one tier order per lane. Chunks of an aborted request that wait for a lane are not fetched."""
     shape = SHAPE._replace(pool_slots=16, blocks=40)
     with in_play(shape) as played:
         played.staging._fetches_max, played.staging._again_s = [1], float("inf")
@@ -396,10 +387,7 @@ def test_a_reset_before_the_weights_are_known() -> None:
 
 
 def test_offers_keep_no_engine_busy_when_stores_are_never_reported() -> None:
-    """Ranks have as many stores as allowed, and these stores never end.
-
-    The engine makes no steps for offers that wait.
-    """
+    """Ranks have as many stores as allowed, and none ends. The engine makes no steps for offers that wait."""
     with in_play() as played:
         stores, place = played.staging.stores, (0, "chunk", b"key")
         (queue,) = stores._queues

@@ -45,10 +45,7 @@ def _cache(chunk: int) -> KVCacheConfig:
 
 
 def test_chunks_of_local_attention_are_whole_units() -> None:
-    """Local attention does not read blocks before the last multiple of the chunk.
-
-    A multiple within a block is refused, with the remedy.
-    """
+    """Blocks before the last chunk are not read. If a chunk begins within a block, it is refused, with the remedy."""
     full, local = make_geometry(_cache(96), load_settings()).groups
     assert (local.window_tokens, local.local, full.window_tokens, full.local) == (96, True, None, False)
     with pytest.raises(UnsupportedError, match=r"attention_chunk_size=100 with blocks of 32 tokens .*divisor"):
@@ -70,10 +67,7 @@ def test_chunk_tokens_are_rounded_up_to_whole_blocks_of_all_groups(given: int, u
 
 
 def test_states_need_the_attention_up_to_them() -> None:
-    """A state may lie within a chunk of attention.
-
-    Without partial chunks, no repeated prompt would find such a state.
-    """
+    """A state may lie within a chunk of attention. Without partial chunks a repeated prompt would never find it."""
     full = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32)
     state = MambaSpec(
         block_size=32, shapes=((32,), (32,)), dtypes=(torch.float32, torch.float32), mamba_cache_mode="align"
@@ -106,10 +100,7 @@ def _shape(dcp: int, interleave: int = 1) -> tuple[dict[str, object], int]:
 
 
 def test_a_block_is_as_long_as_all_ranks_shares_of_it() -> None:
-    """With decode context parallelism, a rank has only some tokens of a block.
-
-    The bytes of the rank's block depend on which tokens these are.
-    """
+    """A rank has only some tokens of a block. The bytes of the rank's block depend on which tokens these are."""
     (alone, block), (two, blocks), (other, _) = _shape(1), _shape(2), _shape(2, 4)
     assert (block, blocks) == (16, 32)
     assert "context_parallel" not in alone
@@ -157,10 +148,7 @@ WITHIN = [name for name, shape in SHAPES.items() if shape.states and shape.hashe
 
 @pytest.mark.parametrize("shape", WITHIN)
 def test_a_unit_is_a_hash_where_states_are_kept_within_blocks(shape: str) -> None:
-    """With drafts or exported states, vLLM does not keep states at the ends of blocks.
-
-    VLLM's hits may end at any hash.
-    """
+    """With drafts or exported states, vLLM keeps no states at the ends of blocks. VLLM's hits may end at any hash."""
     config, cache = copy.deepcopy(make_configs(SHAPES[shape]))
     config.cache_config.prefix_match_unit = cache.hash_block_size
     settings, back = load_settings({"chunk_tokens": 128}), drafters.states_back(config)
@@ -216,10 +204,7 @@ def test_useless_remedy_is_not_recommended(states_back: int, remedy: str) -> Non
 
 
 def test_a_load_never_begins_within_a_block() -> None:
-    """VLLM shares and computes the beginning of the block.
-
-    So vLLM asks kvpipe only for tokens after the end of the block.
-    """
+    """VLLM shares and computes the block's beginning. So vLLM asks kvpipe only for tokens after the block's end."""
     trial = Trial(SHAPES["states-context-parallel"])
     try:
         assert "block_aligned_local = (" in inspect.getsource(Scheduler.schedule)

@@ -43,7 +43,7 @@ def whole() -> Iterator[SideRig]:
 
 
 def test_metrics_that_were_put_off_are_reported_with_the_last_job(whole: SideRig) -> None:
-    """Metrics that were put off because of a save in flight are reported in the later step that reports the save."""
+    """Metrics that were put off because of a save in flight are reported in the step that reports the save."""
     side, whole.engine.waiting = whole.side, Waiting.DEVICE
     assert not side.puts_off_metrics(), "no job is in flight, so no later step is known"
     side.bind(plan(job(1)))
@@ -341,6 +341,6 @@ def test_tallies_are_reported_when_adapters_cannot_be(whole: SideRig, monkeypatc
 
 @pytest.mark.parametrize(("device", "share"), [("cpu", 1.0), ("cuda", 0.0125)])
 def test_ranks_share_the_time_that_pinning_may_take(whole: SideRig, device: str, share: float) -> None:
-    """All ranks together pin for 5 % of a busy engine's time, because a pin delays the launches of all ranks."""
+    """All ranks together pin for 5 % of a busy engine's time, because pinning delays the launches of all ranks."""
     whole.side.context = dataclasses.replace(whole.side.context, ranks=4)
     assert whole.side._make_readier(whole.engine, device)._manners.claim_share == pytest.approx(share)

@@ -126,7 +126,7 @@ def test_release_shuts_the_engine_down_when_the_loop_thread_has_ended(rig: SideR
 
 
 def test_caches_of_another_kind_are_given_up(rig: SideRig) -> None:
-    """The rank stops using caches of another shape, because the pages of a slot would not fit their blocks."""
+    """The rank stops using caches of another shape, because the pages of a slot would not fit such blocks."""
     rig.side.release()
     rig.side.restore({name: cache[::2] for name, cache in _caches(rig, 2 * BLOCKS).items()})
     assert rig.side.lost

@@ -44,7 +44,7 @@ def _touched(files: tuple[str, ...]) -> tuple[set[str], set[str]]:
 
 
 def _fields() -> set[str]:
-    """Return the attributes of the objects that both threads use: batches, tickets, and the loop thread's half."""
+    """Return the attributes of the objects that both threads use: batches, tickets, and objects of the loop thread."""
     made = {
         one.attr
         for file in ("copies", "watchdog")
