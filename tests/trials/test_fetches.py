@@ -291,10 +291,7 @@ def test_fetches_wait_for_lanes() -> None:
 
 
 def test_failed_plan_loses_no_tier_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planning raises an error after some tier orders.
-
-    These orders are sent, and the request continues without the chunks of the others.
-    """
+    """Planning raises in the middle. Planned orders are sent. The request continues without the other chunks."""
     with in_play() as played:
         played.trial.excused |= {"fetch_not_planned", "store_not_planned"}
         reserve = played.staging._reserve

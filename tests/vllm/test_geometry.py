@@ -45,7 +45,7 @@ def _cache(chunk: int) -> KVCacheConfig:
 
 
 def test_chunks_of_local_attention_are_whole_units() -> None:
-    """Blocks before the last chunk are not read. If a chunk begins within a block, it is refused, with the remedy."""
+    """Blocks before the last multiple of `attention_chunk_size` are not read. A multiple within a block is refused."""
     full, local = make_geometry(_cache(96), load_settings()).groups
     assert (local.window_tokens, local.local, full.window_tokens, full.local) == (96, True, None, False)
     with pytest.raises(UnsupportedError, match=r"attention_chunk_size=100 with blocks of 32 tokens .*divisor"):
