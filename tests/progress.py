@@ -1,6 +1,6 @@
 """A pytest plugin for `make test`: progress every ten seconds, failures at once, the longest files first.
 
-Use it with `-p tests.progress --part NAME`. It works in one process and with pytest-xdist.
+Use the plugin with `-p tests.progress --part NAME`. The plugin works in one process and with pytest-xdist.
 """
 
 from __future__ import annotations

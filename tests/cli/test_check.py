@@ -61,7 +61,7 @@ def test_check_refuses_missing_files_and_packages(
 def test_check_refuses_a_socket_whose_folder_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A missing folder of the socket is refused.
 
-    It is accepted if its name contains `{engine}`, because the name is not known yet.
+    A folder whose name contains `{engine}` may be missing, because the engine's name is not known yet.
     """
     token = _token(tmp_path)
     message = _refusal({"manage": f"unix:{tmp_path}/none/{{engine}}.sock", **token}, capsys)

@@ -102,7 +102,7 @@ def of_an_unknown_envelope(file: Path, _: Key) -> None:
 
 
 def of_another_namespace(file: Path, key: Key) -> None:
-    """Replace a value by a value that was moved here from another namespace."""
+    """Replace a value by a value of another namespace, as if that value's file had been moved."""
     other = next(one for one in KEYS if one.namespace != key.namespace)
     shutil.copyfile(file_of(str(file.parents[2]), other), file)
 

@@ -22,7 +22,7 @@ SPECULATORS = "v1/worker/gpu/spec_decode"
 def check(folder: Path) -> None:
     """Check drafters of the package in `folder`.
 
-    They write KV of accepted hidden states and positions, and then of masks.
+    Drafters write KV of accepted hidden states and positions, and then of masks.
     """
     dflash = folder / SPECULATORS / "dflash/speculator.py"
     kernel = _source(dflash, "_prepare_dflash_inputs_kernel")

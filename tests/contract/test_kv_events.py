@@ -127,10 +127,10 @@ class Noted:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pieces", [[(0, 4), (4, 8)], [(0, 1), (1, 2), (2, 4), (4, 7), (7, 8)]], ids=["whole", "grown"])
 def test_a_router_makes_the_same_hashes(kind: str, pieces: list[tuple[int, int]]) -> None:
-    """Hashes computed from an event's tokens and extra keys equal the event's hashes, however the chunk was filled.
+    """Hashes computed from an event's tokens and extra keys equal the event's hashes.
 
-    Extra keys of images and embeddings are keys of whole chunks. The router learns the hashes within such a chunk from
-    vLLM's events.
+    Chunks are saved whole or in pieces. Extra keys of images and embeddings are keys of whole chunks. The router learns
+    the hashes within such a chunk from vLLM's events.
     """
     request = request_of(**KINDS[kind]())
     reported = Noted()

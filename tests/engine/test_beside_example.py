@@ -1,4 +1,7 @@
-"""Kvpipe runs beside vLLM's ExampleConnector, which keeps whole prompts in files. The first connector asked loads."""
+"""Kvpipe runs beside vLLM's ExampleConnector, which keeps whole prompts in files.
+
+The connector that vLLM asks first loads.
+"""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_page_command_and_interface_agree(managed: Managed, monkeypatch: pytest.
 
 
 def test_each_command_has_one_place(capsys: pytest.CaptureFixture[str]) -> None:
-    """`kvpipe cache` has all commands about held KV, and `kvpipe engine` refers to them."""
+    """`kvpipe cache` has all commands about held KV, and `kvpipe engine` refers to these."""
     asking_cache = {name.removeprefix("cache ") for name in _commands() if name.startswith("cache ")}
     assert asking_cache == set(held.COMMANDS)
     assert not asking_cache & set(_of(manage.add_parsers))

@@ -140,7 +140,7 @@ class Reuse:
 
 
 class Engine:
-    """One model, `ranks` ranks that share its heads, and requests until they are done."""
+    """One model, `ranks` ranks that share the model's heads, and the requests that are not done."""
 
     def __init__(
         self,

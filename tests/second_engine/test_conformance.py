@@ -1,4 +1,4 @@
-"""The checks that every engine behind kvpipe must pass, applied to this engine."""
+"""Tests this engine with the checks that every engine with kvpipe must pass."""
 
 from __future__ import annotations
 

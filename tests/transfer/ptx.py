@@ -1,6 +1,7 @@
-"""An interpreter for the PTX code of the copy kernel. It runs 256 lanes at a time and checks every memory access.
+"""An interpreter for the PTX code of the copy kernel.
 
-The interpreter knows the instructions of that kernel, and raises LookupError for other instructions.
+The interpreter runs 256 lanes at a time and checks every memory access. The interpreter knows the instructions of that
+kernel, and raises LookupError for other instructions.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class Kernel:
                 self._code += [_instruction(one.strip()) for one in line.strip("{}").split(";") if one.strip()]
 
     def run(self, memory: Memory, grid: int, *parameters: int) -> None:
-        """Run `grid` programs one after another. Triton adds parameters at the end. They are 0."""
+        """Run `grid` programs one after another. The last parameters, which Triton adds, are 0."""
         for program in range(grid):
             _Program(self._code, self._labels, memory, parameters, program, grid).run()
 

@@ -517,7 +517,7 @@ def test_the_setting_chooses_how_completions_are_awaited(completions: str, poll_
 
 @pytest.mark.parametrize("mover", ["dma", "staged"])
 def test_only_loads_read_their_sources_in_any_order(mover: str) -> None:
-    """A save is queued while its blocks are still computed, so it must read them in order.
+    """A save is queued while its blocks are still computed, so the order of its reads matters.
 
     A load is queued after its slots were filled.
     """

@@ -268,7 +268,7 @@ def test_an_error_that_may_stick_is_not_answered_with_more_calls(code: int) -> N
 
 
 def test_a_copy_that_is_refused_raises() -> None:
-    """A refused copy raises an error. It also does so if the copies are made one by one after a refused batch."""
+    """A refused copy raises an error, also when copies are made one by one after a refused batch."""
     with pytest.raises(TransferError, match="CUDA error 700"):
         copied(Driver(Library(code=801, single=700)))
 

@@ -93,10 +93,7 @@ def test_cache_with_several_heads_has_the_expected_name(name: str, dtype: torch.
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ONE)
 def test_cache_with_one_head_is_mla(name: str, dtype: torch.dtype) -> None:
-    """A cache with one head is `mla` in either order of heads and tokens.
-
-    The record of `fp8_ds_mla` has a name of its own.
-    """
+    """A cache with one head is `mla` in either order of heads and tokens. `fp8_ds_mla` is recognised by its record."""
     records = [584, 656] if "ds_mla" in name else [C, 576]
     for content in records:
         caches, r = make(name, dtype, heads=1, content=content)

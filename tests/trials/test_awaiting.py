@@ -48,7 +48,7 @@ def _asks(trial: Trial, times: int) -> bool:
 def test_consumer_waits_for_chunks_of_the_producer(name: str) -> None:
     """The prompt arrives before its chunks are stored.
 
-    It hits as soon as they are stored, so no token is computed twice.
+    The prompt hits as soon as its chunks are stored, so no token is computed twice.
     """
     with _consumer(name) as (trial, store):
         trial.do(("add", 0, -1, 0, 1, 0, 0))

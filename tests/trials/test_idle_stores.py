@@ -29,7 +29,7 @@ class Clock:
 
 @contextmanager
 def storing(patch: pytest.MonkeyPatch) -> Iterator[tuple[Played, Storing, Clock]]:
-    """Yield a trial without requests. It has two chunks to store, one at a time, in a tier that hangs."""
+    """Yield a trial without requests. The trial has two chunks to store, one at a time, in a tier that hangs."""
     clock = Clock()
     patch.setattr(stores, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
     patch.setattr(HeldTier, "exists", DictTier.exists)  # only writes hang

@@ -189,7 +189,7 @@ def test_prefetch_ends_with_the_chunks_before_a_failed_fetch(kind: str) -> None:
 
 
 def test_prefetch_keeps_to_its_share_of_the_pool() -> None:
-    """The prefetch begins with the prompt's first chunk. It uses at most all lanes."""
+    """The prefetch begins with the prompt's first chunk. The prefetch uses at most all lanes."""
     for slots, tokens in ((4, 128), (24, 192)):
         with in_play(SHAPE._replace(pool_slots=slots)) as played:
             played.staging._fetches_max = [1]

@@ -155,7 +155,7 @@ def test_hooks_of_a_layer_do_not_reach_the_role_while_the_step_is_idle(connector
 
 @pytest.mark.parametrize("taken", ["connector", "scheduler_connector"])
 def test_vllm_sees_one_class(request: pytest.FixtureRequest, taken: str) -> None:
-    """All checks that vLLM makes of a connector's class see `KVPipeConnector`, whatever its role."""
+    """All checks that vLLM makes of a connector's class see `KVPipeConnector`, in both roles."""
     connector = request.getfixturevalue(taken)
     assert isinstance(connector, KVConnectorBase_V1)
     assert supports_hma(connector)

@@ -88,7 +88,7 @@ def test_first_prompt_is_saved_whole(name: str) -> None:
 
 
 def test_lookups_miss_when_ranks_never_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After some steps lookups stop waiting. They miss, nothing is saved, and the fault is counted."""
+    """After some steps lookups stop waiting. Lookups then miss, nothing is saved, and the fault is counted."""
     with _new_engine(SHAPES["sync"]) as trial:
         monkeypatch.setattr(trial.ranks[0].connector, "build_connector_worker_meta", lambda: None)
         trial.excused |= {"weights_not_on_all_ranks"}
@@ -123,7 +123,7 @@ def test_rank_with_another_pool_is_named_in_the_log(monkeypatch: pytest.MonkeyPa
 
 
 def test_introductions_of_all_ranks_are_added_up() -> None:
-    """Reports are added up in any order, by the code with which vLLM adds them up."""
+    """Reports are added up in any order, with vLLM's own code for adding up reports."""
     ranks = [Introduction(rank, "layout", f"w{rank}", 8 - rank) for rank in range(3)]
     metas = [ReportMetadata(Report(ready={one.rank: one.slots}), (one,)) for one in ranks]
     metas[2].aggregate(metas[0]).aggregate(metas[1])

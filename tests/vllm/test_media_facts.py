@@ -140,7 +140,7 @@ def test_a_tokenizer_does_not_count(tmp_path: Path, processor: SimpleNamespace) 
 
 
 def test_engine_starts_with_deep_and_broken_processors(tmp_path: Path, processor: SimpleNamespace) -> None:
-    """The engine starts, whatever a processor consists of."""
+    """The engine starts even if its processor has deep, odd or broken parts."""
 
     class Broken:
         @property

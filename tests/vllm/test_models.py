@@ -99,7 +99,10 @@ def test_one_layer_that_looks_ahead_is_enough(tags: tuple[bool, ...]) -> None:
 
 
 def test_batch_invariance_is_refused_with_hits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some backends are batch invariant only without hits. They are refused if batch invariance is switched on."""
+    """Some backends are batch invariant only without hits.
+
+    Such backends are refused if batch invariance is switched on.
+    """
     models.check_backends(["FLASHINFER", "TRITON_MLA"])
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     models.check_backends(["FLASH_ATTN", "CPU_ATTN", ""])

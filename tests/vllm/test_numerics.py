@@ -165,7 +165,7 @@ def test_one_other_bit_of_a_result_counts(name: str, monkeypatch: pytest.MonkeyP
 
 
 def test_an_operation_that_fails_counts_by_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine starts. It shares chunks with engines in which the operation fails with the same error."""
+    """The engine starts. The engine shares chunks with engines in which the operation fails with the same error."""
 
     def fails(*_: object, error: type[Exception]) -> torch.Tensor:
         raise error(str(object()))

@@ -159,7 +159,7 @@ def test_nothing_is_kept_of_requests_with_embeddings_of_old_weights() -> None:
     assert not admitted("late", 6)
     remedies.encoded.reset()
     remedies.weights_changed(["late"])
-    assert admitted("late", 7)  # this request's image was encoded with the new weights
+    assert admitted("late", 7)  # this request still has its own image of the old weights
 
 
 def test_embeddings_since_weights_were_doubted() -> None:

@@ -1,4 +1,4 @@
-"""Every vLLM process of an environment runs the plugin, which refuses unsupported engines before they start."""
+"""Every vLLM process of an environment runs the plugin, and so refuses unsupported engines before they start."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def test_job_fails_when_its_adapter_was_another_since_the_claimed_step(
 ) -> None:
     """In both cases the rank held the claimed bytes at the claimed step, and holds them now.
 
-    If it held other bytes between, KV may be of those bytes.
+    If the rank held other bytes between, KV may be of those bytes.
     """
     held = HeldAdapters(Counters())
     held.now = lambda: {7: b"a"}

@@ -116,7 +116,10 @@ def test_saves_that_landed_before_the_load_turned_out_bad(rig: Rig, *, started: 
 
 
 def test_a_failed_sync_load_is_reported_in_its_own_step(rig: Rig) -> None:
-    """`collect` after `end_loads` returns bad blocks, so that the engine learns of them in the step that read them."""
+    """After `end_loads`, `collect` returns bad blocks.
+
+    So the engine learns of bad blocks in the step that read them.
+    """
     rig.engine.waiting = Waiting.DEVICE
     rig.engine.failing = _fail_the_load
     rig.pipeline.begin(plan(job(2, SYNC)))

@@ -23,12 +23,12 @@ def test_step_mode_copies_at_the_steps_end(stepwise: Rig) -> None:
 
 
 @pytest.mark.parametrize("over", [False, True])
-def test_step_end_waits_for_the_loop_thread_only_when_the_steps_copies_are_complete(
+def test_a_steps_end_waits_for_the_loop_thread_only_when_its_copies_are_over(
     over: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copies that are complete at the step's end are reported with the step.
+    """If a step's copies are complete at its end, they are reported with the step.
 
-    Other copies wake the loop thread when they land.
+    Other copies wake the loop thread later.
     """
     rig = Rig(layerwise=False, fences_late=not over)
     p, waits = rig.pipeline, list[float]()
