@@ -95,7 +95,7 @@ def test_a_tier_that_hangs_does_not_keep_an_idle_engine_up(monkeypatch: pytest.M
 
 
 def test_each_idle_stretch_has_its_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit begins again after a step that computes."""
+    """Time in which the engine computes is not a part of the limit."""
     with storing(monkeypatch) as (played, one, clock):
         played.do(("add", 3, 60, 0, 3, 0, 0))
         clock.now_s += 2 * LIMIT_S
