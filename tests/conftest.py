@@ -1,4 +1,4 @@
-"""Hypothesis profiles are registered before a test module is imported."""
+"""The profiles of Hypothesis are registered before any test module is imported."""
 
 import atexit
 import gc
@@ -12,18 +12,17 @@ import pytest
 from property_tests.profiles import register
 
 register()
-# No collection until all tests are imported: modules never become garbage, and every search of them takes time.
-gc.disable()
+gc.disable()  # until all tests are imported: modules are no garbage, but each collection would search them
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Collect garbage in the controller of pytest-xdist, which imports no tests."""
+    """Let the controller of pytest-xdist collect garbage, because it imports no tests."""
     if not hasattr(session.config, "workerinput") and session.config.getoption("numprocesses", None):
         gc.enable()
 
 
 def pytest_collection_finish() -> None:
-    """Exclude all objects that are imported by now from later collections of garbage, because these objects stay."""
+    """Exclude all present objects from later collections of garbage. These objects live as long as the process."""
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -32,10 +31,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """Return a temporary folder with a short path for Unix sockets.
-
-    A socket's path may have about 100 bytes at most.
-    """
+    """Return a temporary folder for Unix sockets. A socket's path has at most about 100 bytes."""
     folder = Path(tempfile.mkdtemp(prefix="kvp", dir="/tmp"))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)

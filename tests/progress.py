@@ -1,6 +1,6 @@
 """A pytest plugin for `make test`: progress every ten seconds, failures at once, the longest files first.
 
-Use the plugin with `-p tests.progress --part NAME`. The plugin works in one process and with pytest-xdist.
+Use the plugin with `-p tests.progress --part NAME`, in one process or with pytest-xdist.
 """
 
 from __future__ import annotations
@@ -42,10 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Report progress, but not in a worker of pytest-xdist, because the controller reports.
-
-    Refuse vLLM if the option says so.
-    """
+    """Report progress, but not in a worker of pytest-xdist. Refuse vLLM if an option requires this."""
     if config.getoption("no_vllm"):
         sys.meta_path.insert(0, _NoVllm())
     config.pluginmanager.register(Processor())
@@ -64,7 +61,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start the files that take longest first, so that no core waits for a long file at the end.
 
-    A file that was never measured may take long, so it is started before all measured files.
+    A file that was never measured may take long, so it is started first.
     """
     seconds = _durations()
     items.sort(key=lambda item: -seconds.get(_file(item.nodeid), math.inf))
@@ -115,7 +112,7 @@ def _file(nodeid: str) -> str:
 
 
 class Progress:
-    """Counts and prints results, and records how long every file took."""
+    """Counts and prints results, and writes down the duration of every file."""
 
     def __init__(self, part: str) -> None:
         """`part` is the name in each line of output."""
@@ -142,7 +139,7 @@ class Progress:
         self._total = len(ids)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        """Record the test that runs now."""
+        """Record that a test runs."""
         self._running[nodeid] = None
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
