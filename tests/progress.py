@@ -23,9 +23,15 @@ import pytest
 EVERY_S: Final = 10.0
 ROOT: Final = Path(__file__).parents[1]
 DURATIONS: Final = ROOT / "tests" / "durations.json"
-"""Seconds of every test file, measured: files that take long are started first. `make durations` writes it."""
+"""The measured seconds of every test file. Files that take long are started first.
+
+`make durations` writes this file.
+"""
 MEASURED: Final = ROOT / ".cache" / "tests"
-"""The last run of each part: seconds and CPU seconds of its test files (NAME.json), and failed tests (NAME.failed)."""
+"""The last run of each part.
+
+NAME.json has the seconds and CPU seconds of its test files, NAME.failed the failed tests.
+"""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -72,13 +78,13 @@ class _NoVllm(MetaPathFinder):
 
 
 class Processor:
-    """Adds to each report the CPU seconds since the report before, of this process and its children that ended."""
+    """Adds CPU seconds to each report: those of this process and its ended children since the previous report."""
 
     def __init__(self) -> None:
         self._cpu_s = _cpu_s()
 
     def pytest_collection_finish(self) -> None:
-        """Do not count imports as a part of the first test."""
+        """Start counting after the imports, so that imports are not counted for the first test."""
         self._cpu_s = _cpu_s()
 
     @pytest.hookimpl(wrapper=True)
@@ -109,10 +115,10 @@ class Progress:
     """Counts and prints results, and writes down the duration of every file."""
 
     def __init__(self, part: str) -> None:
-        """`part`: the name in each line."""
+        """`part` is the name in each line of output."""
         self._part, self._total, self._done = part, 0, 0
         self._failed: list[str] = []
-        self._out = os.fdopen(os.dup(sys.stdout.fileno()), "w")  # stays the terminal while pytest captures a test
+        self._out = os.fdopen(os.dup(sys.stdout.fileno()), "w")  # this stays the terminal while pytest captures a test
         self._began_s, self._ended = time.monotonic(), threading.Event()
         self._running: dict[str, None] = {}
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -124,12 +130,12 @@ class Progress:
         threading.Thread(target=self._tick, name="progress", daemon=True).start()
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Learn the number of tests, in one process."""
+        """Record the number of tests if all tests run in one process."""
         self._total = len(session.items)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
-        """Learn the number of tests from a worker."""
+        """Record the number of tests that a worker reports."""
         self._total = len(ids)
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
@@ -137,7 +143,7 @@ class Progress:
         self._running[nodeid] = None
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
-        """Count a test that is over."""
+        """Count a test that has ended."""
         self._running.pop(nodeid, None)
         self._done += 1
 
@@ -156,7 +162,7 @@ class Progress:
         return ("passed", "", "PASSED") if report.passed and report.when == "call" else None
 
     def pytest_sessionfinish(self) -> None:
-        """Write down how long every file took and which tests failed, and print the last line."""
+        """Record how long every file took and which tests failed, and print the last line."""
         self._ended.set()
         self._line()
         MEASURED.mkdir(parents=True, exist_ok=True)
@@ -186,7 +192,7 @@ class Progress:
 
 
 def main() -> None:
-    """Merge what the last runs of all parts have measured into `tests/durations.json`."""
+    """Merge the measurements of the last runs of all parts into `tests/durations.json`."""
     seconds: dict[str, float] = {}
     for part in MEASURED.glob("*.json"):
         seconds |= json.loads(part.read_text(encoding="utf-8"))["files"]

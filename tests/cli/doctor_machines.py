@@ -16,12 +16,12 @@ CUDA, CPU = DeviceFacts("cuda", "CUDA, 1 x GPU"), DeviceFacts("cpu", "CPU")
 
 
 def unasked(*_: object) -> Any:
-    """Return a fact that fails the test when a check asks for it."""
+    """Return a fact that makes the test fail if a check asks for the fact."""
     pytest.fail("a fact that this check does not need was asked for")
 
 
 def machine_of(tmp_path: Path, **facts: Any) -> HostFacts:
-    """Return a machine with `facts`. All other facts are absent, or must not be asked for."""
+    """Return a machine with `facts`. Other facts are absent, or make the test fail if a check asks for them."""
     made = HostFacts(
         environ={},
         proc=tmp_path / "proc",
@@ -45,7 +45,7 @@ def machine_of(tmp_path: Path, **facts: Any) -> HostFacts:
 
 
 def raising(error: Exception) -> Any:
-    """Return a fact that raises `error` when a check asks for it."""
+    """Return a fact that raises `error` if a check asks for the fact."""
 
     def fact(*_: object, **__: object) -> Any:
         raise error
@@ -60,13 +60,13 @@ def broken(tmp_path: Path) -> HostFacts:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file, and create its folder."""
+    """Create the folder of a file, and write the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
 
 
 def answer_of(answer: PendingFinding | None) -> PendingFinding:
-    """Return `found`, which must not be None, and which must have a remedy unless its status is ok."""
+    """Return `found`. Check that it is not None, and that it has a remedy unless its status is ok."""
     assert answer is not None
     assert bool(answer.remedy) == (answer.status != "ok")
     return answer

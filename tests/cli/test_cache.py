@@ -51,7 +51,7 @@ def disk(tmp_path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """Start a redis-server; yield its URL."""
+    """Start a redis-server, and yield the server's URL."""
     with serving("redis") as started:
         yield f"redis://{LOCAL}:{started.port}"
 
@@ -74,7 +74,7 @@ def fill(where: str, keys: list[Key] = KEYS) -> None:
 
 
 def file_of(where: str, key: Key) -> Path:
-    """Return the file of a value on disk."""
+    """Return the path of a value's file on disk."""
     (found,) = Path(where).rglob(f"*{key.text}*")
     return found
 
@@ -91,7 +91,7 @@ class Stated:
         """Run a command and return its exit status. `out` and `err` have its output."""
         try:
             status = main(["cache", *args])
-        except SystemExit as end:  # argparse's
+        except SystemExit as end:  # argparse exits in this way
             status = int(str(end.code))
         self.out, self.err = self._capsys.readouterr()
         return status
@@ -99,7 +99,7 @@ class Stated:
     def json(self, *args: str, status: int = 0) -> dict[str, Any]:
         """Return the report of `--json` about the only tier.
 
-        `plan` has the report that is printed before a deletion.
+        After the call, `plan` has the report that is printed before a deletion.
         """
         assert self(*args, "--json") == status
         assert bool(self.err) == (status == 2)
@@ -139,7 +139,7 @@ def test_stats_reports_items_bytes_and_namespaces(cache: Stated, disk: str) -> N
 
 
 def test_ls_lists_keys(cache: Stated, disk: str) -> None:
-    """`ls` prints sorted keys with size and age, as `--limit` and `--namespace` select, and the number of keys."""
+    """`ls` prints sorted keys with size and age, and the number of keys. `--limit` and `--namespace` select keys."""
     found = cache.json("ls", disk)
     assert [one["key"] for one in found["values"]] == sorted(key.text for key in KEYS)
     assert {one["bytes"] for one in found["values"]} == {HEADER_BYTES + BODY}
@@ -162,7 +162,7 @@ def test_verify_reads_and_checks_every_value(cache: Stated, disk: str) -> None:
 def test_verify_reports_damaged_values(cache: Stated, disk: str) -> None:
     """`verify` distinguishes flipped bytes, torn or too long files, zeros, and the value of another key.
 
-    Files of other programs stay.
+    Files of other programs are not deleted.
     """
     files = [file_of(disk, key) for key in KEYS]
     flip(files[0], HEADER_BYTES + 100)
@@ -191,7 +191,7 @@ def test_verify_reports_damaged_values(cache: Stated, disk: str) -> None:
 
 
 def test_each_value_is_checked_separately(cache: Stated, disk: str) -> None:
-    """Values that are read in parallel are not mixed up: a header without a body is too short in every position."""
+    """Values that are read in parallel are not mixed up: a header without a body is too short at every position."""
     for key in KEYS:
         os.truncate(file_of(disk, key), HEADER_BYTES)
     assert cache.json("verify", disk, status=1)["reasons"] == [{"why": "length", "items": len(KEYS)}]
@@ -216,7 +216,7 @@ def test_verify_shows_a_table(cache: Stated, disk: str) -> None:
 
 
 def test_verify_decrypts(cache: Stated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the right key, values are good. An unusable key is refused, and the message does not show it."""
+    """With the right key, values are good. An unusable key is refused, and the message does not show the key."""
     text = base64.b64encode(bytes(range(32))).decode()
     monkeypatch.setenv("GOOD_KEY", text)
     monkeypatch.setenv("SHORT_KEY", text[:20])
@@ -237,7 +237,7 @@ class Sick(DictTier):
 
 
 def test_stats_reports_why_a_tier_is_unhealthy() -> None:
-    """The items of an unhealthy tier are reported together with the reason, and the status is 1."""
+    """If a tier is unhealthy, its items are reported with the reason, and the status is 1."""
     report = Findings()
     args = argparse.Namespace(namespace=None)
     assert anyio.run(_stats, TierCommand(Sick(), parse_tier("/x"), args, lambda: None, print), report) == 1
@@ -245,7 +245,7 @@ def test_stats_reports_why_a_tier_is_unhealthy() -> None:
 
 
 def test_values_of_unknown_age_are_kept() -> None:
-    """If a tier does not know the ages of its values, `--older-than` deletes none and reports their number."""
+    """If a tier does not know the ages of its values, `--older-than` deletes no such value and reports the number."""
     tier, report = DictTier(), Findings()
     tier.values = {key.text: bytes(HEADER_BYTES) for key in KEYS}
     args = argparse.Namespace(namespace=ONE, older_than=0.0, delete=True, stale=False, force=False)
@@ -320,11 +320,14 @@ from kvpipe.cli.main import main; threading.Thread(target=time.sleep, args=(600,
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
 sys.exit(main())
 """
-"""The program of a command in which another thread gets the interrupts, so they do not end the main thread's waits."""
+"""A program that runs the command. Another thread gets the interrupts, so they do not end waits of the main thread."""
 
 
 def command(*args: str, code: str = "", **kwargs: Any) -> subprocess.Popen[str]:
-    """Start `kvpipe cache` in a process that gets interrupts. `code`: a program that runs the command instead."""
+    """Start `kvpipe cache` in a process that gets interrupts.
+
+    `code`, if not "", is the program that runs the command.
+    """
     words = [sys.executable, *(["-c", code] if code else ["-m", "kvpipe"]), "cache", *args]
     with interrupts_enabled():
         return subprocess.Popen(words, text=True, **kwargs)
@@ -332,7 +335,7 @@ def command(*args: str, code: str = "", **kwargs: Any) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("code", ["", ELSEWHERE], ids=["here", "elsewhere"])
 def test_an_interrupt_gives_status_130_and_one_word(code: str) -> None:
-    """An interrupt while a tier does not answer, or just before, gives status 130 and one word on stderr."""
+    """An interrupt while the command waits for a tier, or just before, gives status 130 and one word on stderr."""
     with socket.create_server((LOCAL, 0)) as silent:
         silent.settimeout(WAIT_S)
         url = f"redis://{LOCAL}:{silent.getsockname()[1]}?timeout_ms_max=600000"
@@ -340,7 +343,7 @@ def test_an_interrupt_gives_status_130_and_one_word(code: str) -> None:
         try:
             connection, _ = silent.accept()
             with connection:
-                assert connection.recv(1)  # it waits for an answer now
+                assert connection.recv(1)  # the command now waits for an answer
                 process.send_signal(signal.SIGINT)
                 out, err = process.communicate(timeout=WAIT_S)
         finally:
@@ -367,7 +370,7 @@ def test_progress_is_for_terminals(disk: str) -> None:
 
 @pytest.mark.parametrize("size", [1 << 60, (1 << 63) - 1, -5, (8 << 30) + 1, 0])
 def test_absurd_lengths_are_damage(cache: Stated, size: int) -> None:
-    """A value that a tier lists with an impossible length is not read, and no memory is allocated for it."""
+    """If a tier lists a value with an impossible length, the value is not read, and no memory is allocated for it."""
     key = KEYS[0].text.encode()
 
     def answer(words: list[bytes]) -> bytes:
@@ -385,7 +388,10 @@ def test_absurd_lengths_are_damage(cache: Stated, size: int) -> None:
 
 
 def test_a_long_file_without_content_is_damage(cache: Stated, disk: str) -> None:
-    """An empty file that is longer than any value takes no memory. The other values are still checked."""
+    """A sparse file that is longer than any value is reported as damaged without being read.
+
+    The other values are still checked.
+    """
     os.truncate(file_of(disk, KEYS[3]), 9 << 30)
     found = cache.json("verify", disk, status=1)
     assert (found["good"], found["reasons"]) == (9, [{"why": "length", "items": 1}])

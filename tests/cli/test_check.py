@@ -1,4 +1,4 @@
-"""`kvpipe check` finds problems without an engine, and prints values as users write them."""
+"""`kvpipe check` finds problems without an engine, and prints values in the form in which users write them."""
 
 from __future__ import annotations
 
@@ -54,12 +54,15 @@ def _token(tmp_path: Path) -> dict[str, str]:
 def test_check_refuses_missing_files_and_packages(
     extra: dict[str, Any], why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`kvpipe check` finds these problems, which an engine would report only after loading its weights."""
+    """`kvpipe check` finds problems that an engine would report only after loading its weights."""
     assert why in _refusal(extra, capsys)
 
 
 def test_check_refuses_a_socket_whose_folder_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A missing folder of the socket is refused, unless its name contains `{engine}`, which is not known yet."""
+    """A missing folder of the socket is refused.
+
+    A folder whose name contains `{engine}` may be missing, because the engine's name is not known yet.
+    """
     token = _token(tmp_path)
     message = _refusal({"manage": f"unix:{tmp_path}/none/{{engine}}.sock", **token}, capsys)
     assert f"the folder {tmp_path}/none does not exist; create it" in message
@@ -68,7 +71,7 @@ def test_check_refuses_a_socket_whose_folder_is_not_there(tmp_path: Path, capsys
 
 
 def test_check_prints_values_as_people_write_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Sizes have units, paths have no quotes, and of a tier all keys that are set are printed."""
+    """Sizes have units, paths have no quotes, and a tier is printed with all keys that are set."""
     extra = {"pool_bytes_max": "1.5GiB", "staging_bytes_max": 12345, "tiers": [{"kind": "disk", "path": str(tmp_path)}]}
     assert main(["check", json.dumps(extra | {"chunk_tokens": 100, "trace_file": str(tmp_path / "t")})]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -90,7 +93,7 @@ def test_check_prints_values_as_people_write_them(tmp_path: Path, capsys: pytest
 def test_check_shows_the_rounded_chunk_tokens(
     tokens: int, block: int, shown: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`check` shows the same rounded number as the engine would use."""
+    """`check` shows the rounded number that the engine would use."""
     assert main(["check", json.dumps({"chunk_tokens": tokens}), "--block-size", str(block)]) == 0
     assert f"chunk_tokens = {shown}\n" in capsys.readouterr().out
 
@@ -100,7 +103,7 @@ def test_check_shows_the_rounded_chunk_tokens(
     [(0, "0B"), (1023, "1023B"), (1 << 20, "1MiB"), (3 << 29, "1.5GiB"), ((1 << 30) + 1, "1073741825B")],
 )  # fmt: skip
 def test_sizes_in_messages_are_exact(size: int, text: str) -> None:
-    """The size in a remedy with `at least` is exact, so this size suffices."""
+    """If a remedy says `at least`, its size is exact, so a pool of this size suffices."""
     assert exact_size(size) == text
 
 

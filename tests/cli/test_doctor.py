@@ -22,7 +22,10 @@ from tests.cli.doctor_machines import CUDA, broken, machine_of, raising
 
 
 def test_a_check_that_raises_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A check that raises becomes a one-line finding with its own status. Tier checks run last, and can be added."""
+    """A check that raises becomes a one-line finding with its own status.
+
+    Checks of tiers run last, and more checks can be added.
+    """
     monkeypatch.setattr(checks, "CHECKS", [Check("one", raising(KeyError("a\nb")), "warn")])
     monkeypatch.setattr(checks, "TIERS", [*checks.TIERS, Check("store", raising(OSError("x" * 9999)), "fail")])
     first, memory, store = examine(load_settings(), machine_of(tmp_path))
@@ -95,14 +98,17 @@ def test_verdict_and_exit_status(
 def test_tiers_and_quotas_are_given_by_their_names(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The finding has the names of tiers and quotas. Their keys are in the output of `kvpipe check`."""
+    """The finding has only the names of tiers and quotas. The output of `kvpipe check` has their keys."""
     tiers = f'["{tmp_path}/a?bytes_max=1GiB", "{tmp_path}/b?bytes_max=1GiB"]'
     _run(monkeypatch, f'{{"tiers": {tiers}, "quotas": [{{"name": "one", "salt": "s", "share": 0.5}}]}}', "ok")
     assert "valid (quotas=one, tiers=disk,disk-2)" in capsys.readouterr().out
 
 
 def test_output_is_a_line_per_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A remedy is indented below its check. Long lines are not wrapped in a pipe. Output of other code is left out."""
+    """A remedy is indented below its check. Long lines are not wrapped in a pipe.
+
+    The output of other code is not printed.
+    """
     monkeypatch.setenv("COLUMNS", "40")
     _run(monkeypatch, '{"chunk_tokens": 512}', "ok", "warn", "fail")
     out, err = capsys.readouterr()
@@ -158,7 +164,7 @@ def test_a_wrong_configuration_is_a_finding(
 
 
 def test_a_wrong_environment_leaves_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other checks run with the default settings and with the given number of ranks."""
+    """If the environment is wrong, the other checks use the default settings and the given number of ranks."""
     asked: list[tuple[Settings, HostFacts]] = []
 
     def fake(*args: Any) -> list[Finding]:
@@ -177,7 +183,7 @@ def test_a_wrong_environment_leaves_the_defaults(monkeypatch: pytest.MonkeyPatch
 def test_the_engines_log_level_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """VLLM logs only errors during the checks, unless VLLM_LOGGING_LEVEL is set.
 
-    Afterwards the former level applies.
+    After the checks the former level applies.
     """
     key, seen = "VLLM_LOGGING_LEVEL", list[str | None]()
 
@@ -196,7 +202,7 @@ def test_the_engines_log_level_is_given_back(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_without_torch_and_vllm() -> None:
-    """In a process without torch and vLLM the command prints no traceback, and only JSON on stdout."""
+    """In a process without torch and vLLM the command prints no traceback, and prints only JSON to stdout."""
     code = (
         "import sys; sys.modules['torch'] = sys.modules['vllm'] = None; from kvpipe.cli.doctor.print import main; "
         "sys.exit(main('{}', as_json=True))"

@@ -19,7 +19,7 @@ def _beside(*children: object) -> str:
 
 
 def test_the_whole_flag_is_taken_apart() -> None:
-    """The extra config of kvpipe is found alone, in vLLM's flag, and under MultiConnector."""
+    """Kvpipe's extra config is found if it is given alone, in vLLM's flag, or under MultiConnector."""
     extra = {"chunk_tokens": 512}
     own = OWN | {"kv_connector_extra_config": extra, "kv_role": "kv_both"}
     assert beside.read_input(json.dumps(own)) == (json.dumps(extra), "kv_both", ("KVPipeConnector",))
@@ -41,7 +41,7 @@ def test_the_whole_flag_is_taken_apart() -> None:
 def test_doctor_names_a_wrong_order_and_a_missing_wheel(
     tmp_path: Path, children: tuple[object, ...], installed: bool, status: str, remedy: str
 ) -> None:
-    """The remedy is the command or the change to make."""
+    """The remedy names the command to run, or the change to make."""
     names = beside.read_input(_beside(*children)).connectors
     machine = machine_of(tmp_path, connectors=names, has_module=lambda name: installed and name == "nixl")
     answer = answer_of(beside.check_connectors(load_settings(), machine))
@@ -67,7 +67,7 @@ def test_doctor_takes_the_whole_flag(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_doctor_refuses_a_producer_that_would_store_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str, status: str
 ) -> None:
-    """Only vLLM's whole flag has the role."""
+    """The check needs vLLM's whole flag, because only this flag has the role."""
     monkeypatch.setattr(checks, "CHECKS", [])
     monkeypatch.setattr(checks, "TIERS", [])
     own = {"tiers": [f"{tmp_path}?store=second_use"]}

@@ -38,7 +38,7 @@ def test_device(tmp_path: Path) -> None:
     ],
 )
 def test_graphs(tmp_path: Path, device: DeviceFacts, mode: str, detail: str) -> None:
-    """The finding names the kind of CUDA graphs for each `mode`."""
+    """For each `mode`, the finding names the kind of CUDA graphs."""
     answer = answer_of(
         hardware.check_graphs(load_settings({"mode": mode}), machine_of(tmp_path, device=lambda: device))
     )
@@ -57,7 +57,7 @@ def test_graphs(tmp_path: Path, device: DeviceFacts, mode: str, detail: str) -> 
     ],
 )
 def test_locked_memory(tmp_path: Path, limit: int | None, pins: bool | None, status: str, detail: str) -> None:
-    """If the limit is below the pool, a piece just above the limit is pinned as a test, unless it is too large."""
+    """If the limit is below the pool, memory just above the limit is pinned as a test, unless this is too much."""
     asked: list[int] = []
     pin = {None: unasked, True: asked.append, False: raising(RuntimeError("CUDA error 2"))}[pins]
     machine = machine_of(tmp_path, device=lambda: CUDA, locked_bytes_max=lambda: limit, pin=pin)
@@ -69,7 +69,10 @@ def test_locked_memory(tmp_path: Path, limit: int | None, pins: bool | None, sta
 
 
 def test_locked_memory_is_the_systems_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The soft RLIMIT_MEMLOCK is used; "unlimited" is reported as None. Without a CUDA device it does not matter."""
+    """The soft RLIMIT_MEMLOCK is used; "unlimited" is reported as None.
+
+    Without a CUDA device the limit has no effect.
+    """
     for soft, most in ((65_536, 65_536), (resource.RLIM_INFINITY, None)):
         limits = {resource.RLIMIT_MEMLOCK: (soft, resource.RLIM_INFINITY)}
         monkeypatch.setattr(resource, "getrlimit", limits.__getitem__)
@@ -81,10 +84,10 @@ def test_locked_memory_is_the_systems_limit(tmp_path: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("environ", "cpus", "siblings", "ranks", "spare"),
     [
-        ({}, 8, 1, 1, 2),  # vLLM reserves two per rank
-        ({}, 8, 2, 1, 6),  # it uses one thread per core: four cores less two
+        ({}, 8, 1, 1, 2),  # vLLM reserves two cores per rank
+        ({}, 8, 2, 1, 6),  # vLLM uses one thread of each core: four cores, minus two that are reserved
         ({}, 8, 1, 2, 4),
-        ({}, 2, 1, 1, 0),  # too few to reserve any
+        ({}, 2, 1, 1, 0),  # there are too few cores to reserve one
         ({"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}, 2, 1, 1, 1),
         ({"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}, 8, 1, 1, 0),
         ({"VLLM_CPU_OMP_THREADS_BIND": "0-6"}, 8, 1, 1, 1),
@@ -134,9 +137,9 @@ def _memory(tmp_path: Path, available: int, ranks: int = 1, pool: int = 4 * GIB)
 @pytest.mark.parametrize(
     ("available", "ranks", "status"),
     [
-        (5 * GIB, 1, "ok"),  # 80 %
+        (5 * GIB, 1, "ok"),  # 80 % of the free memory
         (5 * GIB - 1024, 1, "warn"),
-        (4 * GIB, 1, "warn"),  # 100 %
+        (4 * GIB, 1, "warn"),  # 100 % of the free memory
         (4 * GIB - 1024, 1, "fail"),
         (10 * GIB, 2, "ok"),
         (9 * GIB, 2, "warn"),
@@ -145,7 +148,10 @@ def _memory(tmp_path: Path, available: int, ranks: int = 1, pool: int = 4 * GIB)
     ],
 )
 def test_memory(tmp_path: Path, available: int, ranks: int, status: str) -> None:
-    """All pools together may take 80 % of the free memory. More is a warning, and more than 100 % a failure."""
+    """All pools together may take 80 % of the free memory.
+
+    More than 80 % is a warning, and more than 100 % is a failure.
+    """
     assert _memory(tmp_path, available, ranks).status == status
 
 
@@ -159,7 +165,7 @@ def test_memory_sentences(tmp_path: Path) -> None:
     two = _memory(tmp_path, 5 * GIB, ranks=2)
     assert two.detail.startswith("pool_bytes_max is 2 x 4.0GiB, 5.0GiB are free (MemAvailable): the pool does not fit")
     assert two.remedy.startswith("set pool_bytes_max to 2048MiB or less")
-    assert _memory(tmp_path, 5 * GIB, ranks=2, pool=2048 << 20).status == "ok"  # the remedy helps
+    assert _memory(tmp_path, 5 * GIB, ranks=2, pool=2048 << 20).status == "ok"  # with the remedy's size the check is ok
     assert _memory(tmp_path, 0).remedy == "free some memory"
 
 
@@ -168,20 +174,20 @@ def test_memory_sentences(tmp_path: Path) -> None:
     [
         ("0::/", "", ("memory.max", "memory.current", "inactive_file")),
         ("0::/a/b", "a/b", ("memory.max", "memory.current", "inactive_file")),
-        ("0::/a/b", "a", ("memory.max", "memory.current", "inactive_file")),  # a limit above counts
+        ("0::/a/b", "a", ("memory.max", "memory.current", "inactive_file")),  # the limit of a parent group counts
         ("0::/../x", "", ("memory.max", "memory.current", "inactive_file")),
         ("1:cpu:/\n4:memory:/a", "memory/a", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
         ("4:memory:/host/a", "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")),
     ],
 )
 def test_memory_in_a_cgroup(tmp_path: Path, group: str, folder: str, names: tuple[str, str, str]) -> None:
-    """Free memory is a cgroup's limit minus its use, if this is less than the system's.
+    """Free memory is a cgroup's limit minus the cgroup's use, if this is less than the system's free memory.
 
     Idle file pages count as free.
     """
     limit, usage, idle = names
     write(tmp_path / "proc" / "self" / "cgroup", group + "\n")
-    write(tmp_path / "x" / limit, "1\n")  # not of this namespace
+    write(tmp_path / "x" / limit, "1\n")  # the limit of a group outside of the namespace has no effect
     write(tmp_path / "x" / usage, "0\n")
     write(tmp_path / "x" / "memory.stat", "")
     where = tmp_path / "cgroup" / folder
@@ -192,7 +198,7 @@ def test_memory_in_a_cgroup(tmp_path: Path, group: str, folder: str, names: tupl
         "pool_bytes_max is 4.0GiB, 5.0GiB are free (cgroup limit 8.0GiB): 80%"
     )
     assert "(MemAvailable)" in _memory(tmp_path, 4 * GIB, pool=GIB).detail
-    write(where / usage, f"{11 * GIB}\n")  # nothing is left
+    write(where / usage, f"{11 * GIB}\n")  # the group's use is above its limit
     assert _memory(tmp_path, 100 * GIB).status == "fail"
     write(where / limit, "max\n" if limit == "memory.max" else f"{(1 << 63) - 4096}\n")
     assert "(MemAvailable)" in _memory(tmp_path, 100 * GIB).detail
@@ -218,7 +224,7 @@ def test_shared_memory(tmp_path: Path) -> None:
     [("never", "warn", "echo advise | sudo tee"), ("advise", "ok", "pages of 2.0MiB"), ("", "ok", "no huge pages")],
 )
 def test_huge_pages(tmp_path: Path, mode: str, status: str, said: str) -> None:
-    """The remedy is the command that allows huge pages. Without `pool: node` nothing is checked."""
+    """The remedy is the command that allows huge pages. Without `pool: node` huge pages are not checked."""
     machine = machine_of(tmp_path)
     if mode:
         write(machine.huge_pages / "hpage_pmd_size", str(2 << 20))

@@ -19,7 +19,7 @@ LOADS = EntryPoint("kvpipe", "builtins:dict", "vllm.general_plugins")
 
 
 def test_python(tmp_path: Path) -> None:
-    """The least version of Python is accepted, and an older version is refused."""
+    """The oldest supported version of Python is accepted, and an older version is refused."""
     assert installed.check_python(load_settings(), machine_of(tmp_path, python=(3, 11, 0))) == ("ok", "3.11.0", "")
     old = answer_of(installed.check_python(load_settings(), machine_of(tmp_path, python=(3, 10, 14))))
     assert (old.status, old.detail) == ("fail", "3.10.14 is too old")
@@ -27,7 +27,7 @@ def test_python(tmp_path: Path) -> None:
 
 
 def test_the_least_versions_are_the_packages() -> None:
-    """The least versions equal those in `pyproject.toml`."""
+    """The oldest supported versions equal the versions in `pyproject.toml`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["requires-python"] == ">={}.{}".format(*installed.PYTHON_MIN)
     assert "torch>={}.{}".format(*installed.TORCH_MIN) in project["optional-dependencies"]["vllm"]
@@ -43,7 +43,7 @@ def test_the_least_versions_are_the_packages() -> None:
     ],
 )
 def test_torch(tmp_path: Path, version: str, status: str, detail: str) -> None:
-    """Versions are compared as numbers, not as text."""
+    """Versions of PyTorch are compared as numbers, not as text."""
     answer = answer_of(installed.check_torch(load_settings(), machine_of(tmp_path, torch_version=lambda: version)))
     assert (answer.status, answer.detail) == (status, detail)
 
@@ -105,7 +105,7 @@ def test_plugin(tmp_path: Path, plugins: list[EntryPoint], known: bool, status: 
     ],
 )
 def test_plugin_filter(tmp_path: Path, value: str | None, status: str, remedy: str) -> None:
-    """Names in VLLM_PLUGINS are compared as vLLM does, including spaces. The remedy keeps the other names."""
+    """Names in VLLM_PLUGINS are compared as vLLM compares them, including spaces. The remedy keeps the other names."""
     environ = {} if value is None else {"VLLM_PLUGINS": value}
     answer = answer_of(installed.check_plugin_filter(load_settings(), machine_of(tmp_path, environ=environ)))
     assert answer.status == status
@@ -117,7 +117,7 @@ def test_plugin_filter(tmp_path: Path, value: str | None, status: str, remedy: s
     [
         ("0", None, "docs", "ok", "PYTHONHASHSEED=0 seeds"),
         ("11", None, "", "ok", "only engines with the same value find each other's KV"),
-        ("", None, "docs", "ok", "PYTHONHASHSEED="),  # vLLM takes this too as a seed
+        ("", None, "docs", "ok", "PYTHONHASHSEED="),  # vLLM accepts an empty text as a seed
         (None, "sha256", "docs", "ok", "sha256 (vLLM's default) gives equal hashes in all processes without it"),
         (None, "sha256", "", "ok", "a shared cache would need PYTHONHASHSEED with xxhash"),
         (None, "xxhash", "", "ok", "does not matter for a cache in one engine's memory"),
@@ -125,7 +125,7 @@ def test_plugin_filter(tmp_path: Path, value: str | None, status: str, remedy: s
     ],
 )
 def test_hash_seed(tmp_path: Path, seed: str | None, default: str | None, name: str, status: str, detail: str) -> None:
-    """A random hash seed is a failure only if engines share a name."""
+    """A random hash seed is a warning, but only if engines share a name."""
     environ = {} if seed is None else {"PYTHONHASHSEED": seed}
     seeds = unasked if default is None else (lambda: HashSeeds(default, frozenset({"xxhash"})))
     answer = answer_of(

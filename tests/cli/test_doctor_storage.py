@@ -47,11 +47,11 @@ def test_state_dir(tmp_path: Path) -> None:
         answer = answer_of(storage.check_state_dir(load_settings(extra), on))
         assert (answer.status, detail in answer.detail) == (status, True), answer
     assert not good.parent.exists()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["file"]  # nothing is left behind
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file"]  # the check leaves no file
 
 
 def test_the_default_state_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name without a folder is registered where `kvpipe.inputs.cache_names` has its folder."""
+    """If no state folder is set, a name is registered in the default folder of `kvpipe.inputs.cache_names`."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     answer = storage.check_state_dir(
         load_settings({"name": "docs"}), machine_of(tmp_path, free_bytes=free_bytes_of(GIB))
@@ -60,7 +60,7 @@ def test_the_default_state_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_folder_that_refuses_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The result of an attempt to write counts, not the permission bits, because root passes the permission bits."""
+    """The check tries to write. Permission bits do not decide, because root may write against them."""
     monkeypatch.setattr("tempfile.TemporaryFile", raising(OSError(30, "Read-only file system")))
     settings = load_settings({"name": "docs", "state_dir": tmp_path})
     traced = cast("Settings", SimpleNamespace(trace_file=tmp_path / "trace.jsonl"))
@@ -73,7 +73,10 @@ def test_a_folder_that_refuses_writes(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_trace_file(tmp_path: Path) -> None:
-    """A trace file is checked only if it is set. Its folder must exist, and should have room for the trace."""
+    """A trace file is checked only if it is set.
+
+    Its folder must exist, and without room for the trace there is a warning.
+    """
 
     def ask(path: Path | None, free: int = 2 * GIB, **others: int) -> PendingFinding | None:
         settings = cast("Settings", SimpleNamespace(trace_file=path, **{"trace_bytes_max": 1 << 30} | others))
@@ -96,7 +99,7 @@ def test_trace_file(tmp_path: Path) -> None:
 
 
 def test_control_file(tmp_path: Path) -> None:
-    """The engine only reads the control file, so a folder that this user cannot write to is only a warning."""
+    """The engine only reads the control file, so if this user cannot write to the folder, this is only a warning."""
 
     def ask(path: Path | None) -> PendingFinding | None:
         settings = load_settings({"control_file": path})
@@ -112,7 +115,7 @@ def test_control_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("pool", "probe"), [("4GiB", "16.0MiB"), ("3MiB", "3.0MiB"), (8192, "8.0KiB")])
 def test_memory_tier(tmp_path: Path, pool: str | int, probe: str) -> None:
-    """The check allocates a small pool, never the configured one."""
+    """The check allocates a small pool, never the configured pool."""
     answer = answer_of(storage.check_memory_pool(load_settings({"pool_bytes_max": pool}), machine_of(tmp_path)))
     assert answer.status == "ok"
     assert answer.detail.startswith(f"a pool of {probe} was allocated, written and read")
@@ -171,7 +174,10 @@ async def _leave(settings: Settings, first: str) -> None:
 
 
 def test_the_first_hash_of_another_engine_is_named(tmp_path: Path) -> None:
-    """An engine here would find no chunk of engines with another PYTHONHASHSEED, so the tier gets a warning."""
+    """An engine in this environment would find no chunks of engines with another PYTHONHASHSEED.
+
+    So the tier's finding is a warning.
+    """
     settings = load_settings({"tiers": str(tmp_path / "kv")})
     machine = machine_of(tmp_path, first_hash=lambda algorithm: f"{algorithm} a")
     assert storage.check_first_hash(load_settings(), machine) is None

@@ -1,4 +1,4 @@
-"""`kvpipe flag` prints what vLLM and its deployments take."""
+"""`kvpipe flag` prints the flag in the form that vLLM and its deployments accept."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_flag_without_a_configuration_has_no_extra_config(capsys: pytest.Capture
 
 
 def test_flag_refuses_a_wrong_configuration(capsys: pytest.CaptureFixture[str]) -> None:
-    """A wrong configuration is refused as by `kvpipe check`, and no flag is printed."""
+    """`kvpipe flag` refuses a wrong configuration like `kvpipe check`, and prints no flag."""
     assert main(["flag", '{"chunk_sizee": 256}']) == 2
     printed = capsys.readouterr()
     assert (printed.out, "did you mean 'chunk_tokens'?" in printed.err) == ("", True)

@@ -1,4 +1,4 @@
-"""The command is there where the package is."""
+"""The command runs wherever the package can be imported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvpipe import __version__
 
 
 def test_the_package_runs_as_the_command() -> None:
-    """`python -m kvpipe` prints the same and has the same exit status as `kvpipe`."""
+    """`python -m kvpipe` has the same output and exit status as `kvpipe`."""
     run = [sys.executable, "-m", "kvpipe"]
     assert subprocess.run([*run, "--version"], capture_output=True, text=True, check=True).stdout == (
         f"kvpipe {__version__}\n"

@@ -1,4 +1,4 @@
-"""`kvpipe cache` and `kvpipe doctor` name a tier of another package that raises forbidden exceptions."""
+"""`kvpipe cache` and `kvpipe doctor` name a tier of another package if the tier raises forbidden exceptions."""
 
 from __future__ import annotations
 

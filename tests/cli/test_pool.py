@@ -1,4 +1,4 @@
-"""`kvpipe pool` shows and holds the memory of a node."""
+"""`kvpipe pool` shows the memory of a node, and keeps it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def folder(short_path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _started(folder: Path, *before: str) -> Iterator[subprocess.Popen[str]]:
-    """Start `kvpipe pool start`, whose command line follows `before`. The process ends with the block."""
+    """Run the command `kvpipe pool start` after the words `before`. The process ends at the end of the context."""
     command = [*before, sys.executable, "-m", "kvpipe", "pool", "start", "--dir", str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -59,7 +59,7 @@ def _started(folder: Path, *before: str) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_start_ends_cleanly_on_a_signal(short_path: Path, sent: signal.Signals) -> None:
-    """Also where SIGINT is ignored at the start, as in a shell's background."""
+    """The command also ends on SIGINT if SIGINT was ignored at its start, as in a shell's background."""
     with _started(short_path, "sh", "-c", 'trap "" INT; exec "$@"', "sh") as process:
         assert (short_path / SOCKET).exists()
         process.send_signal(sent)
@@ -88,7 +88,7 @@ def _doctor(folder: Path, **keys: object) -> PendingFinding:
 
 
 def test_status_shows_the_holder_the_slots_and_the_engines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An engine uses the memory of `kvpipe pool start`."""
+    """In this test an engine uses the memory of `kvpipe pool start`."""
     assert main(["pool", "status", "--dir", str(folder)]) == 0
     assert "no memory yet" in capsys.readouterr().out
     assert _doctor(folder).detail.endswith("the first engine makes the memory")
@@ -134,7 +134,7 @@ def test_doctor_reports_a_memory_of_another_size(folder: Path) -> None:
 def test_holder_that_does_not_answer_is_shown_with_a_remedy(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stopped holder, a holder without its socket, and a holder of another user."""
+    """The cases: a stopped holder, a holder without its socket, and a holder of another user."""
     monkeypatch.setattr(health, "ANSWER_S_MAX", 0.1)
     pid = holder_of(folder)
     os.kill(pid, signal.SIGSTOP)
@@ -159,13 +159,13 @@ def test_holder_that_does_not_answer_is_shown_with_a_remedy(
 
 
 def test_status_without_a_holder_says_so(short_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The status is 1, so that a script notices it."""
+    """The exit status is 1, so that a script notices the missing holder."""
     assert main(["pool", "status", "--dir", str(short_path)]) == 1
     assert "no holder runs" in capsys.readouterr().out
 
 
 def test_status_shows_each_slot_size() -> None:
-    """Slots of one size may be `elsewhere`, because slots of another size use their memory."""
+    """A slot of one size is `elsewhere` if slots of another size use its memory."""
     slots = {"slots": 2, "published": 1, "granted": 0, "free": 0, "elsewhere": 1}
     memories = tuple(MemoryStatus(1 << size, slots, {}, ()) for size in (20, 21))
     health = HolderHealth(os.getpid(), NodeStatus(os.getpid(), memories))

@@ -1,4 +1,4 @@
-"""Prompts on the command line: token ids are taken as they are, vLLM's server makes them of everything else."""
+"""Prompts on the command line. Token ids are used unchanged. VLLM's server converts texts and chats to token ids."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 
 
 
 class Tokenizer:
-    """Answers as vLLM's server does at `/tokenize`. `asked`: the requests, with the key that came with each."""
+    """Answers like vLLM's server at `/tokenize`. `asked` has each request, with the API key of the request."""
 
     def __init__(self) -> None:
         """Serve on a free port."""
@@ -46,7 +46,7 @@ class Tokenizer:
 
 @pytest.fixture
 def tokenizer(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tokenizer]:
-    """A server, and no key."""
+    """Yield a server. No API key is set."""
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     one = Tokenizer()
     thread = threading.Thread(target=one.server.serve_forever, daemon=True)
@@ -91,7 +91,7 @@ def test_token_ids_are_taken_as_they_are(text: str, tmp_path: Path, monkeypatch:
 def test_server_makes_token_ids_of_texts_and_chats(
     words: list[str], request_body: dict[str, Any], tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """The request to the server has the keys that affect the token ids. A file may have the same prompt."""
+    """The request to the server has all fields that affect the token ids. The same prompt may also be in a file."""
     assert _prompt(*words, "--server", tokenizer.url) == {"tokens": [7, 8, 9]}
     (tmp_path / "prompt").write_text(words[0], encoding="utf-8")
     _prompt(f"@{tmp_path}/prompt", *words[1:], "--server", f"{tokenizer.url}/proxy/")
@@ -124,7 +124,7 @@ def test_request_has_salt_adapter_and_api_key(tokenizer: Tokenizer, monkeypatch:
     ],
 )
 def test_wrong_prompts_are_refused_with_a_remedy(words: list[str], why: str) -> None:
-    """A wrong prompt is refused with a remedy, and the message shows no secret of a URL."""
+    """A wrong prompt is refused with a remedy, and the message does not show a secret in a URL."""
     with pytest.raises(UsageError, match=why) as caught:
         _prompt(*words)
     assert "secret" not in str(caught.value)
@@ -142,7 +142,7 @@ def test_wrong_prompts_are_refused_with_a_remedy(words: list[str], why: str) -> 
     ],
 )
 def test_answers_without_token_ids_are_refused(status: int, body: bytes, why: str, tokenizer: Tokenizer) -> None:
-    """An answer of any server that has no token ids is refused with the reason."""
+    """If a server's answer has no token ids, the answer is refused with the reason."""
     tokenizer.answer = status, body
     with pytest.raises(UsageError, match=why):
         _prompt("Hello", "--server", tokenizer.url)

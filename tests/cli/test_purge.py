@@ -1,4 +1,4 @@
-"""`kvpipe cache purge` prints the selected values, and then deletes exactly these."""
+"""`kvpipe cache purge` prints the selected values, and then deletes exactly these values."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def disk(tmp_path: Path) -> str:
 
 
 def test_purge_deletes_the_reported_values(cache: Stated, disk: str) -> None:
-    """Values are selected by namespace, by age, by both, or all. Without `--delete` they are only counted."""
+    """Values are selected by namespace, by age, or by both. Otherwise all are selected.
+
+    Without `--delete` the values are only counted.
+    """
     hours_ago = time.time() - 7200
     for key in (KEYS[0], KEYS[1], KEYS[5]):
         os.utime(file_of(disk, key), (hours_ago, hours_ago))
@@ -70,7 +73,7 @@ OLD = [some_key(i, space) for space in ("3" * 32, "4" * 32) for i in range(4)]
 
 
 def first_format(key: Key, body: bytes) -> bytes:
-    """Return a value of the format before this one, as version 0.1 wrote it."""
+    """Return a value of the previous format, which version 0.1 wrote."""
     text, header = key.text.encode(), bytearray(HEADER_BYTES)
     struct.pack_into(
         "<8sHBBIQ12s192s", header, 0, b"kvpipe\r\n", 1, 0, len(text), 4, len(body), bytes(12), text
@@ -81,9 +84,9 @@ def first_format(key: Key, body: bytes) -> bytes:
 
 
 def test_purge_deletes_values_of_an_older_format(cache: Stated, disk: str) -> None:
-    """One value of a namespace shows the namespace's format.
+    """One value of a namespace shows the format of all values of the namespace. Values of this version stay.
 
-    Values of this version stay. Only the values that were read count as used.
+    Only values that the command has read count as used.
     """
     for key in OLD:
         file = Path(disk) / key.namespace / key.chunk[:1].hex() / key.text
@@ -105,7 +108,7 @@ def test_purge_deletes_values_of_an_older_format(cache: Stated, disk: str) -> No
 
 
 def later_format(key: Key, body: bytes) -> bytes:
-    """Return a value of a later format, as far as that format can be guessed."""
+    """Return a value of a later format, as far as a test can guess that format."""
     value = bytearray(first_format(key, body))
     value[8:10] = (VERSION + 1).to_bytes(2, "little")
     value[HEADER_BYTES - 8 : HEADER_BYTES] = xxhash.xxh3_64_digest(bytes(value[: HEADER_BYTES - 8]))
@@ -113,7 +116,10 @@ def later_format(key: Key, body: bytes) -> bytes:
 
 
 def test_purge_keeps_values_of_newer_formats() -> None:
-    """`--stale` selects only values that are certainly of an older format. It counts and keeps all others."""
+    """`--stale` selects only values that are certainly of an older format.
+
+    The command counts and keeps all other values.
+    """
     tier, report = DictTier(), Findings()
     keys = [some_key(i, str(i) * 32) for i in range(3, 6)]
     values = later_format(keys[0], bytes(BODY)), first_format(keys[1], bytes(BODY)), b"not kvpipe's".ljust(BODY)

@@ -1,4 +1,4 @@
-"""If `kvpipe cache verify` or `purge` finds values that cannot be judged, they delete none and have status 2."""
+"""If `kvpipe cache verify` or `purge` finds values that cannot be judged, it deletes no values and has status 2."""
 
 from __future__ import annotations
 
@@ -66,7 +66,10 @@ def test_encrypted_values_are_kept_when_their_key_is_not_named(
 def test_encrypted_values_on_a_server_are_kept_when_their_key_is_not_named(
     command: list[str], cache: Stated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command decides what to delete, so a server's values are kept as a disk's are."""
+    """The command, and not the tier, decides which values are deleted.
+
+    So a server's values are kept like a disk's values.
+    """
     monkeypatch.setenv("GOOD_KEY", base64.b64encode(bytes(range(32))).decode())
     with serving("redis") as server:
         where = f"redis://{LOCAL}:{server.port}"
@@ -82,7 +85,7 @@ def of_a_newer_version(file: Path, key: Key) -> None:
 
 
 def of_another_layout(file: Path, _: Key) -> None:
-    """Change only the version's number, because a later version may have its checksum at another place."""
+    """Change only the version number. The checksum is then wrong, like that of a later version with another layout."""
     with file.open("r+b") as opened:
         opened.seek(8)
         opened.write(b"\3\0")
@@ -99,7 +102,7 @@ def of_an_unknown_envelope(file: Path, _: Key) -> None:
 
 
 def of_another_namespace(file: Path, key: Key) -> None:
-    """Replace a value by a value that was moved here from another namespace."""
+    """Replace a value by a value of another namespace, as if that value's file had been moved."""
     other = next(one for one in KEYS if one.namespace != key.namespace)
     shutil.copyfile(file_of(str(file.parents[2]), other), file)
 
@@ -117,7 +120,10 @@ STRANGE: list[tuple[Callable[[Path, Key], None], str]] = [
 def test_values_that_cannot_be_judged_are_kept(
     change: Callable[[Path, Key], None], why: str, cache: Stated, tmp_path: Path
 ) -> None:
-    """A single such value prevents every deletion, even of damaged values, unless another namespace is selected."""
+    """A single value that cannot be judged prevents every deletion, even of damaged values.
+
+    Only values of another namespace can be deleted.
+    """
     disk = str(tmp_path / "kv")
     fill(f"{disk}?bytes_max=1GiB")
     change(file_of(disk, KEYS[0]), KEYS[0])
@@ -151,7 +157,7 @@ def test_purge_keeps_namespaces_that_cannot_be_judged(
 
 
 def test_values_of_the_named_key_are_judged_beside_others(cache: Stated, disk: str) -> None:
-    """In a folder of plain and encrypted engines, the command with the key judges both. Plain values are counted."""
+    """If a folder has plain and encrypted values, the command with the key judges both. Plain values are counted."""
     fill(f"{disk}?bytes_max=1GiB", OTHERS)
     found = cache.json("verify", f"{disk}?encryption_key_env=GOOD_KEY")
     assert (found["good"], found["not_encrypted"], found["damaged"]) == (15, 5, 0)
@@ -163,7 +169,7 @@ def test_values_of_the_named_key_are_judged_beside_others(cache: Stated, disk: s
 
 
 def test_damage_under_the_right_key_is_damage(cache: Stated, disk: str) -> None:
-    """A header of the named key whose body does not decrypt, a torn value and zeros are deleted."""
+    """Torn values and zeros are deleted. So is a value that has the key's name in its header, but does not decrypt."""
     flip(file_of(disk, KEYS[0]), HEADER_BYTES)
     file_of(disk, KEYS[1]).write_bytes(bytes(HEADER_BYTES + BODY))
     with file_of(disk, KEYS[2]).open("r+b") as torn:
@@ -193,7 +199,7 @@ def test_value_that_was_replaced_meanwhile_is_kept(
 
 
 def test_purge_deletes_only_listed_namespaces(cache: Stated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A namespace that appears after the list was printed stays, because it was not judged."""
+    """If a namespace appears after the list was printed, the namespace stays, because it was not judged."""
     disk, late = str(tmp_path / "kv"), OTHERS[0]
     fill(f"{disk}?bytes_max=1GiB")
 

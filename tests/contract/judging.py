@@ -1,4 +1,4 @@
-"""Checks whether a connector fits a recorded release of vLLM, and lists what a release adds to the release before."""
+"""Checks whether a connector fits a recorded release of vLLM, and lists the news of a release."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ def base_methods(contract: Mapping[str, Any]) -> dict[str, Method]:
 
 
 def calls(signature: inspect.Signature) -> Iterator[tuple[tuple[str, ...], dict[str, str]]]:
-    """Yield the shapes of call that `signature` allows; each argument's value is its parameter's name."""
+    """Yield the shapes of call that `signature` allows. The value of each argument is the name of its parameter."""
     kinds = inspect.Parameter
     parameters = signature.parameters.values()
     plain = [p for p in parameters if p.kind in {kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD}]
     only = [p for p in parameters if p.kind is kinds.KEYWORD_ONLY]
     has_args = any(p.kind is kinds.VAR_POSITIONAL for p in parameters)
     has_kwargs = any(p.kind is kinds.VAR_KEYWORD for p in parameters)
-    must_be_positional = 1 + sum(p.kind is kinds.POSITIONAL_ONLY for p in plain[1:])  # the first one is self or cls
+    # the first parameter is self or cls
+    must_be_positional = 1 + sum(p.kind is kinds.POSITIONAL_ONLY for p in plain[1:])
     for optional in (False, True):
         given = [p.name for p in plain if optional or p.default is kinds.empty]
         named = {p.name: p.name for p in only if optional or p.default is kinds.empty}
@@ -43,7 +44,7 @@ def calls(signature: inspect.Signature) -> Iterator[tuple[tuple[str, ...], dict[
 
 
 def mismatches(contract: Mapping[str, Any], ours: Mapping[str, Method]) -> list[str]:
-    """Return one sentence per point in which a connector with the methods `ours` does not fit `contract`."""
+    """Return one sentence for each mismatch between a connector with the methods `ours` and `contract`."""
     found = []
     theirs = base_methods(contract)
     for name, base in theirs.items():
@@ -87,7 +88,7 @@ def _refused(base: inspect.Signature, mine: inspect.Signature) -> Iterator[str]:
 
 
 def connector_methods() -> dict[str, Method]:
-    """Return what `KVPipeConnector` defines, read from its source."""
+    """Return the methods that `KVPipeConnector` defines, read from its source."""
     return class_methods(CONNECTOR_SOURCE.read_text(encoding="utf-8"), "KVPipeConnector")
 
 
@@ -98,7 +99,10 @@ def supports(version: str) -> bool:
 
 
 def news(contract: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
-    """Return what `contract` adds to `before`, and what it lacks. These differences are news, not mismatches."""
+    """Return the additions of `contract` to `before`, and the parts that `contract` lacks.
+
+    Such differences are news, not mismatches.
+    """
     out = []
     for name in sorted({*contract["methods"], *before["methods"]}):
         new, old = contract["methods"].get(name, {}), before["methods"].get(name, {})

@@ -1,6 +1,6 @@
 """Every kind of cache that vLLM defines: kvpipe's answer, its evidence, the stored bytes and their cost.
 
-Run `python -m tests.contract.kinds` to write the page. `python -m tests.engine.costs` measures the bytes on it.
+Run `python -m tests.contract.kinds` to write the page. `python -m tests.engine.costs` measures the bytes on the page.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ STATES: Final[dict[str, Answer]] = {
     "LINEAR": Answer(REFUSED, "not tested; a gated delta net works"),
     "CUSTOM": Answer(REFUSED, "a plugin may register any kind of state; Mamba 2 works"),
 }
-"""By vLLM's name for the kind of state (`MambaSpec.mamba_type`)."""
+"""The answers for recurrent states, by vLLM's name for the kind of state (`MambaSpec.mamba_type`)."""
 
 
 def specifications(folder: Path) -> set[str]:
@@ -129,7 +129,7 @@ def kinds_table() -> str:
 
 
 def bytes_table() -> str:
-    """Return one line per family that an engine has run, with its measured bytes."""
+    """Return one line per measured family of models, with the stored bytes."""
     head = "| tests' model | tokens per unit | groups | bytes per token | bytes per boundary |"
     lines = [head, "|---|---|---|---|---|"]
     for name, one in json.loads(RESULTS.read_text(encoding="utf-8")).items():

@@ -1,6 +1,7 @@
-"""Finds, by `ast`, the places in vLLM's sources that state that a prefix cache would answer wrongly.
+"""Finds, by `ast`, the places in vLLM's sources that exclude a prefix cache, because answers would be wrong.
 
-`PLACES` has kvpipe's answer to each place. A release with another place fails a test until the place was read.
+`PLACES` has kvpipe's answer to each place. If a release has another place, a test fails until a developer has read the
+place.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 SIGNS: Final = ("enable_prefix_caching", "is_prefix_caching_supported", "non_causal", "prefix_cacheable")
-"""The strings of which a source must contain at least one to be read."""
+"""A source is read only if it contains at least one of these strings."""
 
 _OURS = "refused in `connectors/vllm/identity/models.py`: "
 _SPEC = "refused by `make_geometry` if a layer's specification is not `prefix_cacheable`"
@@ -46,7 +47,7 @@ PLACES: Final[dict[str, str]] = {
 
 
 def scan(folder: Path) -> dict[str, int]:
-    """Return how many such statements each function of vLLM's package in `folder` has, by file and function."""
+    """Return the number of places in each function of vLLM's package in `folder`, by file and function."""
     found: dict[str, int] = {}
     for path in sorted(folder.rglob("*.py")):
         if path.relative_to(folder).parts[0] == "benchmarks":
@@ -60,7 +61,7 @@ def scan(folder: Path) -> dict[str, int]:
 
 
 def _messages(tree: ast.Module) -> Iterator[str]:
-    """Yield the function around each such statement of `tree`."""
+    """Yield the function around each place in `tree`."""
     stack: list[tuple[str, ast.AST]] = [("", tree)]
     while stack:
         name, node = stack.pop()

@@ -1,7 +1,8 @@
 """Finds the attributes that the connector reads of vLLM's objects, as far as annotations show an object's class.
 
-It is a reader, not a type checker. The class of an object follows from its annotation, from the attribute of vLLM that
-it came from, or from its name (`BY_NAME`). A container of objects (a list, a dict, an option) counts as the object.
+This module is a reader, not a type checker. The class of an object follows from the object's annotation, from the
+attribute of vLLM with that value, or from the object's name (`BY_NAME`). A container of objects (a list, a dict, an
+option) counts as the object.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from tests.contract.relied import RELIED
 from tests.contract.sources import Read
 
 FILES: Final = {name: path for path, classes in RELIED.items() for name in classes}
-"""The file of each class that a record has."""
+"""The file of each class that records contain."""
 BY_NAME: Final = {
     "config": "VllmConfig",
     "vllm_config": "VllmConfig",
@@ -63,7 +64,7 @@ class Reader:
             kind = _class_in(arg.annotation) if arg.annotation is not None else BY_NAME.get(arg.arg, "")
             known[arg.arg] = kind
         nodes = list(ast.walk(function))
-        for _ in range(2):  # in a comprehension, names are used before they are bound
+        for _ in range(2):  # in a comprehension, the use of a name comes before its binding, so two rounds are needed
             for node in nodes:
                 for target, value in _bound(node):
                     if kind := self._kind(value, known):
@@ -79,7 +80,10 @@ class Reader:
                 yield AttributeRead(of, name, node.lineno)
 
     def _kind(self, node: ast.expr, known: Mapping[str, str]) -> str:
-        """Return the class of vLLM that an object, or the objects in it, has. Empty: the class is not known."""
+        """Return the vLLM class of an object, or of the objects in a container.
+
+        "" means that the class is not known.
+        """
         if (text := ast.unparse(node)) in known:
             return known[text]
         if isinstance(node, ast.Attribute):
@@ -143,5 +147,5 @@ def _bound(node: ast.AST) -> Iterator[tuple[ast.expr, ast.expr]]:
             yield from zip(target.elts, value.elts, strict=False)
         elif isinstance(value, ast.Call) and ast.unparse(value.func) == "zip":
             yield from zip(target.elts, value.args, strict=False)
-        else:  # of `items()` and `enumerate()`
+        else:  # the names are bound to results of `items()` or `enumerate()`
             yield target.elts[-1], value

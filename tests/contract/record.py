@@ -42,7 +42,10 @@ def record_source(source: str) -> dict[str, Any]:
 
 
 def verdict(contract: dict[str, Any]) -> list[str]:
-    """Return the reasons why kvpipe does not work with the release. The result is empty if kvpipe fits."""
+    """Return the reasons why kvpipe does not work with the release.
+
+    The result is empty if kvpipe works with the release.
+    """
     found = judging.mismatches(contract, judging.connector_methods())
     if not judging.supports(contract["version"]):
         found.append("compat.SUPPORTED does not name it: add it once everything else fits and the tests pass")
@@ -50,7 +53,10 @@ def verdict(contract: dict[str, Any]) -> list[str]:
 
 
 def report(folder: Path) -> bool:
-    """Print a verdict per recorded version, and the news of each version. Return True if kvpipe fits all of them."""
+    """Print a verdict per recorded version, and the news of each version.
+
+    Return True if kvpipe fits all recorded versions.
+    """
     ok, before = True, None
     for version in c.recorded(folder):
         current = c.load(version, folder)

@@ -1,10 +1,10 @@
-"""Asks for each of vLLM's architectures whether kvpipe serves it, and writes the page.
+"""Asks for each of vLLM's architectures whether kvpipe serves the architecture, and writes the page.
 
 Run `python -m tests.contract.registry`.
 
-Each architecture gets a model configuration of its family with few layers. vLLM makes the engine's configuration.
-The model is built without memory for its weights (on the device "meta"). Its layers are then asked for the
-specifications of their caches, as at an engine's start.
+Each architecture gets a model configuration of its family with few layers. vLLM makes the engine's configuration. The
+model is built without memory for its weights (on the device "meta"). Its layers are then asked for the specifications
+of their caches, as at an engine's start.
 """
 
 from __future__ import annotations
@@ -31,14 +31,17 @@ if TYPE_CHECKING:
 
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 ABSENT: Final = frozenset({"torchvision", "torchaudio", "timm", "terratorch"})
-"""Modules that vLLM's CPU build lacks and models import. A stand-in that has every attribute replaces each of them."""
+"""Modules that models import, but vLLM's CPU build lacks. A stand-in that has every attribute replaces each module."""
 
 LAYERS: Final = 4
 POOL: Final = "64TiB"
-"""The size of a pool that is never allocated. It is large, because models that are not shrunk have large chunks."""
+"""The size of a pool that is never allocated.
+
+The size is large, because models that are not shrunk have large chunks.
+"""
 
 PROCESSOR: Final[Processor] = "avx512"
-"""The simulated processor of every answer: vLLM refuses some models at different places with AMX and without it."""
+"""The simulated processor of every answer: vLLM refuses some models at different places with and without AMX."""
 
 WORKS: Final = "served"
 UNASKED: Final = "not built here"
@@ -167,7 +170,7 @@ def _kinds(specs: dict[str, KVCacheSpec]) -> str:
 
 
 def _ask(config: VllmConfig) -> tuple[str, str]:
-    """Return the kinds of caches of the engine's model, and kvpipe's answer at its start."""
+    """Return the kinds of caches of the engine's model, and kvpipe's answer at the engine's start."""
     from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -193,7 +196,7 @@ def walk(only: Sequence[str] = ()) -> Iterator[ArchitectureRow]:
     """Ask for every architecture of vLLM's registry, or for `only` these. Draft models are left out."""
     from vllm.model_executor.models import registry
 
-    # each inspection would start a process of its own
+    # Without this, each inspection would start a new process.
     registry._LazyRegisteredModel.inspect_model_cls = (  # type: ignore[method-assign]
         lambda model: registry._ModelInfo.from_model_cls(model.load_model_cls())
     )
@@ -228,7 +231,7 @@ def served() -> dict[str, tuple[str, str]]:
 
 
 def architectures_table(rows: Sequence[ArchitectureRow]) -> str:
-    """Return one line per answer, with the architectures that get it."""
+    """Return one line per answer, with the architectures that get this answer."""
     grouped: dict[tuple[str, str, str], list[str]] = {}
     for row in rows:
         grouped.setdefault((row.answer, row.caches, row.runner), []).append(row.architecture)
@@ -247,7 +250,7 @@ def places_table() -> str:
 
 
 def fill(text: str, rows: Sequence[ArchitectureRow]) -> str:
-    """Return the page's text with its tables made again."""
+    """Return the page's text with new tables."""
     return doc_tables.fill_tables(text, {"architectures": architectures_table(rows), "places": places_table()})
 
 

@@ -1,4 +1,4 @@
-"""The classes, fields and attributes of vLLM that kvpipe relies on and that a record has, by file."""
+"""The classes, fields and attributes of vLLM on which kvpipe relies, by file. Records contain all of these."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SPEC = ("block_size", "page_size_bytes", "prefix_cacheable")
 SIGNATURES: dict[str, tuple[str, ...]] = {
     BASE: ("KVConnectorBase_V1", "SupportsHMA", "KVConnectorWorkerMetadata"),
 }
-"""Classes whose methods are recorded, by file. kvpipe subclasses them."""
+"""Classes whose methods are recorded, by file. kvpipe subclasses these classes."""
 
 FIELDS: dict[str, tuple[str, ...]] = {
     BASE: ("KVConnectorTransferResults",),

@@ -1,7 +1,7 @@
-"""vLLM's connector contract as data: read from its sources by `ast`, kept as JSON in `records/`.
+"""vLLM's connector contract as data: read from vLLM's sources by `ast`, and kept as JSON in `records/`.
 
-Nothing here imports vLLM, so a release can be recorded without being installed. A record has what kvpipe inherits,
-overrides and reads: signatures of the base classes, fields of the dataclasses, and attributes found on the classes.
+Nothing here imports vLLM, so a release can be recorded without being installed. A record has the parts that kvpipe
+inherits, overrides and reads: signatures of base classes, fields of dataclasses, and attributes of classes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def record(version: str, read: Read) -> dict[str, Any]:
 
 
 def dump(contract: dict[str, Any]) -> str:
-    """Return the record's text: sorted, one method, class or field list per line."""
+    """Return the record's text: sorted, with one method, class or list of fields per line."""
     return json.dumps(contract, indent=1, sort_keys=True) + "\n"
 
 
@@ -76,7 +76,7 @@ def recorded(folder: Path = RECORDS) -> list[str]:
 
 
 def folder_reader(root: Path) -> tuple[str, Read]:
-    """Return (version, reader) of a folder that contains or is the package ``vllm``."""
+    """Return (version, reader) for the package ``vllm`` in a folder, or for a folder that is this package."""
     root = root.parent if root.name == "vllm" and (root / "__init__.py").is_file() else root
 
     def read(path: str) -> str:

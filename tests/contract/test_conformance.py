@@ -64,7 +64,7 @@ class CannotStart(Base):
 
 @pytest.fixture(scope="module")
 def bench() -> Iterator[CaseRunner]:
-    """Yield a runner that detects hangs soon."""
+    """Yield a runner that reports a hang after a short wait."""
     with CaseRunner(CaseLimits(stuck_seconds=5)) as made:
         yield made
 
@@ -109,7 +109,7 @@ def test_missing_module_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFi
 def test_a_connector_that_cannot_start_reports_why(
     faulty: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The reason why the constructor refuses is reported."""
+    """The finding has the reason why the constructor refuses."""
     assert fuzz(tmp_path, "CannotStart", faulty) == 1
     assert "CannotStart cannot be constructed: ValueError: no storage_url given" in capsys.readouterr().out
 
@@ -134,7 +134,7 @@ def test_each_kind_of_fault_is_found_and_shrunk(
     assert (found["kind"], found["name"]) == (kind, name)
     moves = found["moves"]
     assert isinstance(moves, list)
-    assert len(moves) <= 12  # of 200 moves; the result depends on the time for shrinking
+    assert len(moves) <= 12  # the case had 200 moves; the result depends on the time for shrinking
     assert "kvpipe fuzz --replay" in capsys.readouterr().out
     if kind == "hung":
         assert any("in wait_for_save" in line for line in found["detail"])  # type: ignore[attr-defined]
@@ -170,7 +170,7 @@ def test_a_finding_replays_and_a_mended_connector_passes(tmp_path: Path, capsys:
     ],
 )
 def test_bad_input_is_status_2_and_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    """Meaningless options are refused."""
+    """Options with meaningless values are refused."""
     assert main(["fuzz", *arguments]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("kvpipe: ")
@@ -217,7 +217,7 @@ RESET: tuple[Move, ...] = (
 
 
 def test_the_example_connector_ignores_cache_salt(bench: CaseRunner) -> None:
-    """The passing and the failing sequence differ only in the salt."""
+    """The sequence that passes and the sequence that fails differ only in the salt."""
     assert bench.run(Case(EXAMPLE, "sync", 0, SAME)) == CaseOutcome(moves=SAME, steps=4)
     assert bench.run(Case(EXAMPLE, "sync", 0, SALT)).signature == ("broken", "every_read_is_right")
 
@@ -245,29 +245,29 @@ def test_other_findings_in_the_example_connector(
 
 
 def test_vllm_answers_wrongly_after_a_failed_sync_load(bench: CaseRunner) -> None:
-    """This is the first fault of vLLM's scheduler on the page."""
+    """The page lists this as the first fault of vLLM's scheduler."""
     failing = '{"failing": true}'
     found = bench.run(Case(KVPIPE, "async-scheduler", 0, FAILED_SYNC, failing))
     assert found.signature in {("broken", "no_hang"), ("broken", "right_answers")}
-    assert not bench.run(Case(KVPIPE, "async-scheduler", 0, FAILED_SYNC)).kind  # loads do not fail
+    assert not bench.run(Case(KVPIPE, "async-scheduler", 0, FAILED_SYNC)).kind  # passes if loads do not fail
     assert not bench.run(Case(KVPIPE, "sync", 0, FAILED_SYNC)).kind  # vLLM's plain scheduler recovers
 
 
 def test_vllm_never_ends_when_a_failed_async_load_is_tried_again(bench: CaseRunner) -> None:
-    """This is the second fault of vLLM's scheduler on the page."""
+    """The page lists this as the second fault of vLLM's scheduler."""
     assert bench.run(Case(RETRYING, "async-load", 3, RETRIED)).signature == ("broken", "no_hang")
     assert not bench.run(Case(KVPIPE, "async-load", 3, RETRIED)).kind  # kvpipe does not retry after the first failure
 
 
 def test_vllm_raises_when_it_resets_while_a_load_is_in_flight(bench: CaseRunner) -> None:
-    """This is the third fault of vLLM's scheduler on the page."""
+    """The page lists this as the third fault of vLLM's scheduler."""
     found = bench.run(Case(KVPIPE, "async-load", 0, RESET, careful=False))
     assert found.signature == ("raised", "RuntimeError in reset_prefix_cache")
     assert not bench.run(Case(KVPIPE, "async-load", 0, RESET)).kind
 
 
 def test_vllms_streaming_sessions_wait_for_each_others_blocks(faulty: Path, bench: CaseRunner) -> None:
-    """This is the eighth fault of vLLM's scheduler on the page. The connector does nothing."""
+    """The page lists this as the eighth fault of vLLM's scheduler. The connector of this test does nothing."""
     sys.path.insert(0, str(faulty.parent))
     try:
         case = Case(Connector("Base", faulty.stem), "sync", 0, SESSIONS, careful=False)

@@ -30,7 +30,7 @@ RECORD_BYTES_MAX = 30_000
 
 
 def inspected() -> dict[str, c.Method]:
-    """Return what KVPipeConnector itself defines, according to the imported class."""
+    """Return the methods that the imported class KVPipeConnector itself defines."""
     from kvpipe.connectors.vllm.connector import KVPipeConnector
 
     found = {}
@@ -75,7 +75,7 @@ def write_sources(root: Path, version: str, changes: dict[str, tuple[str, str]])
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_the_connector_fits_every_recorded_release(version: str) -> None:
-    """Abstract methods are implemented, every allowed call is accepted, and every attribute that we read exists."""
+    """Abstract methods are implemented, every allowed call is accepted, and every attribute that is read exists."""
     assert judging.mismatches(c.load(version), inspected()) == []
 
 
@@ -83,7 +83,7 @@ def test_the_connector_fits_every_recorded_release(version: str) -> None:
 def test_the_constructor_is_called_by_names(version: str) -> None:
     """The recorded base accepts (vllm_config, role, kv_cache_config).
 
-    Our constructor accepts these by name, and more.
+    KVPipeConnector's constructor accepts these arguments by name, and further arguments.
     """
     assert tuple(judging.base_methods(c.load(version))["__init__"].signature.parameters)[1:] == judging.CONSTRUCTOR
     ours = inspected()["__init__"].signature
@@ -92,7 +92,10 @@ def test_the_constructor_is_called_by_names(version: str) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_record_names_its_version_and_the_abstract_methods(version: str) -> None:
-    """A record is small, has its own version, and names abstract methods, so that a check can fail."""
+    """A record is small and contains its own version.
+
+    It marks abstract methods, because otherwise the check for abstract methods that kvpipe lacks could never fail.
+    """
     text = (c.RECORDS / f"vllm-{version}.json").read_text(encoding="utf-8")
     assert len(text) < RECORD_BYTES_MAX
     assert json.loads(text)["version"] == version
@@ -115,7 +118,7 @@ def test_the_record_of_the_installed_release_is_current() -> None:
 
 
 def test_parsing_and_inspecting_the_connector_agree() -> None:
-    """The connector parsed from its source equals the imported class."""
+    """The methods parsed from the connector's source equal the methods of the imported class."""
 
     def shape(methods: dict[str, c.Method]) -> dict[str, Any]:
         return {
@@ -142,7 +145,7 @@ def test_parsing_and_inspecting_the_connector_agree() -> None:
 )
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_misfit_of_the_connector_is_found(version: str, name: str, ours: str | None, stated: str) -> None:
-    """Each kind of mismatch in one of our methods is found and named."""
+    """Each kind of mismatch in a method of the connector is found and named."""
     methods = inspected()
     if ours is None:
         del methods[name]
@@ -154,7 +157,7 @@ def test_a_misfit_of_the_connector_is_found(version: str, name: str, ours: str |
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_missing_attribute_is_found(version: str) -> None:
-    """If an attribute, class or dataclass that we use is removed from a record, the check reports it."""
+    """If an attribute, class or dataclass that kvpipe uses is removed from a record, the check reports it."""
     whole = c.load(version)
     ours = inspected()
     for path, classes in relied.RELIED.items():
@@ -201,7 +204,7 @@ def test_recorded_versions_are_accepted(found: str) -> None:
 
 
 def test_the_installed_version_is_found_and_accepted() -> None:
-    """The version of the vLLM in use is the one whose record is current."""
+    """The version of the imported vLLM is the version of the installed package, and is accepted."""
     version, _ = c.folder_reader(installed_root())
     assert compat.installed_version().startswith(version)
     compat.check_version(compat.installed_version())
@@ -218,7 +221,7 @@ def test_the_tool_gives_its_verdict_on_the_committed_records() -> None:
 def test_the_tool_judges_a_new_release(tmp_path: Path) -> None:
     """A new release that lacks an attribute, a file and a call shape is recorded.
 
-    Its mismatches are named, and the exit code is 1.
+    The tool names the mismatches, and its exit code is 1.
     """
     changes = {
         "vllm/v1/request.py": (r"\bnum_preemptions\b", "preemption_count"),
@@ -257,7 +260,7 @@ def test_the_tool_refuses_a_folder_without_vllm(tmp_path: Path) -> None:
 
 
 def test_no_registry_is_named() -> None:
-    """The tools that fetch name no registry, so pip's own configuration decides where packages come from."""
+    """The tools that fetch packages name no registry, so pip's own configuration decides which registry is used."""
     for tool in (record, fetch):
         assert not re.search(r"https?://|index-url|\.org\b|\.com\b", inspect.getsource(tool)), tool
 
@@ -265,7 +268,10 @@ def test_no_registry_is_named() -> None:
 def test_release_is_downloaded_once_when_two_processes_fetch_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second process waits for the first. Otherwise it would replace the folder that the first process uses."""
+    """The second process waits for the first.
+
+    Otherwise the second process would replace the folder that the first process uses.
+    """
     begun: list[str] = []
     second_is_there = threading.Event()
     second = threading.Thread(target=fetch.fetch, args=("0.99.0",))

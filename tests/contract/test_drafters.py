@@ -1,4 +1,4 @@
-"""Assumptions of kvpipe about drafters that are fed context (DFlash, DSpark), checked against vLLM's sources."""
+"""Assumptions of kvpipe about drafters that get context as input (DFlash, DSpark), checked against vLLM's sources."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ SPECULATORS = "v1/worker/gpu/spec_decode"
 
 
 def check(folder: Path) -> None:
-    """Check drafters of the package in `folder`. They write KV of accepted hidden states and positions, then masks."""
+    """Check drafters of the package in `folder`.
+
+    Drafters write KV of accepted hidden states and positions, and then of masks.
+    """
     dflash = folder / SPECULATORS / "dflash/speculator.py"
     kernel = _source(dflash, "_prepare_dflash_inputs_kernel")
     for line in (
@@ -43,9 +46,9 @@ def check(folder: Path) -> None:
 
 
 def check_draft_models(folder: Path) -> None:
-    """Runner V1 gives a draft model the blocks of the first cache group.
+    """Check that runner V1 gives a draft model the blocks of the first cache group.
 
-    Only other drafters are asked for their group.
+    V1 asks only other drafters for their group.
     """
     built = _source(folder / "v1/worker/gpu_model_runner.py", "_build_attention_metadata", "GPUModelRunner")
     asked = built[: built.index("if self.drafter.kv_cache_gid == kv_cache_gid")]
@@ -55,7 +58,7 @@ def check_draft_models(folder: Path) -> None:
 
 
 def check_kinds(folder: Path) -> None:
-    """All of these drafters prepare and store context like DFlash, in every step whose tokens were sampled."""
+    """Check that all these drafters prepare and store context like DFlash, in every step whose tokens were sampled."""
     bases = {"DFlashSpeculator", "DFlash2Speculator"}
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (folder / SPECULATORS).glob("*/speculator.py")]
     made = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
@@ -74,7 +77,7 @@ def check_kinds(folder: Path) -> None:
 
 
 def check_groups(folder: Path) -> None:
-    """The scheduler of vLLM treats these drafters as drafters that are fed hidden states.
+    """Check that vLLM's scheduler treats these drafters like drafters that get hidden states.
 
     Kimi's drafter has a cache group of its own.
     """
@@ -92,7 +95,10 @@ def check_groups(folder: Path) -> None:
 
 
 def check_divided(folder: Path) -> None:
-    """Under context parallelism a rank writes its part of its own group's blocks. Runner V1's drafters do not."""
+    """Check context parallelism: a rank writes its part of the blocks of the drafter's own group.
+
+    Runner V1's drafters do not.
+    """
     runner = _source(folder / "v1/worker/gpu/model_runner.py", "get_kv_cache_spec", "GPUModelRunner")
     assert "self.speculator.dcp_size == 1" in runner
     assert "replace(kv_cache_spec[name], dcp_sharded=False)" in runner
@@ -110,7 +116,7 @@ def check_divided(folder: Path) -> None:
     assert "is_local = block_offsets // CP_INTERLEAVE % CP_SIZE == cp_rank" in places
     kernel = _source(folder / "v1/worker/gpu/block_table.py", "_compute_slot_mappings_kernel")
     assert "local_positions = tl.where(sharded, local_positions, positions)" in kernel
-    for path in (folder / SPECULATORS).glob("*/speculator.py"):  # other writers use that kernel, too
+    for path in (folder / SPECULATORS).glob("*/speculator.py"):  # other code that writes KV uses the same kernel
         text = path.read_text(encoding="utf-8")
         assert path == dflash or "// block_size" not in text, path
     one = folder / "v1/spec_decode/utils.py"
@@ -128,7 +134,10 @@ def _source(path: Path, name: str, owner: str = "") -> str:
 
 
 def check_stages(folder: Path) -> None:
-    """The last stage drafts in its step. Other stages get the drafts before a later step, except for ended requests."""
+    """Check that the last stage drafts in its step.
+
+    Other stages get the drafts before a later step, except for ended requests.
+    """
     runner = folder / "v1/worker/gpu/model_runner.py"
     made = _source(runner, "__init__", "GPUModelRunner")
     assert re.search(r"if self\.is_last_pp_rank:\s+self\.speculator = init_speculator\(", made)
@@ -147,7 +156,10 @@ def check_stages(folder: Path) -> None:
 
 
 def check_kept_states(folder: Path) -> None:
-    """With an interval of 0, vLLM keeps states at the ends of prefill steps, but none that drafts have crossed."""
+    """Check that with an interval of 0, vLLM keeps states at the ends of prefill steps.
+
+    It keeps no state that drafts have crossed.
+    """
     core = folder / "v1/core"
     known: dict[str, Any] = {}
     exec(_source(core / "kv_cache_coordinator.py", "replay_boundaries"), known)  # noqa: S102
@@ -193,7 +205,7 @@ def test_drafters_that_are_fed_context_of_other_supported_releases() -> None:
 
 
 def test_the_caches_of_a_drafter_with_latents_are_served() -> None:
-    """The attention of Kimi K3's drafter is not causal where it drafts, but no KV of a prefix depends on that."""
+    """The attention of Kimi K3's drafter is not causal among drafts. The KV of a prefix does not depend on drafts."""
     latents: dict[str, Any] = {"block_size": 64, "num_kv_heads": 1, "head_size": 576, "dtype": torch.uint8}
     drafter = MLAAttentionSpec(**latents, non_causal_multi_token_decode=True)
     groups = [

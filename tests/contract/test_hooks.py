@@ -1,4 +1,4 @@
-"""Which of vLLM's layers call the connector's hooks, and when.
+"""Tests of the layers of vLLM that call the connector's hooks, and of the order of these calls.
 
 `connectors/vllm/hooks.py` is compared with the sources.
 """
@@ -38,11 +38,11 @@ CALLED_BY = {
     "model_executor/layers/attention/attention.py": ("Attention", "unified_attention_with_output"),
     "model_executor/layers/attention/mla_attention.py": ("MLAAttention", "unified_mla_attention_with_output"),
 }
-"""The class of each file whose `forward` calls the operator, and the operator that calls the hooks."""
+"""For each file: the class whose `forward` calls an operator with hooks, and the name of the operator."""
 
 
 def check(folder: Path) -> None:
-    """In vLLM's package in `folder` the two classes, and no others, call operators with hooks."""
+    """Check that in vLLM's package in `folder` the two classes, and no others, call operators with hooks."""
     for name, (owner, operator) in CALLED_BY.items():
         tree = ast.parse((folder / name).read_text(encoding="utf-8"))
         hooked = [
@@ -55,9 +55,10 @@ def check(folder: Path) -> None:
 
 
 def check_orders(folder: Path) -> None:
-    """V1 calls `handle_preemptions` before it touches blocks, and `wait_for_save` before it samples.
+    """Check the order of calls.
 
-    V2 does neither.
+    V1 calls `handle_preemptions` before it touches blocks, and `wait_for_save` before it samples. V2 makes both calls
+    later.
     """
     one = _function(folder / "v1/worker/gpu_model_runner.py", "GPUModelRunner", "execute_model")
     _in_order(one, "handle_preemptions(", "self._update_states(", "maybe_get_kv_connector_output(", "compute_logits(")
@@ -68,7 +69,7 @@ def check_orders(folder: Path) -> None:
         _function(two, "GPUModelRunner", "execute_model"),
         "self.update_requests(",
         "batch_desc.cg_mode == CUDAGraphMode.FULL:",
-        "kv_connector.pre_forward(",  # in a replayed step this is called without the model's context
+        "kv_connector.pre_forward(",  # in a replayed step V2 makes this call without the model's context
         "run_fullgraph(",
         "with set_forward_context(attn_metadata",
     )
@@ -126,7 +127,7 @@ def test_the_classes_with_hooks_of_other_supported_releases() -> None:
     ],
 )
 def test_layers_that_kvpipe_relies_on_are_recorded(kind: type, *, hooked: bool) -> None:
-    """The hooks of two classes are used, and of their subclasses that do not override the attention."""
+    """Kvpipe uses the hooks of two classes, and of those subclasses that do not override the attention."""
     assert is_hooked(object.__new__(kind)) is hooked
 
 
@@ -134,14 +135,17 @@ def test_layers_that_kvpipe_relies_on_are_recorded(kind: type, *, hooked: bool) 
     ("v2", "device", "late"), [(False, "meta", False), (False, "cuda", True), (True, "cuda", False)]
 )
 def test_the_fence_is_late_with_runner_v1_on_a_gpu_only(v2: bool, device: str, late: bool) -> None:
-    """The fence is in the next step's first hook with runner V1 on a GPU, and nowhere else."""
+    """With runner V1 on a GPU, the next step's first hook sets the fence.
+
+    In all other engines the same step sets it.
+    """
     config: Any = SimpleNamespace(use_v2_model_runner=v2)
     caches: Any = {name: SimpleNamespace(is_cuda=device == "cuda") for name in "ab"}
     assert fences_late(config, caches) is late
 
 
 def _cache(*layers: tuple[type, dict[str, Any]]) -> KVCacheConfig:
-    """Return one group of `layers`, named by their order, as vLLM makes it of layers with several sizes."""
+    """Return one group of `layers`, like vLLM's group of layers with several sizes. Layers are named by their order."""
     common: dict[str, Any] = {"block_size": 64, "num_kv_heads": 1, "dtype": torch.uint8}
     specs = {f"layer.{i}": kind(**common | asked) for i, (kind, asked) in enumerate(layers)}
     block = specs["layer.0"].block_size
@@ -168,7 +172,7 @@ def test_the_caches_of_deepseek_v4_are_served() -> None:
 
 
 def test_a_window_that_replays_is_refused() -> None:
-    """DeepSeek V4.1: with every hit vLLM computes the window's tokens again, and has no KV of them to store."""
+    """With DeepSeek V4.1, vLLM computes the window's tokens again after every hit, and keeps no KV of these tokens."""
     replayed = {"head_size": 512, "sliding_window": 128, "bounded_replay": True}
     with pytest.raises(UnsupportedError, match=r"layer 'layer.0' \(SlidingWindowMLASpec, group 0\) is not supported"):
         make_geometry(_cache((SlidingWindowMLASpec, replayed)), load_settings())

@@ -45,9 +45,9 @@ def _answer(spec: KVCacheSpec) -> str:
 
 
 def test_every_kind_has_an_answer() -> None:
-    """The kinds of caches in the list are those of the installed vLLM, in its sources and in its process.
+    """The list has the kinds of caches in the installed vLLM's sources, and also the kinds in this process.
 
-    The kinds of states in the list are those in its sources.
+    The list's kinds of states are the kinds in vLLM's sources.
     """
     assert kinds.specifications(PACKAGE) == set(kinds.KINDS)
     defined = {name for name in _subclasses(KVCacheSpec) if hasattr(interface, name)}
@@ -56,7 +56,7 @@ def test_every_kind_has_an_answer() -> None:
 
 
 def test_a_new_kind_is_found(tmp_path: Path) -> None:
-    """A subclass of a class of caches in another file is found."""
+    """A subclass of a class of caches is found even if it is in another file."""
     (tmp_path / "a.py").write_text("class New(AttentionSpec):\n    pass\nclass AttentionSpec(KVCacheSpec):\n    pass\n")
     (tmp_path / "b.py").write_text("class Newer(New):\n    pass  # (Spec)\nclass Other(Thing):\n    pass\n")
     assert kinds.specifications(tmp_path) == {"AttentionSpec", "New", "Newer"}

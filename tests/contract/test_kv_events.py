@@ -72,7 +72,7 @@ KINDS: dict[str, Any] = {
 
 
 def wired(events: list[Any]) -> list[Any]:
-    """Return the events as a subscriber decodes them."""
+    """Return the events in the form that a subscriber decodes."""
     from vllm.distributed.kv_events import KVEventBatch
 
     batch = msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=events))
@@ -91,7 +91,7 @@ def vllms_own(request: Request, block_tokens: int) -> list[Any]:
 
 
 class Noted:
-    """A catalog with chunks of four blocks, its events, and a router that receives them."""
+    """A catalog with chunks of four blocks, the catalog's events, and a router that receives these events."""
 
     def __init__(self, *announce: str) -> None:
         """Start with an empty catalog. `announce` has the setting of each tier."""
@@ -106,7 +106,7 @@ class Noted:
         self.received: list[Any] = []
 
     def save(self, request: Request, pieces: Iterator[tuple[int, int]], group: int = 0) -> list[Chunk]:
-        """Save blocks piece by piece, in chunks of four."""
+        """Save blocks in pieces. A chunk has four blocks."""
         chunks: dict[int, Chunk] = {}
         for start, stop in pieces:
             base = start // 4 * 4
@@ -127,9 +127,10 @@ class Noted:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pieces", [[(0, 4), (4, 8)], [(0, 1), (1, 2), (2, 4), (4, 7), (7, 8)]], ids=["whole", "grown"])
 def test_a_router_makes_the_same_hashes(kind: str, pieces: list[tuple[int, int]]) -> None:
-    """Hashes computed from an event's tokens and extra keys equal the event's hashes, however the chunk was filled.
+    """Hashes computed from an event's tokens and extra keys equal the event's hashes.
 
-    Extra keys of images and embeddings are of whole chunks: the router learns hashes within these from vLLM's events.
+    Chunks are saved whole or in pieces. Extra keys of images and embeddings are keys of whole chunks. The router learns
+    the hashes within such a chunk from vLLM's events.
     """
     request = request_of(**KINDS[kind]())
     reported = Noted()
@@ -151,7 +152,7 @@ def test_a_router_makes_the_same_hashes(kind: str, pieces: list[tuple[int, int]]
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - {"images", "embeddings", "all"}))
 def test_events_are_the_same_when_their_request_has_finished(kind: str) -> None:
-    """Only the parts of a finished request that events need are kept, because its parameters may be large."""
+    """Only the fields of a finished request that events need are kept, because a request's parameters may be large."""
     request = request_of(session_id="s", **KINDS[kind]())
     live, over = Noted(), Noted()
     kept = over.events.kept(request)
@@ -167,7 +168,7 @@ def test_events_are_the_same_when_their_request_has_finished(kind: str) -> None:
 
 
 def test_images_embeddings_and_long_salts_are_not_kept_for_events() -> None:
-    """Events of such requests are left out. A long salt has more characters than any server accepts."""
+    """Such requests have no events. A salt is long if no server would accept so many characters."""
     assert not any(Noted().events.kept(request_of(**KINDS[kind]())) for kind in ("images", "embeddings", "all"))
     salted, noted = request_of(cache_salt="s" * 1_000_000), Noted()
     assert noted.events.kept(salted) is None
@@ -178,7 +179,7 @@ def test_images_embeddings_and_long_salts_are_not_kept_for_events() -> None:
 
 
 def test_events_equal_those_of_vllms_own_pool() -> None:
-    """For one prefix, vLLM's pool with blocks as large as a chunk publishes equal events, except for the medium."""
+    """VLLM's pool with blocks as large as a chunk publishes equal events for a prefix. Only the medium differs."""
     for kind in set(KINDS) - {"embeddings"}:
         request = request_of(**KINDS[kind]())
         (theirs,) = vllms_own(request, 4 * BLOCK)
@@ -193,7 +194,10 @@ def test_events_equal_those_of_vllms_own_pool() -> None:
 
 
 def test_each_mark_is_a_block_from_its_chunks_first_token() -> None:
-    """The end of a prompt stays announced when the chunk grows. Any other end is then announced as removed."""
+    """The end of a prompt stays announced when the chunk grows.
+
+    When the chunk grows, any other end is announced as removed.
+    """
     request, reported = request_of(), Noted()
     hashes = request.block_hashes
     (chunk,) = reported.save(request, iter([(0, 1)]))
@@ -209,7 +213,7 @@ def test_each_mark_is_a_block_from_its_chunks_first_token() -> None:
 
 
 def test_a_block_is_removed_with_its_mark() -> None:
-    """A block is announced once. After vLLM's own reset kvpipe announces its blocks again."""
+    """A block is announced once. After vLLM's own reset, kvpipe announces kvpipe's blocks again."""
     request, reported = request_of(), Noted()
     short, longer = reported.save(request, iter([(0, 2)])) + reported.save(request, iter([(0, 3)]))
     assert [one.block_size for one in reported.receive()] == [2 * BLOCK, 3 * BLOCK]
@@ -243,7 +247,10 @@ def test_block_is_withdrawn_when_both_contents_of_an_adapter_are_evicted() -> No
 
 
 def test_blocks_in_tiers_have_the_fields_of_vllms_own_offloading() -> None:
-    """Medium, locality and the tier's name; all other fields are those of the block in memory."""
+    """The medium, the locality and the tier's name are vLLM's.
+
+    All other fields equal the fields of the block in memory.
+    """
     request, reported = request_of(cache_salt="alice", session_id="s"), Noted("local", "remote", "auto")
     (chunk,) = reported.save(request, iter([(0, 4)]))
     (memory,) = reported.receive()
@@ -289,7 +296,10 @@ def test_units_that_cannot_be_found_are_not_announced() -> None:
 
 
 def test_a_reset_of_an_idle_engine_gives_the_turn_back() -> None:
-    """A pause ends with a reset, after vLLM has asked whether anything is pending."""
+    """A pause resets the engine after vLLM has asked whether anything is pending.
+
+    By then the idle engine has given the turn away, so the reset must give it back.
+    """
     manager: Any = SimpleNamespace(reset_prefix_cache=lambda: True)
     turns, events, away = Turns(), Noted().events, list[bool]()
     events.cleared = lambda: away.append(turns.away)  # type: ignore[method-assign]

@@ -1,4 +1,7 @@
-"""Tests of the page of served models: every place in vLLM about prefixes, and the answer for every architecture."""
+"""Tests of the page of served models.
+
+It has vLLM's places that exclude prefix caches, and the answer to each architecture.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def test_the_installed_release_has_exactly_the_known_places() -> None:
 
 
 def test_a_new_place_is_found(tmp_path: Path) -> None:
-    """A model that switches the prefix cache off, a layer that looks ahead, and an unfit cache are places."""
+    """A model that switches the prefix cache off, a layer that looks ahead, and a cache without prefixes are places."""
     (tmp_path / "m.py").write_text(
         "class New:\n"
         "    def hook(self, config):\n        config.cache_config.enable_prefix_caching = False\n"
@@ -46,7 +49,7 @@ def test_the_places_of_other_supported_releases() -> None:
 def test_answers_are_the_same_on_every_processor() -> None:
     """Models with latent attention, sparse attention and states get equal answers.
 
-    VLLM refuses some at other places with AMX.
+    With AMX, vLLM refuses some of these models at other places.
     """
     asked = (
         "BailingMoeV3VLForConditionalGeneration", "DeepseekV2ForCausalLM", "FalconH1ForCausalLM", "Glm5NextForCausalLM",

@@ -1,4 +1,4 @@
-"""Engines on a node's memory announce the chunks that any of them has saved, from the notes in the slots."""
+"""Engines on a node's memory announce chunks that any engine has saved. The slots have notes for these events."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GEOMETRY = make_geometry(CACHE, load_settings())
 
 
 class NotedEngine:
-    """An engine's catalog of a node's memory, its events, and a router that receives them."""
+    """An engine's catalog of a node's memory, the catalog's events, and a router that receives these events."""
 
     def __init__(self, node: DirectNode) -> None:
         """Attach to `node`."""
@@ -53,7 +53,10 @@ class NotedEngine:
             self.catalog.notes.write(chunk.slot, piece.key, blocks.note(request, chunk, base))
 
     def receive(self) -> list[Any]:
-        """Take steps, and let the router receive the new events. The router then expects what lookups find."""
+        """Take steps, and let the router receive the new events.
+
+        Check that the router then expects the chunks that lookups find.
+        """
         for _ in range(3):
             self.catalog.end_step()
         received = wired(self.events.take())
@@ -75,7 +78,7 @@ def node() -> Iterator[DirectNode]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_engine_announces_a_saved_prompt_with_the_same_events(node: DirectNode, kind: str) -> None:
-    """The events are those of a private pool, and the engine that has saved the prompt announces it, too."""
+    """The events equal those of a private pool. The engine that has saved the prompt announces the same events."""
     request = request_of(**KINDS[kind]())
     private = Noted()
     private.save(request, iter([(0, 4), (4, 8)]))
@@ -92,7 +95,7 @@ def test_another_engine_announces_a_saved_prompt_with_the_same_events(node: Dire
 
 
 def test_blocks_are_removed_by_a_reset_and_an_eviction(node: DirectNode) -> None:
-    """A reset is the engine's own. The holder's evictions are announced by all engines."""
+    """Only the engine that resets announces the removed blocks. All engines announce the holder's evictions."""
     writer, reader = NotedEngine(node), NotedEngine(node)
     writer.save(request_of(cache_salt="first"))
     writer.receive()
@@ -109,7 +112,7 @@ def test_blocks_are_removed_by_a_reset_and_an_eviction(node: DirectNode) -> None
 
 
 def test_blocks_are_announced_once_if_the_namespace_is_named_again(node: DirectNode) -> None:
-    """An engine names its namespace again when its ranks introduce themselves again, and forgets the dict before."""
+    """If its ranks introduce themselves again, an engine names its namespace again, and drops its earlier dict."""
     writer = NotedEngine(node)
     writer.save(request_of())
     writer.receive()
@@ -132,7 +135,7 @@ def block_of(number: int, parent: int | None) -> AnnouncedBlock:
 
 
 def test_parents_are_announced_first_and_few_blocks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scan finds chunks in any order. A circle, as only a damaged note can make it, does no harm."""
+    """A scan finds chunks in any order. Only damaged notes can form a circle of parents, and a circle does no harm."""
     monkeypatch.setattr(block_notes, "ANNOUNCED_MAX", 2)
     noted, chunks = NotedBlocks(), [chunk_of(number) for number in range(6)]
     for number, parent in ((3, 2), (1, 0), (2, 1), (0, None), (4, 5), (5, 4)):
@@ -144,7 +147,7 @@ def test_parents_are_announced_first_and_few_blocks_at_once(monkeypatch: pytest.
 
 
 def test_damaged_note_is_no_block() -> None:
-    """Another program of the same user may write anything."""
+    """Another program of the same user may write any bytes into a note."""
     request = request_of()
     private = Noted()
     (chunk, _) = private.save(request, iter([(0, 4), (4, 8)]))

@@ -1,4 +1,4 @@
-"""kvpipe counts more preemptions than vLLM reports."""
+"""kvpipe also counts preemptions that vLLM does not report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ REQUESTS, STEPS_MAX = 6, 200
 
 @pytest.mark.parametrize("aborts", [False, True])
 def test_vllm_lacks_those_of_requests_that_were_aborted_before_their_next_output(aborts: bool) -> None:
-    """A preemption is reported by vLLM with the request's next output. kvpipe also counts it without such an output."""
+    """VLLM reports a preemption with the request's next output.
+
+    kvpipe counts the preemption even if no output follows.
+    """
     trial = Trial(SHAPES["sync"], 3)
     trial.scheduler.log_stats = True
     trial.scheduler.make_stats = lambda *_, **__: None

@@ -1,4 +1,7 @@
-"""Each attribute that the connector reads of vLLM's objects is in the list that every release is checked against."""
+"""Each attribute that the connector reads of vLLM's objects is in a list.
+
+Every release is checked against this list.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ def test_every_attribute_read_of_vllm_is_recorded(source: Path) -> None:
 
 
 def test_the_reader_finds_most_recorded_attributes() -> None:
-    """The reader finds most of the recorded attributes, whatever names the code uses."""
+    """The reader finds most of the recorded attributes, even if the code uses unusual names."""
     seen = {(one.cls, one.name) for path in SOURCES for one in READER.seen(path.read_text(encoding="utf-8"))}
     assert len(seen) >= READ_MIN
     assert seen >= {
@@ -50,7 +53,7 @@ def test_the_reader_finds_most_recorded_attributes() -> None:
 def test_classes_of_objects_follow_from_annotations_origins_and_names() -> None:
     """The class follows from annotations, origins and names.
 
-    Lists, options, comprehensions and other names are followed, too.
+    The reader also follows lists, options, comprehensions and other names of an object.
     """
     source = """
 class Own:

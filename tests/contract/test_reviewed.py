@@ -55,13 +55,13 @@ def not_reviewed(package: Path) -> set[str]:
 
 
 def test_all_settings_of_the_installed_release_are_reviewed() -> None:
-    """A name of vLLM that is in no list fails this test, and counts as part of the key at run time."""
+    """A name of vLLM that is in no list makes this test fail. At run time such a name is part of the key."""
     assert not_reviewed(INSTALLED) == set()
 
 
 @pytest.mark.timeout(FETCH_SECONDS_MAX)
 def test_all_settings_of_other_supported_releases_are_reviewed() -> None:
-    """The same holds for the sources of each release that is not installed."""
+    """This test checks the sources of each recorded release that is not installed."""
     for version, sources in other_releases():
         assert not_reviewed(sources / "vllm") == set(), version
 

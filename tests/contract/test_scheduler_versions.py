@@ -47,14 +47,17 @@ def fetched(*asked: str) -> Path:
 
 
 def other_releases() -> list[tuple[str, Path]]:
-    """Return each recorded release that is not installed, with the folder of its sources. There is at least one."""
+    """Return each recorded release that is not installed, with the folder of its sources.
+
+    At least one such release must exist.
+    """
     found = [line.split(" ", 1) for line in _fetch("--others").splitlines()]
     assert found
     return [(version, Path(folder)) for version, folder in found]
 
 
 def _fetch(*asked: str) -> str:
-    """Return what `tests.contract.fetch` prints. Fails the test if it cannot download."""
+    """Return the output of `tests.contract.fetch`. Fail the test if the download fails."""
     done = run([sys.executable, "-m", fetch.__name__, *asked], FETCH_SECONDS_MAX)
     if done.returncode:
         pytest.fail(f"this test needs the sources of another vLLM: {done.stderr.strip()}", pytrace=False)
@@ -62,7 +65,7 @@ def _fetch(*asked: str) -> str:
 
 
 def runs(shape: Shape) -> Iterator[nightly.TrialRun]:
-    """Yield the runs of a few seeds in which an invariant was broken."""
+    """Run a few seeds. Yield the runs in which an invariant was broken."""
     return (ran for ran in (nightly.run_moves(shape, seed) for seed in range(SEEDS)) if ran.broken)
 
 
@@ -105,7 +108,7 @@ def test_a_wrong_byte_is_noticed(shape: str, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("hook", ["guard_read", "fence"])
 def test_a_missing_wait_is_noticed(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If late copies are not waited for, KV is wrong, so the check can fail."""
+    """Without the wait for late copies KV is wrong, so the check can fail."""
     from kvpipe.testing.held import HeldEngine
 
     monkeypatch.setattr(HeldEngine, hook, lambda _self, _ticket, _timeout_s: True)
@@ -140,7 +143,7 @@ def test_an_exception_inside_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_last_unit_of_an_answer(shape: str, units: int) -> None:
     """A prompt of 33 tokens gets an answer of 32 tokens, so KV of 64 tokens is computed.
 
-    With overlapping steps, the last 32 of them become final too late to be saved.
+    If steps overlap, the last 32 of these 64 tokens become final too late to be saved.
     """
     ran = nightly.run_moves(SHAPES[shape], 0, [("add", 1, 32, 0, 31), *[("step", 7)] * 6, ("drain",)])
     assert ran.broken == []

@@ -15,7 +15,7 @@ MANAGERS = "v1/core/single_type_kv_cache_manager.py"
 
 
 def check_offers(folder: Path) -> None:
-    """A state is offered with its boundary after the step has run, and in the block that has it then."""
+    """Check that vLLM offers a state with its boundary after the step has run, in the block that then has the state."""
     cached = _source(folder / MANAGERS, "cache_blocks", "MambaManager")
     keyed, offered = cached.index("self._cache_partial_tail_block("), cached.index("self._pending_boundary_state")
     assert keyed < offered  # the block of an exported state has the key of the state that is overwritten
@@ -33,7 +33,10 @@ def check_offers(folder: Path) -> None:
 
 
 def check_copies(folder: Path) -> None:
-    """Copy-on-write copies run before the connector's step begins. Retained blocks are freed after the step has run."""
+    """Check that copy-on-write copies run before the connector's step begins.
+
+    Retained blocks are freed after the step.
+    """
     one, other = folder / "v1/worker/gpu_model_runner.py", folder / "v1/worker/gpu/model_runner.py"
     copies, gone = "copy_kv_cache_blocks_inplace(self.kv_caches", "self.kv_block_zeroer.zero_block_ids("
     updated = _source(one, "_update_states", "GPUModelRunner")
@@ -46,7 +49,7 @@ def check_copies(folder: Path) -> None:
 
 
 def check_hits(folder: Path) -> None:
-    """The state of a hit is read from the block of the hit's last token. Earlier blocks are null."""
+    """Check that vLLM reads the state of a hit from the block of the hit's last token. Earlier blocks are null."""
     known: dict[str, Any] = {}
     exec(_source(folder / MANAGERS, "get_num_skipped_tokens", "MambaManager"), known)  # noqa: S102
     assert known["get_num_skipped_tokens"](None, 40) == 39
@@ -58,9 +61,9 @@ def check_hits(folder: Path) -> None:
 
 
 def check_exports(folder: Path) -> None:
-    """Layers, `MambaManager` and the scheduler call the same function for exported states.
+    """Check that layers, `MambaManager` and the scheduler call the same function for exported states.
 
-    It returns the state that a step exports, and the state's block.
+    The function returns the state that a step exports, and the state's block.
     """
     interface = folder / "v1/kv_cache_interface.py"
     known: dict[str, Any] = {"cdiv": lambda tokens, size: -(-tokens // size)}
@@ -78,7 +81,8 @@ def check_exports(folder: Path) -> None:
             )
             assert not tokens or (start + tokens == (stop - 1) // 128 * 128 and place == -(-stop // 768) - 2)
             assert (place < 0) == (not tokens)
-            assert place < 0 or place > (start - 1) // 768  # neither where the step begins nor where it ends
+            # the place is neither the step's first block nor its last block
+            assert place < 0 or place > (start - 1) // 768
     for path, name, owner in (
         (MANAGERS, "get_num_blocks_to_allocate", "MambaManager"),
         ("v1/core/sched/scheduler.py", "_mamba_block_aligned_split", "Scheduler"),

@@ -26,10 +26,13 @@ ANSWERED: tuple[Move, ...] = (("add", 0, 128, 0, 5, 1), ("drain",), ("add", 0, 1
 
 
 class Seen(Trial):
-    """A trial that records everything that can be read from outside, except times by the clock."""
+    """A trial that records everything that a tenant can read, except times by the clock."""
 
     def __init__(self, shape: str, seed: int, *, apart: bool) -> None:
-        """`apart`: requests with a salt or an adapter have other documents than those without, of equal length."""
+        """With `apart`, requests with a salt or an adapter have other documents than the other requests.
+
+        Lengths are equal.
+        """
         super().__init__(SHAPES[shape], seed)
         self.documents = [[self.rng.randrange(200) for _ in range(TOKENS)] for _ in range(DOCUMENTS)]
         self.theirs = [[199 - token for token in text] for text in self.documents] if apart else self.documents
@@ -71,15 +74,15 @@ class Seen(Trial):
         return self.answers, reported, metrics, counted, self.side.stats()
 
     def engines_sides(self) -> list[Any]:
-        """Return the connector of every side."""
+        """Return the connectors of all sides of the engine."""
         return [self.scheduler.connector, *(rank.connector for rank in self.ranks)]
 
 
 def both(shape: str, seed: int, moves: Iterable[Move]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Run the moves twice and return both records.
 
-    In the first run, requests with a salt or an adapter send the documents of requests without. In the second run they
-    send other documents.
+    In the first run, requests with a salt or an adapter send the same documents as requests without. In the second run,
+    requests with a salt or an adapter send other documents.
     """
     made = list(moves)
     together, apart = (Seen(shape, seed, apart=one).run(made) for one in (False, True))
@@ -87,7 +90,7 @@ def both(shape: str, seed: int, moves: Iterable[Move]) -> tuple[tuple[Any, ...],
 
 
 def test_first_block_of_another_tenant_is_a_miss() -> None:
-    """The miss of a request without the salt is counted, traced and answered as if no other request had come."""
+    """The miss of a request without the salt is counted, traced and answered as if no other request had arrived."""
     together, apart = both("sync", 0, ANSWERED)
     for name, one, other in zip(("answers", "trace", "metrics", "counters", "stats"), together, apart, strict=True):
         assert one == other, name

@@ -19,7 +19,10 @@ from tests.contract.test_scheduler_versions import FETCH_SECONDS_MAX, fetched
 
 ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = Path(__file__).parent / "plugin"
-"""A folder of modules that is used together with vLLM's tests. Their package is called `tests`, like ours."""
+"""The folder of the modules that run with vLLM's tests.
+
+It is no package, because vLLM's package of tests is also called `tests`.
+"""
 _LISTED = runpy.run_path(str(PLUGIN / "attached_tests.py"))
 AFTER_RESET: tuple[str, ...] = _LISTED["AFTER_RESET"]
 EXPECTED: dict[str, str] = _LISTED["EXPECTED"]
@@ -29,13 +32,16 @@ TESTS_MIN = 150
 
 
 class VllmTests:
-    """Runs the tests of each release under its own scheduler, in forks of a process that has imported that release."""
+    """Runs the tests of each release under the release's own scheduler.
+
+    Each run is a fork of a process that has imported vLLM.
+    """
 
     def __init__(self) -> None:
         self._ready: dict[str, subprocess.Popen[str]] = {}
 
     def run(self, version: str, report: Path, *more: str) -> subprocess.CompletedProcess[str]:
-        """Run the tests of `version`. The folder of `report` may have more modules."""
+        """Run the tests of `version`. The folder of `report` may have more modules for the run."""
         process, log = self._process(version), report.with_suffix(".log")
         command = ["-p", "attached", "-p", "no:cacheprovider", "-p", "no:warnings", "-q", "--tb=short"]
         command += ["--show-capture=no", f"--attached-json={report}", *(more or ("tests/v1/core",))]
@@ -82,7 +88,7 @@ def vllm_tests() -> Iterator[VllmTests]:
 @pytest.mark.timeout(FETCH_SECONDS_MAX + RUN_SECONDS_MAX)
 @pytest.mark.parametrize("version", contract.recorded())
 def test_vllms_own_tests_pass_with_kvpipe_attached(version: str, vllm_tests: VllmTests, tmp_path: Path) -> None:
-    """All tests pass except the listed tests, which fail. No read is wrong, and no fault is contained."""
+    """All tests pass except the listed tests, which fail. No read is wrong, and no fault is counted."""
     done = vllm_tests.run(version, tmp_path / "report.json")
     assert done.returncode == 0, done.stdout[-6000:]
     message = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
@@ -101,7 +107,7 @@ CERTAIN = "from kvpipe.scheduler.weights import Weights\nWeights.suspect = lambd
 def test_listed_tests_pass_without_the_doubt_after_a_reset(version: str, vllm_tests: VllmTests, tmp_path: Path) -> None:
     """A reset puts the weights in doubt, so nothing hits for a while.
 
-    Without this doubt the listed tests pass, so they have no other cause to fail.
+    Without this doubt the listed tests pass, so the listed tests have no other cause to fail.
     """
     (tmp_path / "kvpipe_certain.py").write_text(CERTAIN, encoding="utf-8")
     chosen = " or ".join(name.partition("[")[0] for name in AFTER_RESET)
@@ -145,7 +151,7 @@ BREAKAGES = {
 @pytest.mark.timeout(FETCH_SECONDS_MAX + RUN_SECONDS_MAX)
 @pytest.mark.parametrize("what", list(BREAKAGES))
 def test_a_broken_kvpipe_fails_vllms_tests(what: str, vllm_tests: VllmTests, tmp_path: Path) -> None:
-    """Some of vLLM's own tests find a fault that is put into kvpipe, so they can fail."""
+    """Some of vLLM's own tests find a fault that is put into kvpipe, so vLLM's tests can fail."""
     import vllm
 
     source, sign = BREAKAGES[what]

@@ -1,4 +1,7 @@
-"""The alert rules in `deploy/prometheus/`: Prometheus' own program accepts them, and each fires when it should."""
+"""The alert rules in `deploy/prometheus/`.
+
+Prometheus' own program accepts the rules, and each rule fires when it should.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ def test_each_rule_is_silent_first_and_then_fires_alone() -> None:
 
 
 def test_each_alert_names_a_page() -> None:
-    """The page exists, with the section; the alert's summary says on which engine it fires, or in which tier."""
+    """The page and its section exist. The alert's summary names the engine or the tier for which the alert fires."""
     for rule in _rules():
         assert rule["labels"]["severity"] in {"info", "warning", "critical"}
         page, _, anchor = rule["annotations"]["docs"].partition("#")

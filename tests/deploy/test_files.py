@@ -1,4 +1,4 @@
-"""The files in `deploy/` are valid: their own programs accept them, and kvpipe accepts the configuration in them."""
+"""The files in `deploy/` are valid: the programs that read them accept them. Kvpipe accepts their configurations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvpipe.config.settings import load_settings
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 TOOLS = ROOT / ".cache" / "deploy"
-"""Validators, from `tools/setup.sh programs`."""
+"""The folder of the validators, which `tools/setup.sh programs` installs."""
 FLAG = {"kv_connector": "KVPipeConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 MANIFESTS = ("engine.yaml", "valkey.yaml")
 KUBERNETES = ("1.31", "1.37")
@@ -30,7 +30,7 @@ KUBERNETES = ("1.31", "1.37")
 
 
 def _table(**fields: Any) -> dict[str, Any]:
-    """Return the schema of a table with these fields and no others; a field's schema may be its type."""
+    """Return the schema of a table with exactly these fields. The schema of a field may be only its type."""
     parts = {name: {"type": one} if isinstance(one, str) else one for name, one in fields.items()}
     return {"type": "object", "properties": parts, "required": list(parts), "additionalProperties": False}
 
@@ -42,11 +42,14 @@ _MODEL = _table(
     vllmConfig=_table(v0="string", enablePrefixCaching="boolean", extraArgs=_STRINGS),
 )  # fmt: skip
 CHART = _table(servingEngineSpec=_table(runtimeClassName="string", modelSpec={"type": "array", "items": _MODEL}))
-"""The fields of vLLM's production stack, chart 0.1.12, that the values use. Helm is not needed to check them."""
+"""The fields of vLLM's production stack, chart 0.1.12, that the values use.
+
+With this schema the check needs no Helm.
+"""
 
 
 def _run(*command: str | Path, cwd: Path = DEPLOY, **variables: str) -> str:
-    """Return what a program prints; it must succeed."""
+    """Run a program, check that it succeeds, and return its output."""
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(TOOLS), "HOME": str(cwd)} | variables
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -58,7 +61,10 @@ def _documents(name: str) -> list[dict[str, Any]]:
 
 
 def _validate(release: str, *files: Path) -> None:
-    """Validate manifests with the schemas of a release of Kubernetes: a key that it does not know is refused, too."""
+    """Validate manifests with the schemas of a release of Kubernetes.
+
+    A key that the release does not know is refused.
+    """
     _run(sys.executable, "-m", "kubernetes_validate", "--strict", "-k", release, *files)
 
 
@@ -72,7 +78,7 @@ def composed(tmp_path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("release", KUBERNETES)
 def test_manifests_are_valid(release: str) -> None:
-    """Every field is in the schema of its kind."""
+    """Every field of a manifest is in the schema of the manifest's kind."""
     _validate(release, *(DEPLOY / "kubernetes" / name for name in MANIFESTS))
 
 
@@ -86,7 +92,7 @@ def test_a_wrong_manifest_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_patched_deployment_is_valid(tmp_path: Path) -> None:
-    """`kubectl patch` adds the containers and volumes of a strategic merge patch to those that are there."""
+    """`kubectl patch` adds the containers and volumes of a strategic merge patch to those of the deployment."""
     engine = next(one for one in _documents("engine.yaml") if one["kind"] == "Deployment")
     (patch,) = _documents("management-tls.yaml")
     pod, added = engine["spec"]["template"]["spec"], patch["spec"]["template"]["spec"]
@@ -100,7 +106,7 @@ def test_the_patched_deployment_is_valid(tmp_path: Path) -> None:
 
 
 def test_compose_file_is_valid(composed: dict[str, Any]) -> None:
-    """Docker Compose accepts it, and the engine and the server share a network that nothing else reaches."""
+    """Docker Compose accepts the file. The engine and the server share a network that no other program reaches."""
     engine, valkey = composed["services"]["engine"], composed["services"]["valkey"]
     assert set(engine["networks"]) & set(valkey["networks"]) == {"cache"}
     assert composed["networks"]["cache"]["internal"]
@@ -112,7 +118,7 @@ def test_dockerfile_is_valid() -> None:
 
 
 def test_dockerfile_copies_what_the_wheel_needs(tmp_path: Path) -> None:
-    """The wheel that is built from the copied files has the folders behind the links."""
+    """A wheel that is built from the copied files has the folders behind the links."""
     text = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
     copied = [words for line in re.findall(r"^COPY (?!--)(.+)$", text, re.MULTILINE) if (words := line.split())]
     for *sources, target in copied:
@@ -128,7 +134,7 @@ def test_dockerfile_copies_what_the_wheel_needs(tmp_path: Path) -> None:
 
 
 def test_service_is_valid(tmp_path: Path) -> None:
-    """`systemd-analyze verify` accepts the unit, whose programs are replaced by one that this machine has."""
+    """`systemd-analyze verify` accepts the unit, after its programs are replaced by a program that this machine has."""
     unit = (DEPLOY / "kvpipe-vllm.service").read_text(encoding="utf-8")
     assert unit.count("/opt/vllm/bin/") == 2
     file = tmp_path / "kvpipe-vllm.service"
@@ -143,7 +149,7 @@ def _helm() -> dict[str, Any]:
 
 
 def test_helm_values_have_the_fields_of_the_chart(tmp_path: Path) -> None:
-    """Fields and types are those of `CHART`. The model's volumes and variables are Kubernetes' own."""
+    """Fields and types are those of `CHART`. The model's volumes and variables have Kubernetes' own schemas."""
     values = yaml.safe_load((DEPLOY / "helm-values.yaml").read_text(encoding="utf-8"))
     jsonschema.validate(values, CHART)
     model = _helm()
@@ -160,19 +166,22 @@ def test_helm_values_have_the_fields_of_the_chart(tmp_path: Path) -> None:
 
 
 class _Started(NamedTuple):
-    """An engine that a file starts: its arguments, and the seconds after which it is killed; 0: the file has none."""
+    """An engine that a file starts: its arguments, and the seconds after which it is killed.
+
+    0 means that the file has no limit.
+    """
 
     words: list[str]
     grace_s: int
 
     @property
     def ends_s(self) -> int:
-        """How long the engine may take to end."""
+        """The seconds that the engine may take to end."""
         return int(self.words[self.words.index("--shutdown-timeout") + 1])
 
 
 def _engines(composed: dict[str, Any]) -> Iterator[_Started]:
-    """Yield the engine of each file: Compose, Helm, systemd, Kubernetes."""
+    """Yield the engine of each file, in this order: Compose, Helm, systemd, Kubernetes."""
     engine = composed["services"]["engine"]
     minutes, seconds = re.fullmatch(r"(?:(\d+)m)?(?:(\d+)s)?", engine["stop_grace_period"]).groups("0")  # type: ignore[union-attr]
     yield _Started(engine["command"], 60 * int(minutes) + int(seconds))
@@ -188,7 +197,7 @@ def _engines(composed: dict[str, Any]) -> Iterator[_Started]:
 
 
 def test_engines_are_started_as_the_readme_starts_them(composed: dict[str, Any]) -> None:
-    """Each has the README's flag."""
+    """Each file starts its engine with the README's flag."""
     for words, _ in _engines(composed):
         assert json.loads(words[words.index("--kv-transfer-config") + 1]) == FLAG
         assert "--enable-prompt-tokens-details" in words
@@ -211,7 +220,10 @@ def _configurations(composed: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def test_kvpipe_accepts_the_configurations(composed: dict[str, Any]) -> None:
-    """All keys are known, all values good. Engines serve operators, and are killed after they have ended and stored."""
+    """All keys are known and all values are valid.
+
+    Engines serve operators, and have enough time to end and store before they are killed.
+    """
     for keys, engine in zip(_configurations(composed), _engines(composed), strict=True):
         settings = load_settings(keys)
         assert settings.manage

@@ -14,7 +14,7 @@ from tests.engine.kernels import replace_kernels
 
 
 class _States:
-    """The kernels' arguments for the places of states: one tensor per layer and kind of state."""
+    """The places of recurrent states, from the kernels' arguments: one tensor per layer and kind of state."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         names = ("base_addrs", "block_strides", "elem_sizes", "inner_sizes", "conv_widths", "group_indices")
@@ -33,7 +33,7 @@ class _States:
     def copy(self, request: int, source: int, target: int, bias: int) -> None:
         """Copy all states of a request from one column of its tables to another.
 
-        The copy is of the state `bias` accepted tokens later.
+        The copied state is the state after `bias` more accepted tokens.
         """
         for base, stride, size, inner, width, group, rows, row_stride in self._states:
             to = base + self._block(group, request, target) * stride
@@ -82,7 +82,7 @@ def _postprocess(**a: Any) -> None:
 
 
 def _by_name(kernel: str, run: Any) -> Any:
-    """Return `run` in a form that can also be called with positional arguments."""
+    """Return `run` as a function that also accepts positional arguments."""
     from vllm.v1.worker import mamba_utils
 
     made = getattr(mamba_utils, kernel)

@@ -12,7 +12,7 @@ from types import ModuleType
 
 
 class _Binaries(MetaPathFinder):
-    """Finds compiled modules of vLLM, but no Python modules, in every folder of `sys.path`."""
+    """Finds vLLM's compiled modules in every folder of `sys.path`. Python modules are not found in this way."""
 
     def find_spec(
         self,
@@ -31,8 +31,8 @@ class _Binaries(MetaPathFinder):
 def lend(release: str) -> None:
     """Find compiled modules of vLLM in other folders of `sys.path` if its package has none.
 
-    vLLM also queries the version of its distribution, which is not installed. The answer is then the version of a CPU
-    build.
+    vLLM also queries the version of its distribution. This distribution is not installed, so the query returns the
+    version of a CPU build.
     """
     sys.meta_path.append(_Binaries())
     installed = metadata.version

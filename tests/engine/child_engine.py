@@ -19,8 +19,8 @@ class Child:
     def __init__(self, options: dict[str, Any], environment: dict[str, str] | None = None) -> None:
         """Start the engine.
 
-        `options` are the options of `tests.engine.common.engine`, and `processor`, the kind of processor on which the
-        engine runs. `environment` has further variables.
+        `options` are the options of `tests.engine.common.engine`. The option `processor` names the kind of processor on
+        which the engine runs. `environment` has more environment variables.
         """
         self._pipe, theirs = multiprocessing.Pipe()
         self._process = Forked(serve, theirs, options, environment or {})
@@ -29,21 +29,21 @@ class Child:
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int, **more: Any) -> tuple[list[Any], dict[str, int]]:
         """Return the engine's answers, and the number of tokens that the engine has found so far, by tier.
 
-        With `at_once=True` the engine answers before it has saved and stored. The engine saves and stores afterwards,
-        like an idle server.
+        With `at_once=True` the engine sends its answers first. After the answers it saves and stores chunks, like an
+        idle server.
         """
         self._pipe.send({"prompts": prompts, "max_tokens": tokens} | more)
         answers, hits = self._pipe.recv()
         return answers, hits
 
     def kill(self) -> None:
-        """Kill the engine, as the system does when it runs out of memory."""
+        """Kill the engine, as the operating system does when memory is full."""
         self._process.kill()
         self._process.wait()
         self._pipe.close()
 
     def close(self) -> None:
-        """Shut the engine down in good order."""
+        """Shut the engine down without killing its process."""
         self._pipe.close()
         try:
             code = self._process.wait(WAIT_S)
@@ -55,7 +55,7 @@ class Child:
 
 @contextmanager
 def child(environment: dict[str, str] | None = None, **options: Any) -> Iterator[Child]:
-    """Run a second engine during the context, with further variables in its environment."""
+    """Run a second engine during the context. `environment` has more environment variables for the engine's process."""
     made = Child(options, environment)
     try:
         yield made

@@ -42,7 +42,10 @@ UNEXPECTED = (
 )
 
 BLOCK: Final = int(DEFAULTS["block_size"])
-"""The block size that engines are asked for. Models with attention alone have it, as each engine's start checks."""
+"""The block size that tests request.
+
+Each engine's start checks that a model with attention alone has this block size.
+"""
 
 WAITS = (
     "kvpipe.node.catalog.NAME_S_MAX",
@@ -56,7 +59,7 @@ WAITS = (
     "kvpipe.manage.engine.COUNT_S_MAX",
     "kvpipe.manage.survey.SURVEY_S_MAX",
 )
-"""The constants that limit how long kvpipe waits for things that are certain to come."""
+"""The constants that limit kvpipe's waits for events that are certain to come."""
 
 
 def prompt(tokens: int, seed: int) -> list[int]:
@@ -78,7 +81,10 @@ def patient(kvpipe: dict[str, Any] | None) -> dict[str, Any] | None:
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Let engines in this process wait as long as a slow machine takes, in waits that no configuration limits."""
+    """Let engines in this process wait as long as a slow machine takes.
+
+    Only waits that no configuration limits change.
+    """
     with ExitStack() as stack:
         for where in WAITS:
             stack.enter_context(patch(where, WAIT_S))
@@ -104,20 +110,21 @@ SIZES = (
     "dtype", "kv_cache_dtype", "block_size", "prefix_match_unit", "enable_prefix_caching", "speculative_config",
     "load_format", "max_model_len",
 )  # fmt: skip
-"""The options of an engine that decide its backends and its block size, or are decided together with them."""
+"""Options that decide an engine's backends and block size, or that vLLM decides together with the backends."""
 
 
 def planned(model: Path, kvpipe: dict[str, Any] | None, options: dict[str, Any]) -> Plan:
-    """Return the decisions of an engine before its first step. The options include those that `Engine` adds."""
+    """Return the decisions of an engine before its first step. The options include the options that `Engine` adds."""
     return plan(model, kvpipe, **{name: one for name, one in (DEFAULTS | options).items() if name in SIZES})
 
 
 def starts_on_every_processor(model: Path, kvpipe: dict[str, Any] | None, options: dict[str, Any]) -> None:
-    """Start the engine on each simulated processor, up to its backends, block size and kvpipe's unit.
+    """Start the engine on each simulated processor.
 
-    So every engine that a test starts is checked on every processor, once in a session for each model and `SIZES`. The
-    check costs 0.1 s, while a test on three processors would need three engines. A named block size is the same on
-    every processor, unless the platform sets the block size of its only kernel.
+    The start ends when backends, block size and kvpipe's unit are known. So every engine that a test starts is checked
+    on every processor, once in a session for each model and `SIZES`. The check costs 0.1 s, while a test on three
+    processors would need three engines. A block size that is given by number is the same on every processor, unless the
+    platform sets the block size of its only kernel.
     """
     key = repr((model, kvpipe and kvpipe.get("chunk_tokens"), [options.get(name) for name in SIZES]))
     if key in _started:
@@ -136,9 +143,9 @@ _started: set[str] = set()
 
 
 def _blocks(model: Path, kvpipe: dict[str, Any] | None, options: dict[str, Any]) -> dict[str, int]:
-    """Remove `cache_tokens` from an engine's options and return it as the engine's number of blocks.
+    """Remove `cache_tokens` from an engine's options and return the engine's number of blocks.
 
-    VLLM keeps one block for itself.
+    The number includes the one block that vLLM keeps for itself.
     """
     tokens = options.pop("cache_tokens", None)
     if tokens is None:
@@ -147,17 +154,17 @@ def _blocks(model: Path, kvpipe: dict[str, Any] | None, options: dict[str, Any])
 
 
 def block_tokens(live: Engine) -> int:
-    """Return the tokens of the engine's blocks: kvpipe's unit, or vLLM's longest block without kvpipe."""
+    """Return the number of tokens in a block.
+
+    The block is kvpipe's unit, or, if the engine runs without kvpipe, vLLM's longest block.
+    """
     if live.scheduler.connector is not None:
         return int(live.connector.geometry.unit_tokens)
     return max(int(group.kv_cache_spec.block_size) for group in live.scheduler.kv_cache_config.kv_cache_groups)
 
 
 def whole_blocks(of: Engine | int, *lengths: int) -> int:
-    """Return the number of tokens in whole blocks, for prompts of these lengths.
-
-    `of` is an engine or a block size.
-    """
+    """Return how many tokens of prompts of these lengths are in whole blocks. `of` is an engine or a block size."""
     block = of if isinstance(of, int) else block_tokens(of)
     return sum(tokens // block * block for tokens in lengths)
 
@@ -165,7 +172,7 @@ def whole_blocks(of: Engine | int, *lengths: int) -> int:
 def crowded(live: Engine, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
     """Return the answers to prompts that are sent together.
 
-    More and more copies are sent until a request is preempted.
+    Copies of the prompts are added until a request is preempted.
     """
     for copies in (1, 2, 4, 8):
         before = sum(live.preemptions.values())
@@ -195,7 +202,10 @@ _baselines: dict[str, list[list[int]]] = {}
 
 
 def assert_clean(live: Engine, *, expected: Sequence[str] = ()) -> dict[str, int]:
-    """Check that no fault was counted and nothing is left, and that the catalog is consistent. Return the counters."""
+    """Check that no fault was counted, nothing is held or under way, and the catalog is consistent.
+
+    Return the counters.
+    """
     live.settle()
     side = live.connector.scheduler
     assert side is not None
@@ -214,7 +224,7 @@ def assert_clean(live: Engine, *, expected: Sequence[str] = ()) -> dict[str, int
 
 
 def assert_legal(trace_file: Path) -> None:
-    """Check the engines' trace, if there is one: every transition in the trace must be legal."""
+    """Check that every transition in the engines' trace is legal, if there is a trace."""
     if trace_file.exists():
         traces = [Trace(part) for part in files_of(trace_file)]
         done = replay(itertools.chain.from_iterable(traces))

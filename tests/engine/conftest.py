@@ -1,7 +1,4 @@
-"""Every engine test is traced.
-
-The trace is replayed through the state machines, where every transition must be legal.
-"""
+"""Every engine test is traced. The trace is replayed through the state machines, and every transition must be legal."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ def _forked(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def trace_file(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The file to which all engines of the test, and their processes, append."""
+    """The trace file of the test. All engines and all their processes append to this file."""
     path = tmp_path_factory.mktemp("trace") / "trace.jsonl"
     monkeypatch.setenv("KVPIPE_TRACE_FILE", str(path))
     yield path

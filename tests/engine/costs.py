@@ -1,6 +1,6 @@
-"""Measures the bytes that engines of the tests' models store per token and boundary: `python -m tests.engine.costs`.
+"""Measures how many bytes engines of the tests' models store per token and boundary: `python -m tests.engine.costs`.
 
-The program writes `docs/results/kinds.json`, from which `python -m tests.contract.kinds` makes a table.
+The program writes `docs/results/kinds.json`. From this file `python -m tests.contract.kinds` makes a table.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BFLOAT16: Final = ("deepseek-mla", "qwen3-next")
 
 
 def cost(geometry: Geometry) -> dict[str, object]:
-    """Return the bytes that are stored with a geometry."""
+    """Return the number of bytes that an engine with this geometry stores."""
     groups, token, boundary = len(geometry.groups), geometry.token_bytes, geometry.boundary_bytes
     return {"unit": geometry.unit_tokens, "groups": groups, "token": token, "boundary": boundary}
 
@@ -40,7 +40,8 @@ def measure() -> dict[str, object]:
             options["dtype"] = "bfloat16"
         chunk = {"chunk_tokens": 192 if recipe == "qwen3-next" else 128}
         with (
-            mock.patch.object(MambaMixer2, "get_kv_cache_spec", MambaBase.get_kv_cache_spec),  # see test_states.py
+            # `test_states.py` has the reason
+            mock.patch.object(MambaMixer2, "get_kv_cache_spec", MambaBase.get_kv_cache_spec),
             engine(recipe, chunk, **options) as live,
         ):
             costs[recipe] = cost(live.connector.geometry)

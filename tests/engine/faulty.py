@@ -17,14 +17,14 @@ from kvpipe.transfer.cpu import CpuEngine
 from kvpipe.worker.caches import Hooks
 
 LAST = BASE["num_hidden_layers"] - 1
-"""The last layer of "llama"."""
+"""The number of the last layer of the model "llama"."""
 
 
 class EverySecondLoadFails(KVPipeConnector):
-    """A connector in which every second load job fails at its second layer."""
+    """A connector in which every second load fails at its second layer."""
 
     def make_engine(self) -> TransferEngine | None:
-        """Make an engine that copies, but fails."""
+        """Make a transfer engine that copies, but fails every second load."""
         return FaultyCpuEngine(1, fail=lambda direction, job, layer: direction is Direction.LOAD and job and layer == 1)
 
 
@@ -32,29 +32,29 @@ class OneRankFails(KVPipeConnector):
     """A connector in which every second load fails, on one rank only."""
 
     def make_engine(self) -> TransferEngine | None:
-        """Make an engine that copies, but fails on rank 1."""
+        """Make a transfer engine that copies, but fails every second load on rank 1."""
         if self._vllm_config.parallel_config.rank == 0:
             return None
         return FaultyCpuEngine(1, fail=lambda direction, job, layer: direction is Direction.LOAD and job and layer == 1)
 
 
 class EverySecondSaveFails(KVPipeConnector):
-    """A connector in which every second save job fails at its last layer."""
+    """A connector in which every second save fails at its last layer."""
 
     def make_engine(self) -> TransferEngine | None:
-        """Make an engine that copies, but fails."""
+        """Make a transfer engine that copies, but fails every second save."""
         return FaultyCpuEngine(
             1, fail=lambda direction, job, layer: direction is Direction.SAVE and job and layer == LAST
         )
 
 
 class _FirstStatesFail(CpuEngine):
-    """An engine in which the first save with a layer of states fails at this layer."""
+    """A transfer engine in which the first save that has a layer of states fails at this layer."""
 
     failed: int = -1
 
     def copy_layer(self, plan: CopyPlan, layer: int) -> frozenset[int]:
-        """Copy, then fail."""
+        """Copy the layer, and report a failure if the layer is the first layer of states."""
         failed = super().copy_layer(plan, layer)
         group, _ = self._geometry.layers[layer]
         if plan.direction is not Direction.SAVE or group not in self._geometry.states or not len(plan.runs[group]):
@@ -68,12 +68,12 @@ class FirstStatesFail(KVPipeConnector):
     """A connector that does not save the states of the first boundary."""
 
     def make_engine(self) -> TransferEngine | None:
-        """Make an engine that copies, but fails."""
+        """Make a transfer engine that copies, but fails the first save of states."""
         return _FirstStatesFail(1)
 
 
 class _Losing(CpuEngine):
-    """An engine that loses the first load: its copies never begin, and no thread is notified."""
+    """A transfer engine that loses the first load: the load's copies never begin, and no thread is notified."""
 
     lost: CopyPlan | None = None
 
@@ -89,15 +89,15 @@ class FirstLoadIsLost(KVPipeConnector):
     """A connector in which the first load never ends."""
 
     def make_engine(self) -> TransferEngine | None:
-        """Make an engine that copies, but loses the first load."""
+        """Make a transfer engine that copies, but loses the first load."""
         return _Losing(1)
 
 
 class Unruly(KVPipeConnector):
-    """A connector that calls kvpipe in every way in which vLLM's releases have called connectors, and in more ways."""
+    """A connector that calls kvpipe as vLLM's releases have called connectors, and in ways that no release has used."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Call every hook twice and a hook of an unknown layer, and toggle freeze in the middle of the forward."""
+        """Call every hook twice, call a hook of an unknown layer, and toggle freeze during the forward."""
         super().save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
         super().save_kv_layer(layer_name, kv_layer, attn_metadata, **kwargs)
         super().wait_for_layer_load(layer_name)
@@ -113,13 +113,13 @@ class Unruly(KVPipeConnector):
             super().wait_for_save()
 
     def clear_connector_metadata(self) -> None:
-        """Clear the metadata twice, and end the step after that."""
+        """Clear the metadata twice, and then end the step again."""
         super().clear_connector_metadata()
         super().wait_for_save()
         super().clear_connector_metadata()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """A connector whose first load never ends."""
+        """Start the loads of each step twice."""
         super().start_load_kv(forward_context, **kwargs)
         super().start_load_kv(forward_context, **kwargs)
 
@@ -137,7 +137,10 @@ class Unruly(KVPipeConnector):
 
 
 class Replayed(KVPipeConnector):
-    """A connector for which every second step is a replay of a CUDA graph: the context says so, and no hook runs."""
+    """A connector for which every second step is a replay of a CUDA graph.
+
+    In a replay the forward context has the mark of a replay, and no hook runs.
+    """
 
     steps = 0
 
@@ -173,7 +176,7 @@ class Replayed(KVPipeConnector):
 
 
 class HooksSkipped(KVPipeConnector):
-    """A connector whose layer hooks do nothing, as in the replay of a full CUDA graph."""
+    """A connector whose layer hooks do nothing, like hooks during the replay of a full CUDA graph."""
 
     def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing."""

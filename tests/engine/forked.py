@@ -25,11 +25,11 @@ PRELOADED = (
     "vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.llm", "vllm.v1.core.sched.async_scheduler",
     "vllm.model_executor.layers.quantization.online.base", "tests.engine.frozen",
 )  # fmt: skip
-"""Modules that every engine imports, some of them when it starts. The last one prepares the process for its forks."""
+"""Modules that every engine imports, some of them only at its start. The last module prepares the process for forks."""
 
 
 class _Process(ForkServerProcess):
-    """A process with the environment of the time when it starts, like a spawned process."""
+    """A process with the environment at the time of its start, like a spawned process."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -49,7 +49,7 @@ class _Context(ForkServerContext):
 def _context(made: BaseContext) -> Iterator[None]:
     """Make vLLM start its processes with the context `made`, even if vLLM asks for another method.
 
-    This process waits for their messages without spinning, like the forks.
+    This process and its forks wait for messages without spinning.
     """
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
     from vllm.utils import system_utils
@@ -82,7 +82,7 @@ def forks_of_this_process() -> Iterator[None]:
 
 
 class Forked:
-    """A call of `main(*arguments)` in a process that is forked in this way, with the interface of a `Popen`.
+    """A call of `main(*arguments)` in a fork of this process, with the interface of a `Popen`.
 
     The process leads a process group of its own.
     """
@@ -111,7 +111,7 @@ def _lead(main: Callable[..., object], *arguments: object) -> None:
 
 
 def run_forked(log: Path, seconds_max: float, main: Callable[..., object], *arguments: object) -> int:
-    """Run `main(*arguments)` in a process that is forked in this way, and return its exit code. It writes to `log`."""
+    """Run `main(*arguments)` in a fork of this process that writes to `log`, and return the fork's exit code."""
     process = Forked(_logged, str(log), main, *arguments)
     try:
         return process.wait(seconds_max)
@@ -130,7 +130,7 @@ def _logged(log: str, main: Callable[..., object], *arguments: object) -> None:
 
 
 def serve(log: str, environment: dict[str, str], arguments: list[str]) -> None:
-    """Run vLLM's server, which forks its engines and their ranks. It writes to the file `log`."""
+    """Run vLLM's server. The server forks its engines and their ranks, and writes to the file `log`."""
     sink = os.open(log, os.O_WRONLY | os.O_APPEND)
     for standard in (1, 2):
         os.dup2(sink, standard)

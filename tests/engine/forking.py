@@ -40,7 +40,7 @@ def _fork(live: Engine, work: Callable[[Engine], None]) -> int:
             work(live)
             code = 0
         finally:
-            # vLLM's process groups do not survive an interpreter's end in a fork, even without a connector
+            # When an interpreter ends in a fork, vLLM's process groups fail, even without a connector.
             os._exit(code)
     return child
 
@@ -85,7 +85,7 @@ def play(tier: dict[str, Any]) -> None:
 
 
 def main(tiers: list[str]) -> None:
-    """Fork with each tier, and print the tier and the exception that was raised."""
+    """Fork with each tier. Print each tier, and the exception that was raised or an empty text."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for tier in map(json.loads, tiers):

@@ -1,10 +1,11 @@
-"""The last import of the process that tests fork. It does once what each of its forks would do.
+"""The last import of the process that tests fork. The module does once the work that each fork would repeat.
 
 VLLM searches all objects several times when a process starts and ends. Most of these objects are modules, which never
-become garbage. After a fork each search also copies their memory. A forked process ends soon, so it needs no search but
-Python's own.
+become garbage. After a fork each search also copies their memory. A forked process ends soon, so Python's own searches
+suffice.
 
-A rank searches all modules for Triton's kernels, and spins for a second after each message, beside ranks that compute.
+A rank would also search all modules for Triton's kernels. After each message it would spin for a second beside ranks
+that compute. Here the search is done once, and no fork spins.
 """
 
 from __future__ import annotations

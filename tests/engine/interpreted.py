@@ -49,7 +49,10 @@ ANSWER = 12
 
 
 def _draw(tensor: torch.Tensor, *_: Any, **__: Any) -> None:
-    """Fill a weight with values that depend only on its shape, and that are wide enough to make answers differ."""
+    """Fill a weight with values that depend only on the weight's shape.
+
+    Their range is wide enough to make answers differ.
+    """
     if not tensor.is_floating_point():
         return
     generator = torch.Generator().manual_seed(sum(tensor.shape))
@@ -59,7 +62,7 @@ def _draw(tensor: torch.Tensor, *_: Any, **__: Any) -> None:
 
 @contextmanager
 def _platform() -> Iterator[None]:
-    """Draw weights instead of reading them. Let vLLM's platform cache prefixes of MLA as on a CPU with AMX."""
+    """Draw weights instead of reading files. Let vLLM's platform cache prefixes of MLA, as on a CPU with AMX."""
     from vllm.model_executor.model_loader import dummy_loader
     from vllm.models.deepseek_v4.cpu import cpu_mla
     from vllm.platforms.cpu import CpuPlatform
@@ -99,7 +102,7 @@ def _loaded(live: Engine) -> int:
 def ladder(family: Family, folder: Path) -> None:
     """Check that answers are the same cold, warm, preempted, in a second turn, from a disk and beside a local hit.
 
-    The number of loaded tokens is checked, too.
+    The number of loaded tokens is also checked.
     """
     unit = family.unit
     first = prompt(3 * unit - 6, 22)
@@ -121,13 +124,14 @@ def ladder(family: Family, folder: Path) -> None:
         live.scheduler.reset_prefix_cache(reset_running_requests=True)
         assert list(live.drain()[request].outputs[0].token_ids) == answer
         assert any(live.preemptions.values())
-        assert _loaded(live) == 2 * 2 * unit  # once warm, and once when the preempted request resumed
+        # The warm request loaded, and so did the preempted request when it resumed.
+        assert _loaded(live) == 2 * 2 * unit
         assert live.generate([turn], ANSWER) == [second]
         assert _loaded(live) == 4 * unit + 3 * unit  # the answer has crossed a boundary
     with _engine(family, config, enable_prefix_caching=True) as live:
         assert live.core.vllm_config.cache_config.enable_prefix_caching
         live.generate([first[: unit + 8]], 1)
-        assert _loaded(live) == unit  # loaded from the disk; vLLM's own cache has it from now on
+        assert _loaded(live) == unit  # loaded from the disk into vLLM's own cache
         assert live.generate([first], ANSWER) == [answer]
         assert _loaded(live) == 2 * unit
 

@@ -20,7 +20,7 @@ def start() -> None:
     from triton.backends.compiler import GPUTarget
 
     class Driver:
-        """The part of a driver that is called before a launch."""
+        """The methods of a Triton driver that are called before a launch."""
 
         @staticmethod
         def is_active() -> bool:

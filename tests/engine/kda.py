@@ -1,7 +1,7 @@
 """Kimi delta attention on a CPU: vLLM's own layer, states, moves and plans, with its kernels replaced by torch.
 
-Kimi Linear itself starts on no CPU, because its latent attention needs CUDA kernels. So its layers replace the gated
-delta nets of Qwen3-Next here, between full attention and experts.
+Kimi Linear itself starts on no CPU, because its latent attention needs CUDA kernels. So here Kimi's layers replace the
+gated delta nets of Qwen3-Next, between its full attention and its experts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.engine.kernels import replace_kernels
 
 
 def lend_kernels(patch: pytest.MonkeyPatch) -> None:
-    """Make a model with these layers from Qwen3-Next, and replace their kernels by torch."""
+    """Make a model from Qwen3-Next with Kimi's layers, and replace their kernels by torch."""
     replace_kernels({})  # vLLM's own scan would fail at a module that is imported below
     from vllm.model_executor.layers.mamba.ops.cpu.causal_conv1d import causal_conv1d_fn_cpu, causal_conv1d_update_cpu
     from vllm.model_executor.model_loader import dummy_loader
@@ -52,9 +52,9 @@ def lend_kernels(patch: pytest.MonkeyPatch) -> None:
 
 
 def _draw(tensor: torch.Tensor, *_: Any, **__: Any) -> None:
-    """Fill a weight with values that depend only on its shape.
+    """Fill a weight with values that depend only on the weight's shape.
 
-    The range of the values is wide enough to make answers differ.
+    Their range is wide enough to make answers differ.
     """
     generator = torch.Generator().manual_seed(sum(tensor.shape))
     drawn = torch.randn(tensor.shape, generator=generator) * 0.12
@@ -70,7 +70,7 @@ def _step(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute one token of all heads, like `fused_recurrent_kda_fwd_kernel`. `state` is (heads, values, keys).
 
-    The other tensors are (heads, width, 1) or (heads, 1, width), so that few calls of torch suffice.
+    The other tensors are (heads, width, 1) or (heads, 1, width), which takes few calls of torch.
     """
     state = state * kept
     state = torch.baddbmm(state, (v - torch.bmm(state, k.mT)) * beta, k)
@@ -78,7 +78,7 @@ def _step(
 
 
 def _gates(raw: torch.Tensor, bias: torch.Tensor, named: dict[str, Any]) -> torch.Tensor:
-    """Return the logarithm of the kept share of a state: (tokens, heads, keys)."""
+    """Return the logarithm of the share of a state that each token keeps, in shape (tokens, heads, keys)."""
     raw, decay, bound = raw.float() + bias.view(raw.shape[1:]), torch.exp(named["A_log"])[:, None], named["lower_bound"]
     return -decay * softplus(raw) if bound is None else bound * torch.sigmoid(decay * raw)
 

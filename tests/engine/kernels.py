@@ -22,10 +22,12 @@ def _is_scannable(module: ModuleType) -> bool:
 def replace_kernels(kernels: Mapping[str, Callable[..., Any]]) -> None:
     """Register kernels by vLLM's names.
 
-    The kernels come after the platform's kernels, which an engine registers only if none exist.
+    An engine registers the platform's kernels only if no kernels are registered yet. So these kernels are registered
+    after the platform's kernels.
 
-    VLLM then scans every imported module for the old kernels, and fails at unusual attributes. Modules with such
-    attributes are left out of the scan. The scan also reads attributes that warn that they are deprecated.
+    After the registration vLLM scans every imported module for the old kernels, and fails at unusual attributes.
+    Modules with such attributes are left out of the scan. The scan also reads attributes that warn that they are
+    deprecated.
     """
     from vllm.platforms import current_platform
     from vllm.triton_utils import dispatcher

@@ -1,4 +1,4 @@
-"""One test for every kind of engine: cold, warm, second turn, preempted, restarted with a disk.
+"""One test for every kind of engine: it answers cold, warm, in a second turn, preempted, and restarted with a disk.
 
 `python -m tests.engine.ladder VERSION KIND …` runs the test once per kind. In this process Triton's interpreter runs
 vLLM's kernels. VERSION is the release of vLLM that this process must find.
@@ -23,7 +23,7 @@ from tests.engine.common import assert_clean, engine, preempted, prompt, waiting
 
 ANSWER: Final = 8
 AFTER: Final = 2
-"""The number of answer tokens at which the request is preempted."""
+"""The preemption comes after this number of answer tokens."""
 RUNNER_V1: Final = "vllm.v1.worker.cpu_model_runner.CPUModelRunner"
 RUNNER_V2: Final = "vllm.v1.worker.cpu.model_runner.CPUModelRunner"
 
@@ -59,12 +59,15 @@ class Climber:
         return Asked(answer, list(self._drafts))
 
     def loaded(self) -> int:
-        """Return the number of tokens loaded since the last call. Fail if anything went wrong or is left."""
+        """Return the number of tokens loaded since the last call.
+
+        Fail if a fault was counted or anything is still held.
+        """
         before, self._loaded = self._loaded, assert_clean(self.live).get("tokens_loaded", 0)
         return self._loaded - before
 
     def spoil(self, layer: int) -> None:
-        """Change one layer's first page of the first chunk in the pool."""
+        """Change the first page of one layer in the pool's first chunk."""
         worker, geometry = self.live.worker_connector.worker, self.live.connector.geometry
         assert isinstance(worker, WorkerSide)
         slot = worker.pipeline._engine._pool.slot(0)  # type: ignore[attr-defined]
@@ -81,7 +84,7 @@ def runner(live: Engine) -> Any:
 def climb(folder: Path, check: Callable[[Engine], None], **options: Any) -> None:
     """Compare answers and drafts with the answers and drafts of the same kind of engine without kvpipe.
 
-    `check` fails for an engine of another kind, and is called after each engine has answered. The last stage changes
+    `check` is called after each engine has answered, and fails for an engine of another kind. The last stage changes
     saved values and requires other answers or drafts, which shows that the comparison can fail.
     """
 
@@ -105,7 +108,7 @@ def climb(folder: Path, check: Callable[[Engine], None], **options: Any) -> None
     with climber(config) as up:
         geometry = up.live.connector.geometry
         assert geometry.unit_tokens == block
-        ahead = geometry.ahead_tokens * block  # with such a drafter a hit is one block shorter
+        ahead = geometry.ahead_tokens * block  # a drafter that reads `ahead` later tokens makes a hit one block shorter
         assert up.ask(first) == cold
         assert up.loaded() == 0
         assert up.ask(first) == cold
@@ -113,14 +116,15 @@ def climb(folder: Path, check: Callable[[Engine], None], **options: Any) -> None
         assert up.ask(turn) == second
         assert up.loaded() == 3 * block - ahead
         assert preempted(up.live, first, ANSWER, AFTER) == cold.answer
-        assert up.loaded() == 2 * (2 * block - ahead)  # at the request's start, and when the request resumed
+        # loaded at the request's start, and again when the request resumed
+        assert up.loaded() == 2 * (2 * block - ahead)
     with climber(config) as restarted:
         assert restarted.ask(turn) == second
         assert restarted.loaded() == 3 * block - ahead
         side = restarted.live.connector.scheduler
         assert side is not None
         assert side.tracer.hit_tokens == {"memory": 0, "disk": 3 * block - ahead}
-        restarted.spoil(-1)  # with a drafter this is the drafter's layer, which decides no answer
+        restarted.spoil(-1)  # with a drafter, layer -1 is the drafter's layer, which does not change answers
         spoiled = restarted.ask(turn)
         assert spoiled != second
         assert (spoiled.answer == second.answer) == bool(second.drafts)
@@ -139,7 +143,7 @@ def climb_kind(kind: str, folder: Path) -> None:
     if kind == "eagle":
         drafter = str(make_drafter(kind, folder / "drafter"))
         options["speculative_config"] = {"method": kind, "model": drafter, "num_speculative_tokens": 2}
-    envs.disable_envs_cache()  # the engine before this engine has read and cached the environment
+    envs.disable_envs_cache()  # the previous engine has read and cached the environment
     os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
     if kind == "runner-v1":
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"

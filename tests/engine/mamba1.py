@@ -21,12 +21,15 @@ def lend_kernels(patch: pytest.MonkeyPatch) -> None:
 
 
 def _terms(x: torch.Tensor, delta: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the share of a state that each token keeps, and the part that it adds: (tokens, channels, state)."""
+    """Return the share of a state that each token keeps, and the part that the token adds.
+
+    Both are (tokens, channels, state).
+    """
     return torch.exp(delta[..., None] * a), (delta * x)[..., None] * b[:, None]
 
 
 def _read(state: torch.Tensor, c: torch.Tensor, x: torch.Tensor, d: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-    """Return the outputs of tokens, (tokens, channels), from the state after each token."""
+    """Return the outputs of tokens from the state after each token. The outputs are (tokens, channels)."""
     out: torch.Tensor = ((state * c[:, None]).sum(-1) + d * x) * silu(z)
     return out
 
@@ -36,9 +39,9 @@ def _scan(
     z: torch.Tensor, bias: torch.Tensor, _softplus: bool, starts: torch.Tensor, blocks: torch.Tensor,
     initial: torch.Tensor, states: torch.Tensor, null: int, *_: Any,
 ) -> None:  # fmt: skip
-    """Prefill. `u`, `delta` and `z` are (channels, tokens), `b` and `c` are (1, state, tokens).
+    """Compute a prefill. `u`, `delta` and `z` are (channels, tokens), `b` and `c` are (1, state, tokens).
 
-    `z` becomes the output.
+    The output is written into `z`.
     """
     for request, block in enumerate(blocks.tolist()):
         if block == null:
@@ -59,7 +62,7 @@ def _update(
     d: torch.Tensor, bias: torch.Tensor, *, z: torch.Tensor, state_batch_indices: torch.Tensor, out: torch.Tensor,
     dst_state_batch_indices: torch.Tensor, **_: Any,
 ) -> None:  # fmt: skip
-    """Decode one token of each request, (requests, channels)."""
+    """Decode one token of each request. Tensors are (requests, channels)."""
     kept, added = _terms(x, softplus(delta + bias), a, b)
     state = states[state_batch_indices.flatten().long()] * kept + added
     states[dst_state_batch_indices.flatten().long()] = state

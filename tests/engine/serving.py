@@ -36,7 +36,7 @@ def free_port() -> int:
 class Server:
     """A server.
 
-    In `with Server(...)` it answers inside the block. After the block the server has ended, even if requests were
+    Inside a block `with Server(...)` the server answers. At the end of the block the server ends, even if requests are
     running.
     """
 
@@ -53,12 +53,13 @@ class Server:
         """`options` are options of the command `vllm serve`.
 
         `log` is the file for the server's output. Lines that the server logs while it stops are not checked. `kvpipe`
-        is the extra config. `transfer` is vLLM's whole flag, if kvpipe is not the only connector. `spawned` says that
-        the server spawns its processes, as vLLM's CPU build does. Otherwise the server forks them, which is faster.
+        is kvpipe's extra config. `transfer` is the whole value of vLLM's flag, if kvpipe is not the only connector.
+        `spawned` says that the server spawns its processes, as vLLM's CPU build does. Otherwise the server forks them,
+        which is faster.
         """
         self.model, self.port, self.log = str(model or make_model("llama")), free_port(), log
         flag: dict[str, Any] = {"kv_connector": "KVPipeConnector", "kv_role": "kv_both"}
-        flag["kv_load_failure_policy"] = "recompute"  # the flag in the README
+        flag["kv_load_failure_policy"] = "recompute"  # the README's flag has this value
         if kvpipe is not None:
             flag["kv_connector_extra_config"] = kvpipe
         self._spawned = spawned
@@ -75,7 +76,7 @@ class Server:
         self._stopping = False
 
     def begin(self) -> None:
-        """Start the server without waiting, so that several servers start in parallel."""
+        """Start the server without waiting, so that a test can start several servers in parallel."""
         with self.log.open("wb") as sink:
             if not self._spawned:
                 self._process = Forked(serve, str(self.log), self._environment, self._arguments)
@@ -87,7 +88,7 @@ class Server:
             )  # fmt: skip
 
     def __enter__(self) -> Self:
-        """Wait until the server answers. Start it first if it was not started."""
+        """Wait until the server answers. Start the server first if `begin` was not called."""
         if self._process is None:
             self.begin()
         assert self._process is not None
@@ -110,7 +111,7 @@ class Server:
         message = self.stated
         if self._process.poll() is None:
             self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # vLLM waits for clients, sometimes without end
+            with contextlib.suppress(subprocess.TimeoutExpired):  # vLLM sometimes waits for clients without end
                 self._process.wait(60)
         self.kill()
         if kind is None:
@@ -119,7 +120,7 @@ class Server:
 
     @property
     def stated(self) -> str:
-        """The output so far."""
+        """The server's output so far."""
         return self.log.read_text("utf-8", "replace")
 
     def kill(self) -> None:
@@ -127,7 +128,7 @@ class Server:
         assert self._process is not None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.kill()  # also if the process does not lead a group yet
+        self._process.kill()  # this call also works if the process does not lead a group yet
         self._process.wait()
 
     def _healthy(self) -> bool:
@@ -137,7 +138,7 @@ class Server:
             return False
 
     def ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
-        """Return the status and the text of one answer."""
+        """Send one request. Return the HTTP status and the text of the answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=ANSWER_SECONDS_MAX)
         try:
             connection.request(method, path, json.dumps(body) if body else None, {"Content-Type": "application/json"})
@@ -195,7 +196,7 @@ class Server:
         )
 
     def idle(self, seconds_max: float = WAIT_S) -> None:
-        """Wait until no request runs and kvpipe holds nothing, which must happen without further requests."""
+        """Wait until no request runs and kvpipe holds nothing, without further requests."""
         limit = time.monotonic() + seconds_max
         held = ("requests", "leases", "jobs_in_flight")
         while sum(self.metric(name) for name in held):

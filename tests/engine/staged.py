@@ -1,4 +1,7 @@
-"""Replacements for parts that vLLM's CPU build lacks to run pipeline stages, or experts on several ranks."""
+"""Replacements for parts that vLLM's CPU build lacks.
+
+Pipeline stages, and experts on several ranks, need these parts.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,15 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 
 class StagedWorker(CPUWorker):
-    """A worker that can be a later pipeline stage: it has a buffer for the data of the stage before.
+    """A worker that can be a later pipeline stage: the worker has a buffer for data from the previous stage.
 
-    VLLM's runner V1 makes that buffer in its profiling run. vLLM's CPU worker skips the profiling run unless the worker
+    VLLM's runner V1 makes this buffer in its profiling run. vLLM's CPU worker skips the profiling run unless the worker
     compiles the model. Without the buffer `sync_and_gather_intermediate_tensors` fails on an assertion at the first
     step.
     """
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        """Make the buffer together with the caches."""
+        """Make the buffer when the worker makes its caches."""
         from vllm.distributed.parallel_state import get_pp_group
 
         super().initialize_from_config(kv_cache_config)
@@ -32,10 +35,10 @@ class StagedWorker(CPUWorker):
 
 
 class ExpertWorker(CPUWorker):
-    """A worker that can have a part of the experts.
+    """A worker that can have only some of the experts.
 
-    VLLM's CPU kernel treats every expert's number as that of a local expert, so it reads beyond its weights and the
-    process crashes. This worker gives experts of other ranks the weight 0.
+    VLLM's CPU kernel treats every expert's number as that of a local expert, so the kernel reads beyond the rank's
+    weights and the process crashes. This worker gives experts of other ranks the weight 0.
     """
 
     def load_model(self, **how: Any) -> None:
@@ -60,7 +63,7 @@ class ReplicaWorker(ExpertWorker):
     """
 
     def load_model(self, **how: Any) -> None:
-        """Add both functions to the communicator."""
+        """Add `all_gatherv` and `reduce_scatterv` to the communicator."""
 
         def gathered(self: Any, input_: list[torch.Tensor], dim: int, sizes: list[int]) -> list[torch.Tensor]:
             assert dim == 0

@@ -1,7 +1,7 @@
 """vLLM's NixlConnector for machines with few cores. vLLM loads the connector from here by `kv_connector_module_path`.
 
-NIXL's progress thread never sleeps and inherits the affinity of the worker's thread, so it takes half of the core that
-computes. vLLM passes no delay to NIXL. This module sets a delay, and changes nothing else.
+NIXL's progress thread never sleeps and inherits the affinity of the worker's thread, so the thread takes half of the
+core on which the worker computes. vLLM passes no delay to NIXL. This module sets a delay, and changes nothing else.
 """
 
 from __future__ import annotations

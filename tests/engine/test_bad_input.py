@@ -1,4 +1,4 @@
-"""Bad input is refused before the engine serves, in one sentence that names key, value and remedy."""
+"""Bad input is refused before the engine serves, and one sentence names the key, the value and the remedy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECOND_USE = {"kind": "disk", "path": "/mnt/kv", "store": "second_use"}
 
 
 def _refusal(config: dict[str, Any], **options: Any) -> str:
-    """Return the message of the error that starting the engine raises, whichever error wraps it."""
+    """Start the engine, and return the message of the error, even if another error wraps it."""
     with pytest.raises(Exception, match=r"kvpipe|kv_role") as caught, engine(kvpipe=config, **options):
         pass
     error: BaseException | None = caught.value
@@ -84,8 +84,8 @@ def test_an_engine_that_cannot_be_served_is_refused_before_it_starts(
 def test_sync_loads_that_vllm_cannot_recover_from_are_refused(model: str, what: str) -> None:
     """After a failed load within a step, vLLM cannot recover with these models.
 
-    vLLM accepts no report about several groups' blocks, and reads the blocks of a window before a failed block
-    unchecked.
+    vLLM accepts no report about blocks of several groups. vLLM also reads a window's blocks before a failed block
+    without a check.
     """
     with pytest.raises(Exception, match=f"load='sync' for a model with {what} is not supported"):  # noqa: SIM117
         with engine(model, {"load": "sync"}):

@@ -1,4 +1,7 @@
-"""Kvpipe runs beside vLLM's ExampleConnector, which keeps whole prompts in files. The first connector asked loads."""
+"""Kvpipe runs beside vLLM's ExampleConnector, which keeps whole prompts in files.
+
+The connector that vLLM asks first loads.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,7 @@ KVPIPE = {"kv_connector": "KVPipeConnector", "kv_role": "kv_both", "kv_connector
 
 @pytest.mark.parametrize("first", [True, False], ids=["kvpipe first", "kvpipe last"])
 def test_first_connector_loads_a_prompt_that_both_connectors_have(tmp_path: Path, *, first: bool) -> None:
-    """The connector that vLLM asks first loads a prompt that both connectors have.
-
-    Answers equal those of an engine without connectors.
-    """
+    """Both orders of the connectors are tested. Answers equal the answers of an engine without connectors."""
     cold, branch = baseline([FIRST, SECOND], TOKENS, **OWN)
     other = {
         "kv_connector": "ExampleConnector", "kv_role": "kv_both",

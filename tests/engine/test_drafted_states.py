@@ -79,7 +79,10 @@ def test_kernels_are_replaced_when_llvmlite_is_imported() -> None:
 
 
 def test_cold_warm_conversation_restart_and_mixed(tmp_path: Path) -> None:
-    """Answers and accepted drafts equal those of an engine without a connector, for hits of every length and origin."""
+    """Answers and accepted drafts equal those of an engine without a connector.
+
+    Hits have several lengths, and come from memory and from disk.
+    """
     with drafting(None) as plain:
         first = plain.one_by_one(PROMPTS, 120)
         counts = [plain.take()]
@@ -97,16 +100,17 @@ def test_cold_warm_conversation_restart_and_mixed(tmp_path: Path) -> None:
             assert made.take() == counts[count]
             before, loaded = loaded, assert_clean(made.live).get("tokens_loaded", 0)
             hits.append(loaded - before)
-    held = [(len(p) - unit) // unit * unit for p in PROMPTS]  # one block less than without drafts
+    held = [(len(p) - unit) // unit * unit for p in PROMPTS]  # a hit is one block shorter than without drafts
     assert hits[:2] == [0, sum(held)]
     assert hits[2] >= sum(
         (len(p) + 120) // unit * unit - 2 * unit for p in PROMPTS
-    )  # an answer's last state, or the state before
+    )  # the hit ends at the answer's last state, or at the state before that state
     assert hits[2] > sum(held)
     with drafting(config) as made:
         assert made.one_by_one(PROMPTS, 12) == [answer[:12] for answer in first]
         assert assert_clean(made.live)["tokens_loaded"] == sum(held)  # loaded from the disk
-        # these tokens are computed, and vLLM holds them: no prompt has ended there
+        # These tokens are computed, because no prompt has ended at their last boundary. VLLM holds the tokens from now
+        # on.
         made.live.generate([PROMPTS[1][: 2 * unit + 10]], 1)
         before = assert_clean(made.live)["tokens_loaded"]
         assert made.live.generate(PROMPTS[1:], 12) == [first[1][:12]]
@@ -119,7 +123,7 @@ def test_hits_within_a_block() -> None:
 
     The hit ends at the same token as vLLM's own hit.
     """
-    with drafting(None) as any_engine:  # the processor's kernels decide the length of the blocks
+    with drafting(None) as any_engine:  # the processor's kernels decide the block size
         block = block_tokens(any_engine.live)
     hashes: dict[str, Any] = {"prefix_match_unit": block // 2}
     with drafting(None, **hashes) as plain:
@@ -133,14 +137,14 @@ def test_hits_within_a_block() -> None:
             assert made.one_by_one(PROMPTS, 24) == first
             assert made.take() == counts
             assert assert_clean(made.live).get("tokens_loaded", 0) == loaded
-        made.live.generate([PROMPTS[1][: 2 * block + 10]], 1)  # these tokens are computed, and vLLM holds them
+        made.live.generate([PROMPTS[1][: 2 * block + 10]], 1)  # these tokens are computed, and then vLLM holds them
         assert made.live.generate(PROMPTS[1:], 12) == [first[1][:12]]
         assert assert_clean(made.live)["tokens_loaded"] > sum(held)
 
 
 @pytest.mark.parametrize("kind", [None, "plain"], ids=["own", "plain"])
 def test_preempted_and_aborted(kind: Processor | None) -> None:
-    """In a cache too small for all requests, every request ends, there are hits, and nothing is left.
+    """The cache is too small for all requests. Every request ends, there are hits, and no chunk is still held.
 
     Blocks are longer with AMX or AVX-512, whose kernels need states in float32. So more requests are sent until one is
     preempted.

@@ -21,7 +21,7 @@ PROMPTS = [prompt(300, 41), prompt(530, 42)]
 
 
 class Way(NamedTuple):
-    """A drafting method: the model, the number of drafts, and the number of later tokens on which its KV depends."""
+    """A drafting method. `ahead` is the number of later tokens on which the KV of a token depends."""
 
     method: str
     recipe: str = "llama"
@@ -45,7 +45,7 @@ EAGLE = WAYS[0]
 
 
 class Drafted:
-    """Records all drafts from now on, step by step."""
+    """Records all drafts from its creation on, step by step."""
 
     def __init__(self, live: Engine) -> None:
         """Record the drafts that vLLM's scheduler gets."""
@@ -81,7 +81,7 @@ def pages(live: Engine, request: str, tokens: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.method)
 def test_hits_leave_answers_and_drafts_as_they_were(way: Way, tmp_path: Path) -> None:
-    """Cold, warm and in a second turn, the number of steps, the drafts of each step, and the answers are equal."""
+    """The number of steps, the drafts of each step, and the answers are equal: cold, warm, and in a second turn."""
     turns = [PROMPTS]
     with drafting(way, tmp_path, None) as (plain, drafted):
         answers = [plain.generate(PROMPTS, 40)]
@@ -100,7 +100,8 @@ def test_hits_leave_answers_and_drafts_as_they_were(way: Way, tmp_path: Path) ->
     first, warm, next_turn, again = hits
     assert first == 0
     assert warm == sum((len(p) - way.ahead * BLOCK) // BLOCK * BLOCK for p in turns[0])
-    assert next_turn >= warm + 2 * BLOCK  # a part of the answers, without the unit that only the last step made final
+    # the hit includes a part of the answers, but not the unit that only the last step made final
+    assert next_turn >= warm + 2 * BLOCK
     assert again >= next_turn + 2 * BLOCK
 
 
@@ -108,7 +109,7 @@ def test_hits_leave_answers_and_drafts_as_they_were(way: Way, tmp_path: Path) ->
 def test_a_drafter_never_reads_kv_of_another_token_ahead(way: Way, tmp_path: Path) -> None:
     """Two prompts have whole blocks in common and differ in the next token.
 
-    The drafter's KV may differ before that token.
+    The drafter's KV may differ already in the last of these blocks.
     """
     head = PROMPTS[0][: 9 * BLOCK]
     mine, other = head + prompt(40, 51), head + prompt(40, 52)
@@ -137,7 +138,7 @@ def test_a_drafter_never_reads_kv_of_another_token_ahead(way: Way, tmp_path: Pat
     ],
 )
 def test_a_draft_model_that_would_write_into_the_models_own_kv_is_refused(recipe: str, why: str) -> None:
-    """VLLM's runner V1 would give the draft model the blocks of the first group, so the engine does not start."""
+    """VLLM's runner V1 would give the draft model the first group's blocks. So kvpipe refuses to start the engine."""
     drafts = {"method": "draft_model", "model": str(make_model("llama")), "num_speculative_tokens": 2}
     with pytest.raises(UnsupportedError, match=why), engine(recipe, {"chunk_tokens": 192}, speculative_config=drafts):
         pass
@@ -146,7 +147,7 @@ def test_a_draft_model_that_would_write_into_the_models_own_kv_is_refused(recipe
 def test_preempted_aborted_and_restarted(tmp_path: Path) -> None:
     """The cache is too small for all requests, and one request is aborted.
 
-    A restarted engine finds only the chunks on disk.
+    A restarted engine finds only chunks on disk.
     """
     prompts = [prompt(300, 60 + i) for i in range(4)]
     kvpipe = {"chunk_tokens": 128, "tiers": [{"kind": "disk", "path": str(tmp_path / "disk")}], "name": "drafts"}
@@ -169,7 +170,7 @@ def test_preempted_aborted_and_restarted(tmp_path: Path) -> None:
 
 
 def test_local_and_external_hits_together(tmp_path: Path) -> None:
-    """Tokens that vLLM's own cache holds are not loaded. Only the later tokens are loaded."""
+    """Tokens that vLLM's own cache holds are not loaded. Only the tokens after a local hit are loaded."""
     tokens = prompt(530, 80)
     with drafting(EAGLE, tmp_path, None) as (plain, drafted):
         expected = plain.generate([tokens], 24)
@@ -177,7 +178,7 @@ def test_local_and_external_hits_together(tmp_path: Path) -> None:
     options = {"enable_prefix_caching": True, "cache_tokens": 768, "max_model_len": 640}
     with drafting(EAGLE, tmp_path, {"chunk_tokens": 128}, **options) as (live, drafted):
         assert live.generate([tokens], 24) == expected
-        live.generate([tokens[:64] + prompt(380, 81)], 4)  # this takes most of the blocks
+        live.generate([tokens[:64] + prompt(380, 81)], 4)  # this request takes most of vLLM's blocks
         live.settle()
         before, _ = assert_clean(live).get("tokens_loaded", 0), drafted.take()
         assert live.generate([tokens], 24) == expected

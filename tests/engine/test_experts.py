@@ -1,4 +1,4 @@
-"""Expert parallelism: the KV equals that of tensor or data parallelism, and is saved and loaded in the same way.
+"""Expert parallelism: the KV equals that of tensor or data parallelism, and KV is saved and loaded in the same way.
 
 The ranks run with the tests' own worker classes, because vLLM's CPU build lacks two parts. vLLM's kernel does not know
 which experts a rank has (`staged.ExpertWorker`). vLLM's communicator cannot bring tokens to the experts of other

@@ -62,7 +62,10 @@ def test_every_second_load_fails_and_the_request_with_it(load: str) -> None:
 
 
 def test_load_that_never_ends_fails_after_its_timeout(trace_file: Path) -> None:
-    """The watchdog reports the load with its request. The request computes its tokens, and the next request loads."""
+    """The watchdog reports the load and its request.
+
+    Then the request computes its tokens, and the next request loads.
+    """
     expected = baseline(PROMPTS[:1], 12, enable_prefix_caching=False)
     options: dict[str, Any] = {"connector": "FirstLoadIsLost", "module": FAULTY, "enable_prefix_caching": False}
     with engine(kvpipe={"load": "async", "stuck_ms_max": STUCK_MS}, **options) as live:
@@ -115,7 +118,7 @@ def test_repeated_calls_change_no_answer() -> None:
 
 
 def test_steps_that_are_replayed() -> None:
-    """Every second step has no hooks, as in a replayed CUDA graph.
+    """In every second step no hook runs, as in the replay of a CUDA graph.
 
     Saves succeed, hits are right, and no fault is counted.
     """
@@ -172,7 +175,7 @@ def test_storm_of_arrivals_and_aborts(load: str) -> None:
 
 
 def test_the_same_request_id_again_and_again() -> None:
-    """A request with a reused id starts from nothing, whether the earlier request was aborted or finished."""
+    """A request with a reused id inherits nothing, whether the earlier request was aborted or finished."""
     expected = baseline(PROMPTS, 12, enable_prefix_caching=False)
     with engine(kvpipe={}, enable_prefix_caching=False) as live:
         for round_ in range(8):
@@ -189,7 +192,7 @@ def test_the_same_request_id_again_and_again() -> None:
 
 
 def test_shutdown_with_work_in_flight() -> None:
-    """A shutdown with running requests, and hook calls after it, raise nothing."""
+    """A shutdown with running requests raises nothing. Calls of hooks after the shutdown raise nothing."""
     with engine(kvpipe={"load": "async"}, enable_prefix_caching=False) as live:
         live.generate(PROMPTS, 4)
         for tokens in PROMPTS:

@@ -1,4 +1,4 @@
-"""Forks of a process that holds an engine with tiers: the child neither hangs nor uses the parent's resources."""
+"""Forks of a process that holds an engine with tiers. The child neither hangs nor uses the parent's resources."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def _tier(kind: str, folder: Path) -> Iterator[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def forked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return, by kind of tier, the message of its failure, or "" if it passed.
+    """Return the message of the failure of each kind of tier, or "" if the kind passed.
 
-    All kinds share one process, which takes seconds to start.
+    All kinds share one process, because a start takes seconds.
     """
     with ExitStack() as stack:
         folder = tmp_path_factory.mktemp("forked")

@@ -16,7 +16,7 @@ import pytest
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
-CASES = ("layerwise-sync", "step-async")  # each mode, and each kind of load
+CASES = ("layerwise-sync", "step-async")  # the two cases include each mode and each kind of load
 SCENARIOS = (
     "start",
     "batch, cold and warm",
@@ -34,7 +34,7 @@ ALONE = ("start", "decode", "shutdown")
 
 @pytest.mark.timeout(1700)
 def test_the_engine_benchmark_runs(tmp_path: Path) -> None:
-    """Half of the benchmark runs in one process, as on a GPU. Sizes that only a GPU can hold are left out."""
+    """A case runs half of the benchmark in one process, as on a GPU. Sizes that only a GPU can hold are left out."""
     path = tmp_path / "engine.json"
     command = [sys.executable, "-m", "benchmarks.gpu.engine", "--device", "cpu", "--shapes", "tiny"]
     command += ["--cases", ",".join(CASES), "--seconds-max", "1500", "--json", str(path)]
@@ -63,4 +63,4 @@ def test_the_engine_benchmark_runs(tmp_path: Path) -> None:
     for mode in ("auto", "layerwise", "step"):
         figures = sections[f"tiny {mode}: overhead of saving"]["figures"]
         assert {f"decode throughput, {message}/no connector" for message in ("saving", "without")} <= figures.keys()
-    assert "nothing left over" in done.stdout  # the table
+    assert "nothing left over" in done.stdout  # the benchmark's table is printed

@@ -24,7 +24,7 @@ OWN: dict[str, Any] = {"enable_prefix_caching": False}
 
 @pytest.mark.parametrize("kind", ["disk", "redis"])
 def test_decode_engine_hits_prompts_that_are_still_being_stored(tmp_path: Path, kind: str) -> None:
-    """Each prompt goes to the prefill engine, and at once to the decode engine.
+    """Each prompt goes to the prefill engine. After the answer, the prompt goes at once to the decode engine.
 
     The decode engine loads all prompts, and answers are equal.
     """

@@ -1,4 +1,4 @@
-"""Hints reach kvpipe through vLLM's own interfaces: requests of an engine in this process, and vLLM's HTTP server."""
+"""Hints reach kvpipe through vLLM's own interfaces. The engine is in this process, or behind vLLM's HTTP server."""
 
 from __future__ import annotations
 
@@ -30,11 +30,14 @@ OWN: list[tuple[Any, str]] = [
     ({"fetch": {}}, "hints_ignored.action"),
     ("retain", "hints_ignored.malformed"),
 ]
-"""Pairs of the hint in the parameter, and the counter that the hint increments."""
+"""Pairs: the hint in the request's parameter, and the counter that the hint increments."""
 
 
 def test_an_engine_in_the_process() -> None:
-    """The policy is notified of every chunk of a finished request. Answers are those without a connector."""
+    """The policy is notified of every chunk of a finished request.
+
+    Answers equal those of an engine without a connector.
+    """
     from vllm import SamplingParams
     from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
@@ -62,7 +65,8 @@ def test_an_engine_in_the_process() -> None:
         assert chunks == {*catalog.index(0).values()}
         assert len(chunks) == (300 + 12) // 64 + 1
         assert {hint.action for _, hint in received} == {Action.RESUME}
-        soon_s, at_s = sorted({hint.at_s for _, hint in received})  # from the request's arrival, and from its end
+        # one time counts from the request's arrival, the other from the request's end
+        soon_s, at_s = sorted({hint.at_s for _, hint in received})
         assert before + 20 <= soon_s < at_s
         for own, counted in OWN:
             send(None, own)
@@ -71,7 +75,7 @@ def test_an_engine_in_the_process() -> None:
 
 
 def test_announced_session_is_in_memory_before_its_request_arrives(tmp_path: Path) -> None:
-    """A small pool has evicted the session's chunks, and a disk has them.
+    """A small pool has evicted the session's chunks, and a disk holds the chunks.
 
     The session's next request does not wait for the disk.
     """
@@ -91,7 +95,7 @@ def test_announced_session_is_in_memory_before_its_request_arrives(tmp_path: Pat
         side.prefetching.idle_s_max = WAIT_S
         catalog: Any = side.catalog
         assert catalog.slots == slots
-        catalog.ahead.of_account(ANYBODY)._used = slots  # earlier announced requests have come
+        catalog.ahead.of_account(ANYBODY)._used = slots  # requests that were announced earlier have arrived
         now_s = 1000.0
         catalog._clock = lambda: now_s
         params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, detokenize=False)

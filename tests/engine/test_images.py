@@ -60,7 +60,7 @@ _SIGHT: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Idefics3 with random weights, its tokenizer and its processor, which needs no torchvision."""
+    """Return the folder of a small Idefics3 with random weights and a tokenizer. Its processor needs no torchvision."""
     from transformers import (
         AutoTokenizer,
         Idefics3Config,
@@ -90,7 +90,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 GEMMA_SPECIAL = ("\n", "\n\n", "\n\n\n", "\n\n\n\n", "<boi>", "<eoi>", "<image>")
 BEGIN = VOCAB - 3
-"""The token in a prompt that Gemma's processor replaces by an image: two line ends around 64 tokens and their marks."""
+"""The processor of Gemma replaces this token of a prompt by an image.
+
+An image is 64 tokens between two markers, with a token of two line ends on each side.
+"""
 GEMMA_TOKENS = (SIDE // PATCH // SCALE) ** 2 + 4
 
 
@@ -98,7 +101,7 @@ GEMMA_TOKENS = (SIDE // PATCH // SCALE) ** 2 + 4
 def gemma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Make a small Gemma 3 with random weights.
 
-    Its layers see a window or all tokens, its images attend in both directions.
+    Some layers see a window, the other layers all tokens. Images attend in both directions.
 
     vLLM imports transformers' processor for torchvision, only to annotate types. This installation lacks torchvision.
     """
@@ -167,11 +170,11 @@ ASKED: list[tuple[list[int], tuple[int, ...], int]] = [
     (ONE, (1,), 0),
     (ONE, (1,), _whole(len(ONE) - 1 + TOKENS - 1)),
     (ONE, (2,), len(LEAD)),  # the tokens are equal, but only the text before the image is found
-    (TWO, (1, 2), _whole(len(LEAD) + TOKENS)),  # the hit ends where the text differs from ONE
+    (TWO, (1, 2), _whole(len(LEAD) + TOKENS)),  # the hit ends where the text differs from that of ONE
     (TWO, (1, 2), _whole(len(TWO) - 2 + 2 * TOKENS - 1)),
     (TWO, (1, 3), _whole(len(LEAD) + TOKENS + len(BETWEEN))),
     (TWO, (2, 1), _whole(len(LEAD) + TOKENS)),
-    # the hit ends within the image
+    # the hit ends within the second image
     ([*TWO[: -len(END)], *prompt(60, 64)], (1, 2), _whole(len(LEAD) + 2 * TOKENS + len(BETWEEN))),
 ]
 """For each case: the prompt, the images, and the number of tokens that are found."""
@@ -193,7 +196,7 @@ def test_prompts_hit_up_to_the_first_different_image(model: Path) -> None:
             assert _answer(live, tokens, *seeds) == answer
             assert _loaded(live) - before == found
             before += found
-        # an image in vLLM's own cache is identified by its name alone
+        # For an image in vLLM's own cache a request needs only the image's name.
         assert _answer(live, ONE, 1, names={"image": ["first"]}) == expected[0]
         assert _loaded(live) - before == len(LEAD)
         again = live.generate([ONE], 12, media={"image": [None]}, names={"image": ["first"]})[0]
@@ -204,9 +207,10 @@ def test_prompts_hit_up_to_the_first_different_image(model: Path) -> None:
 
 
 def test_clients_send_no_embeddings_unless_they_may(model: Path) -> None:
-    """Embeddings from clients are accepted by vLLM if a connector loads KV.
+    """Without `enable-mm-embeds`, an engine with kvpipe refuses embeddings from clients.
 
-    Embeddings of a wrong shape would crash an engine that computes.
+    VLLM alone would accept the embeddings if a connector loads KV. In an engine that computes, embeddings of a wrong
+    shape would cause a crash.
     """
     live = Engine(str(model), kvpipe={"chunk_tokens": UNIT}, **OPTIONS)
     try:
@@ -219,7 +223,7 @@ def test_clients_send_no_embeddings_unless_they_may(model: Path) -> None:
 def test_weights_that_change_under_an_image(model: Path) -> None:
     """After a change of weights, vLLM's cache still has an image's embeddings of the old weights.
 
-    KV that is computed from them is not kept.
+    KV that is computed from these embeddings is not kept.
     """
 
     def change(loaded: torch.nn.Module) -> None:

@@ -43,7 +43,7 @@ def test_a_session_with_more_input_later(*, asynchronous: bool) -> None:
     options: dict[str, Any] = {"enable_prefix_caching": False, "async_scheduling": asynchronous}
     with engine(kvpipe=None, **options) as plain:
         message = _answer(plain, "session")
-    # each answer but the last one loses its last token
+    # The session drops the last token of each answer except the last answer.
     assert len(message) == sum(map(len, INPUTS)) + 3 * ANSWER - 2
     expected = baseline([message], ANSWER, **options)
     with engine(kvpipe={}, **options) as live:
@@ -52,13 +52,13 @@ def test_a_session_with_more_input_later(*, asynchronous: bool) -> None:
         assert saved >= (len(message) - 1) // BLOCK - asynchronous
         assert _answer(live, "again") == message
         again = assert_clean(live)["tokens_loaded"]
-        assert again == whole_blocks(live, len(INPUTS[0]))  # only the first input is looked up
+        assert again == whole_blocks(live, len(INPUTS[0]))  # vLLM looks up only the first input
         assert live.generate([message], ANSWER) == expected
         assert assert_clean(live)["tokens_loaded"] - again == saved * BLOCK
 
 
 def test_equal_embeddings_hit_and_other_embeddings_do_not() -> None:
-    """Equal embeddings hit. Other embeddings of equal length, whose token ids are the same, do not hit."""
+    """Equal embeddings hit. Other embeddings with equal length and token ids do not hit."""
     options: dict[str, Any] = {"enable_prompt_embeds": True, "enable_prefix_caching": False}
     with engine(kvpipe=None, **options) as plain:
         expected = [_answered(plain, one) for one in range(EMBEDDED)]

@@ -23,7 +23,7 @@ SECONDS_MAX = 1500
 def test_deepseek_v4() -> None:
     """DeepSeek V4 passes its test in a process with Triton's interpreter.
 
-    VLLM's CPU build has this model's kernels for AVX-512 only. On other processors the first engine, without kvpipe,
+    VLLM's CPU build has this model's kernels for AVX-512 only. On other processors already the engine without kvpipe
     fails.
     """
     command = [sys.executable, "-m", "tests.engine.interpreted", "deepseek-v4"]
@@ -53,7 +53,7 @@ def test_kimi_delta_attention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_layers_that_share_kv() -> None:
-    """Layers without their own KV read the KV that was loaded for other layers.
+    """Layers without KV of their own read KV that was loaded for other layers.
 
     Answers equal the answers with vLLM's own prefix cache.
     """

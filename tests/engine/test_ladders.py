@@ -1,4 +1,4 @@
-"""Kinds of engines that users run and no other test file has: runner V2, other vLLM releases, and a compiled model."""
+"""Kinds of engines that users run, but no other test file has: runner V2, other vLLM releases, and a compiled model."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def test_runner_v2_answers_from_loaded_kv_as_without_kvpipe() -> None:
 
 @pytest.mark.timeout(FETCH_SECONDS_MAX + SECONDS_MAX + 30)
 def test_other_releases_answer_from_loaded_kv_as_without_kvpipe() -> None:
-    """The ladder test passes with each supported release that is not installed, on the installed compiled modules.
+    """The ladder test passes with each supported release that is not installed, with the installed compiled modules.
 
-    With EAGLE the runner is V2, which ends the connector's step later than without drafts.
+    With EAGLE the runner is V2. With drafts, runner V2 ends the connector's step later than without drafts.
     """
     releases = [line.split(" ", 1) for line in _run("tests.contract.fetch", "--others", seconds_max=FETCH_SECONDS_MAX)]
     assert releases
@@ -76,7 +76,7 @@ def test_compiled_model_answers_from_loaded_kv_as_without_kvpipe(
     calls: list[GraphModule] = []
 
     def eager(graph: GraphModule, _inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        """Run a graph like Dynamo's backend of this name, and record each call."""
+        """Run a graph like Dynamo's backend `eager`, and record each call."""
 
         def call(*arguments: Any) -> Any:
             calls.append(graph)
@@ -93,7 +93,7 @@ def test_compiled_model_answers_from_loaded_kv_as_without_kvpipe(
         assert len(attention) == len(compilation.static_forward_context)
         calls.clear()
 
-    # vLLM sets this variable for the whole process
+    # vLLM sets this variable for the whole process, so the test restores the old value
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     monkeypatch.setattr(CompilationConfig, "init_backend", lambda *_, **__: eager)
     compilation = {"mode": CompilationMode.DYNAMO_TRACE_ONCE, "backend": "eager"}

@@ -1,6 +1,6 @@
 """Runner V1, whose next step sets the fence.
 
-On a CPU this is the same as on a GPU, except that the host waits for copies.
+A CPU runs the same steps as a GPU, except that the host waits for copies.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def _adapter(name: str, number: int, folder: Path, **more: Any) -> LoRARequest:
 
 @pytest.fixture(scope="module")
 def right(tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    """Return vLLM's answers without a connector, by adapter (0: none) and prompt length."""
+    """Return vLLM's answers without a connector, by adapter and prompt length. Adapter 0 is the base model."""
     folder = tmp_path_factory.mktemp("adapters")
     adapters = [None, *(_adapter(f"x{i}", i, make_adapter(folder / f"{i}", i)) for i in (ONE, TWO))]
     with engine(**OPTIONS) as plain:
@@ -81,7 +81,7 @@ def test_lora_adapters_never_share(tmp_path: Path, right: Answers) -> None:
 
 
 def test_names_ids_and_bytes_change_between_restarts(tmp_path: Path, right: Answers) -> None:
-    """KV of an adapter is found by the adapter's bytes alone, and never with other bytes.
+    """KV of an adapter is found only if the adapter's bytes are equal. Names and ids have no effect.
 
     Two adapters and the base model run in one batch. The files of both adapters are overwritten while vLLM serves the
     loaded bytes. In the next engine the adapters have exchanged bytes, names and numbers. In the last engine they have
@@ -93,7 +93,7 @@ def test_names_ids_and_bytes_change_between_restarts(tmp_path: Path, right: Answ
         first = (None, _adapter("a", 1, a), _adapter("b", 2, b))
         assert _answers(live, P, *first) == [right[i, len(P)] for i in (BASE, ONE, TWO)]
         make_adapter(a, TWO), make_adapter(b, ONE)
-        (a / "adapter_config.json").touch()  # the other adapter's file keeps its times
+        (a / "adapter_config.json").touch()  # the other adapter's file keeps its modification time
         assert _answers(live, Q, *first) == [right[i, len(Q)] for i in (BASE, ONE, TWO)]
         assert _loaded(live) == 0
     with engine(kvpipe=kv, **OPTIONS) as live:
@@ -138,7 +138,7 @@ def test_an_adapter_changes_in_a_running_engine(tmp_path: Path, right: Answers) 
         wording(ONE, HELD)
         make_adapter(a, ONE)
         in_place = _adapter("a", 1, a, load_inplace=True)
-        wording(ONE, HELD, in_place)  # an API server sends the request in this form from then on
+        wording(ONE, HELD, in_place)  # after the first request, an API server sends requests in this form
         make_adapter(a, TWO)
         wording(TWO, HELD, in_place)
         wording(TWO, 0, other)  # vLLM has room for one adapter
@@ -149,7 +149,7 @@ def test_an_adapter_changes_in_a_running_engine(tmp_path: Path, right: Answers) 
 
 
 def test_the_same_files_taken_for_another_layout(tmp_path: Path, right: Answers) -> None:
-    """If vLLM treats an adapter as one of fused experts from now on, the adapter's old KV is found nowhere."""
+    """If vLLM begins to treat an adapter as an adapter of fused experts, no engine finds the adapter's old KV."""
     a, kv = make_adapter(tmp_path / "a", ONE), _disk(tmp_path)
     for fused, held in ((False, 0), (True, 0), (False, HELD), (True, HELD)):
         with engine(kvpipe=kv, **OPTIONS) as live:
@@ -168,7 +168,7 @@ def test_many_requests_of_one_new_adapter(tmp_path: Path, right: Answers) -> Non
 
 
 def test_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With two ranks, different adapters never share KV, even if one adapter is loaded in place of the other."""
+    """With two ranks, two adapters never share KV, even if the second is loaded in place of the first."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     options = OPTIONS | {"tensor_parallel_size": 2}
     folder = make_adapter(tmp_path / "a", ONE)

@@ -1,4 +1,4 @@
-"""A real engine answers its operators while it serves and while it idles."""
+"""A real engine answers its operators, whether requests run or the engine is idle."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _call(path: Path, method: str, what: str, body: object = None) -> Any:
 
 
 def _read(live: Engine, path: Path, method: str, what: str, body: object = None) -> Any:
-    """Send a request while the engine makes steps. Without work the engine is idle, as in vLLM's own loop."""
+    """Send a request while the engine makes steps. When no request runs, the engine is idle, as in vLLM's own loop."""
     orders = live.connector.scheduler.orders  # type: ignore[union-attr]
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(_call, path, method, what, body)
@@ -106,7 +106,7 @@ def test_an_engine_that_idles_pins_and_evicts(tmp_path: Path) -> None:
         assert pin["tokens"] == whole_blocks(live, 611)
         assert call("POST", "evict", {"tokens": salted, "cache_salt": "tenant"})["chunks"] > 0
         assert call("POST", "lookup", {"tokens": salted, "cache_salt": "tenant"})["held_tokens"] == 0
-        for seed in range(100, 108):  # more chunks than there is room for beside the pinned chunks
+        for seed in range(100, 108):  # these chunks and the pinned chunks do not fit into the pool together
             live.generate([prompt(900, 10 * seed + one) for one in range(4)], 1)
         live.settle()
         assert call("GET", "counters")["evicted"] > 0
@@ -123,7 +123,7 @@ def test_an_engine_that_idles_pins_and_evicts(tmp_path: Path) -> None:
 def test_an_engine_warms_a_prompt_from_disk(tmp_path: Path) -> None:
     """A prompt that memory has evicted is fetched from disk during steps of other requests.
 
-    Then its own request hits in memory.
+    After the fetch, a request with this prompt hits in memory.
     """
     tier = {"kind": "disk", "path": str(tmp_path / "kv"), "bytes_max": "1GiB", "store": "all"}
     keys = _keys(tmp_path) | {"tiers": [tier], "chunk_tokens": 64}

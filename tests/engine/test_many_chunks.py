@@ -1,4 +1,7 @@
-"""Thousands of chunks of one block each: the scheduler side's work per request does not depend on their number."""
+"""Thousands of chunks of one block each.
+
+The scheduler side's work per request does not depend on the number of chunks.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ pytestmark = pytest.mark.engine
 
 SLOTS = 2000
 ROUNDS, REQUESTS, TOKENS, ANSWER = 8, 60, 140, 4
-CHUNKS = REQUESTS * (TOKENS // BLOCK)  # chunks of one round; the answers end within a block
+CHUNKS = REQUESTS * (TOKENS // BLOCK)  # the number of chunks of one round; answers end within a block
 WORK = ("find", "known", "lease", "release", "refresh", "reserve", "write", "landed", "lost")
 
 
@@ -25,7 +28,7 @@ WORK = ("find", "known", "lease", "release", "refresh", "reserve", "write", "lan
 def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Count operations of the catalog.
 
-    Probes of lookups do not count, because they are repeated while a disk is slow.
+    Probes of lookups are not counted, because a lookup repeats its probes while a disk is slow.
     """
     done: Counter[str] = Counter()
 
@@ -44,7 +47,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def test_small_chunks_by_the_thousand(tmp_path: Path, work: Counter[str]) -> None:
     """Each round of new requests takes as much work as the first round.
 
-    A repeated round has right answers and hits only.
+    The repeated round has right answers, and all its chunks are hits.
     """
     rounds = [[prompt(TOKENS, 1000 * i + j) for j in range(REQUESTS)] for i in range(ROUNDS)]
     options: dict[str, Any] = {"enable_prefix_caching": False, "cache_tokens": 400 * BLOCK}

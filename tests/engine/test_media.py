@@ -20,7 +20,7 @@ SPECIAL = ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>")
 AUDIO, BEGIN, END = range(VOCAB - len(SPECIAL), VOCAB)
 RATE, SECONDS = 16_000, 4
 HEAD = 3 * BLOCK
-"""The number of text tokens before the recording: three blocks. The last of these tokens begins the recording."""
+"""The number of tokens before the recording: three blocks. The last of these tokens marks the recording's begin."""
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     config = Qwen2AudioConfig(audio_config=sound, text_config=text, audio_token_index=AUDIO)
     Qwen2AudioForConditionalGeneration(config).float().save_pretrained(folder)
-    weights = load_file(folder / "model.safetensors")  # transformers also reads tensor names with one "model" fewer
+    # transformers also accepts tensor names in which "model." stands once instead of twice
+    weights = load_file(folder / "model.safetensors")
     save_file(
         {name.replace(".model.model.", ".model."): w for name, w in weights.items()}, folder / "model.safetensors"
     )

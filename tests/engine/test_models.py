@@ -20,7 +20,10 @@ pytestmark = pytest.mark.engine
 
 PROMPTS = [prompt(300, 21), prompt(530, 22)]
 ANSWER, LOST_AT = 24, 22
-"""The length of an answer, which ends the block that the prompt has begun. Its tokens before a preemption."""
+"""The length of an answer, which ends the block that the prompt has begun.
+
+The number of answer tokens before a preemption.
+"""
 
 
 @pytest.mark.parametrize(
@@ -55,7 +58,10 @@ def test_models(recipe: str, groups: int, options: dict[str, Any]) -> None:
 
 
 def test_a_cache_in_fp8_is_refused_without_avx512() -> None:
-    """VLLM refuses an fp8 cache on a processor without AVX-512 and AMX, with and without kvpipe."""
+    """VLLM refuses an fp8 cache on a processor that has neither AVX-512 nor AMX.
+
+    Kvpipe has no effect on the refusal.
+    """
     options: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}
     for attached in (dict[str, Any](), {"kvpipe": dict[str, Any]()}):
         with processor("plain"), pytest.raises(Exception, match="AVX-512 or AMX"), engine(**options | attached):
@@ -64,9 +70,10 @@ def test_a_cache_in_fp8_is_refused_without_avx512() -> None:
 
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
 def test_bfloat16(cache: str) -> None:
-    """In bfloat16, also with an fp8 cache, answers equal the answers with vLLM's own prefix cache, cold and with a hit.
+    """In bfloat16, answers equal the answers with vLLM's own prefix cache, cold and with a hit.
 
-    A processor without AVX-512 cannot have an fp8 cache. On such a processor the cache has the model's own type.
+    The same is true for an fp8 cache. A processor without AVX-512 cannot have an fp8 cache. On such a processor the
+    cache has the model's own type.
     """
     if not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()):
         cache = "auto"
@@ -112,10 +119,10 @@ def test_mla(on: str) -> None:
     """MLA's loaded cache is byte-equal to the computed cache.
 
     Answers equal the answers with vLLM's own prefix cache. The answer after a hit may differ from the cold answer,
-    because vLLM's MLA computes a prefill with context on another path. On a CPU that path gives other results, in
-    float32 too, with and without kvpipe. There vLLM has a prefix cache of MLA only with AMX. Without AMX, answers with
-    hits are compared with each other, and their first token with that of the cold answer. The case "own" runs on this
-    machine's processor. A processor with AMX has another attention backend and another block size.
+    because vLLM's MLA computes a prefill with context on another path. On a CPU the results of that path differ, in
+    float32 too, with and without kvpipe. On a CPU, vLLM has a prefix cache of MLA only with AMX. Without AMX, answers
+    with hits are compared with each other, and their first tokens equal the first token of the cold answer. The case
+    "own" runs on this machine's processor. A processor with AMX has another attention backend and another block size.
     """
     with ON[on]():
         with engine(enable_prefix_caching=True, **MLA) as plain:
@@ -172,7 +179,7 @@ def test_cache_salts_never_share() -> None:
     ],
 )
 def test_roles_and_modes(role: str, config: dict[str, Any], saves: bool, loads: bool) -> None:
-    """A producer only saves, a consumer only loads, bypass does neither, and freeze saves nothing."""
+    """A producer only saves. A consumer only loads. Bypass neither saves nor loads, and freeze saves nothing."""
     expected = baseline(PROMPTS, 8, enable_prefix_caching=False)
     with engine(kvpipe=config, role=role, enable_prefix_caching=False) as live:
         for _ in range(2):

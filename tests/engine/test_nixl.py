@@ -44,10 +44,7 @@ def _server(folder: Path, *children: dict[str, Any]) -> Server:
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Server]]:
-    """Yield two servers.
-
-    In the first server kvpipe is the first connector that vLLM asks, in the second server NIXL.
-    """
+    """Yield two servers. VLLM asks kvpipe first in the first server, and NIXL first in the second server."""
     folder = tmp_path_factory.mktemp("nixl")
     with ExitStack() as stack:
         servers = _server(folder, KVPIPE, NIXL), _server(folder, NIXL, KVPIPE)
@@ -64,7 +61,7 @@ def expected() -> list[list[int]]:
 
 
 def _ask(server: Server, tokens: list[int], count: int, transfer: dict[str, Any] | None = None) -> tuple[Any, Any]:
-    """Return (the tokens of the answer, its `kv_transfer_params`)."""
+    """Return the tokens and the `kv_transfer_params` of an answer."""
     body = {
         "model": server.model, "prompt": tokens, "max_tokens": count, "temperature": 0, "ignore_eos": True,
         "detokenize": False, "return_token_ids": True, "kv_transfer_params": transfer,
@@ -76,7 +73,7 @@ def _ask(server: Server, tokens: list[int], count: int, transfer: dict[str, Any]
 
 
 def _over_nixl(prefill: Server, decode: Server, tokens: list[int]) -> list[int]:
-    """Return the answer of `decode` to a prompt that `prefill` has computed, requested as a proxy does."""
+    """Send a prompt to `prefill` and then to `decode`, as a proxy does. Return the answer of `decode`."""
     _, handle = _ask(prefill, tokens, 1, TO_PREFILL)
     assert handle["do_remote_prefill"]
     answer: list[int] = _ask(decode, tokens, TOKENS, handle)[0]
@@ -89,7 +86,7 @@ def _transfers(server: Server) -> int:
 
 
 def _hits_again(server: Server, tokens: list[int], expected: list[int]) -> None:
-    """Request a prompt that kvpipe has in memory, and check that it hits."""
+    """Request a prompt that kvpipe has in memory, and check that the prompt hits."""
     before, whole = server.metric("hit_tokens"), len(tokens) // UNIT * UNIT
     assert _ask(server, tokens, TOKENS)[0] == expected
     assert eventually(lambda: server.metric("hit_tokens") - before >= whole, every_s=0.1)
@@ -99,7 +96,7 @@ def _hits_again(server: Server, tokens: list[int], expected: list[int]) -> None:
 def test_both_connectors_bring_kv(pair: tuple[Server, Server], expected: list[list[int]], prefills: int) -> None:
     """NIXL reads a prompt from the other server.
 
-    When the prompt is repeated, kvpipe loads it. The connectors may come in either order.
+    When the prompt is repeated, kvpipe loads it. VLLM may ask the connectors in either order.
     """
     prefill, decode = pair[prefills], pair[1 - prefills]
     read, hit = _transfers(decode), decode.metric("hit_tokens")
@@ -112,9 +109,9 @@ def test_both_connectors_bring_kv(pair: tuple[Server, Server], expected: list[li
 
 
 def test_a_part_in_the_pool_does_not_undo_the_prefill(pair: tuple[Server, Server], expected: list[list[int]]) -> None:
-    """VLLM asks kvpipe first, which holds 128 of 333 tokens.
+    """VLLM asks kvpipe first. Kvpipe holds only 128 of 333 tokens, and answers with no hit.
 
-    kvpipe promises nothing, so NIXL reads the whole prompt from the other server.
+    So NIXL reads the whole prompt from the other server.
     """
     decode, prefill = pair
     _ask(decode, PROMPTS[2][:130], 1)
@@ -127,7 +124,7 @@ def test_a_part_in_the_pool_does_not_undo_the_prefill(pair: tuple[Server, Server
 
 
 def test_a_whole_prompt_in_the_pool_spares_the_transfer(pair: tuple[Server, Server], expected: list[list[int]]) -> None:
-    """Kvpipe is asked first and has the whole prompt, so nothing is read from the prefill server."""
+    """VLLM asks kvpipe first. Kvpipe has the whole prompt, so nothing is read from the prefill server."""
     decode, prefill = pair
     assert _ask(decode, PROMPTS[3], TOKENS)[0] == expected[3]
     decode.idle()

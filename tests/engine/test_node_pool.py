@@ -30,8 +30,8 @@ def node(short_path: Path) -> dict[str, Any]:
 def test_engines_share_one_memory(node: dict[str, Any]) -> None:
     """An engine loads chunks that another engine has saved, and gives the same answers.
 
-    The first engine continues after the other engine was killed. An engine that starts after that hits with its first
-    request. After its reset, an engine does not find its earlier chunks, but other engines still find them.
+    After the other engine was killed, the first engine continues. A new engine hits with its first request. After its
+    reset, an engine does not find its earlier chunks, but other engines still find them.
     """
     wanted, more = baseline(PROMPTS, TOKENS), [prompt(100, 93)]
     wanted_more = baseline(more, TOKENS)
@@ -91,7 +91,7 @@ def test_engines_of_two_models_share_one_memory(node: dict[str, Any]) -> None:
 def test_engines_find_chunks_of_the_memory_in_a_tier(node: dict[str, Any], tmp_path: Path) -> None:
     """After all engines and the holder have ended, an engine hits from disk.
 
-    Other engines then find in memory what this engine has fetched. The last part of each prompt is found, too.
+    Other engines then find in memory what this engine has fetched. The last tokens of each prompt are also found.
     """
     tier = {"kind": "disk", "path": str(tmp_path / "kv"), "bytes_max": "1GiB"}
     options: dict[str, Any] = {"kvpipe": node | {"tiers": [tier], "keep_s": 1}, "enable_prefix_caching": False}
@@ -114,7 +114,7 @@ def test_engines_find_chunks_of_the_memory_in_a_tier(node: dict[str, Any], tmp_p
 
 
 def test_second_turn_loads_all_whole_blocks_of_the_first(node: dict[str, Any]) -> None:
-    """The last part of a request is published when the request ends, with the blocks of its answer."""
+    """The last tokens of a request, including the blocks of its answer, are published when the request ends."""
     first, more = prompt(100, 94), prompt(20, 95)
     (answer,) = baseline([first], 70)
     wanted = baseline([first + answer + more], TOKENS)
@@ -152,7 +152,7 @@ def test_unsupported_settings_are_refused(node: dict[str, Any], keys: dict[str, 
 
 
 def test_engine_may_fall_back_to_a_private_pool(node: dict[str, Any]) -> None:
-    """With `pool_or_private` the engine serves with a pool of its own, if it cannot use the node's memory."""
+    """With `pool_or_private` the engine serves with a private pool if the engine cannot use the node's memory."""
     wanted = baseline(PROMPTS, TOKENS)
     with engine(kvpipe=node | {"policy": "s3fifo", "pool_or_private": True}, enable_prefix_caching=False) as live:
         assert live.generate(PROMPTS, TOKENS) == wanted

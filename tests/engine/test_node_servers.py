@@ -39,7 +39,10 @@ def _hits(server: Server, replica: int = 0) -> float:
 
 @contextmanager
 def _asked(server: Server, expected: list[list[int]]) -> Iterator[None]:
-    """Ask the server without a pause, and check its answers. At least one request begins and ends inside."""
+    """Send requests to the server without a pause, and check the answers.
+
+    At least one round of requests ends in the context.
+    """
     wrong, done, over = [], threading.Event(), threading.Event()
 
     def ask() -> None:
@@ -64,8 +67,8 @@ def test_servers_share_one_memory_when_each_is_killed_while_the_other_serves(
 ) -> None:
     """Two replicas of one server, and another server, find each other's chunks, also after a restart.
 
-    Each server is killed while the other one answers, and hits with the first requests after its restart. All answers
-    are those of an engine without kvpipe.
+    Each server is killed while the other server answers, and hits with the first requests after its restart. All
+    answers are those of an engine without kvpipe.
     """
     monkeypatch.delenv("KVPIPE_TRACE_FILE")  # a killed process may leave an incomplete last line
     expected = baseline(PROMPTS, TOKENS, enable_prefix_caching=False)
@@ -106,9 +109,9 @@ def test_servers_share_one_memory_when_each_is_killed_while_the_other_serves(
 
 
 def test_engines_of_two_ranks_share_one_copy_of_latents(node: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each engine with MLA on two ranks is killed while the other one serves, and hits when it is there again.
+    """Each engine with MLA on two ranks is killed while the other engine serves, and hits after its restart.
 
-    The expected answers are those of vLLM's own prefix cache, see `test_tp.py`.
+    The expected answers are those of vLLM's own prefix cache. `test_tp.py` has the reason.
     """
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     monkeypatch.delenv("KVPIPE_TRACE_FILE")

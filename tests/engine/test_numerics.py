@@ -43,7 +43,7 @@ def test_engines_share_kv_when_their_libraries_compute_alike(tmp_path: Path) -> 
 def test_an_engine_says_that_its_hashes_begin_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """PYTHONHASHSEED seeds vLLM's hashes.
 
-    An engine with another value finds nothing, and a gauge reports that.
+    An engine with another value finds no chunks, and a gauge reports that the values differ.
     """
     options: dict[str, Any] = {
         "kvpipe": {"chunk_tokens": 64, "tiers": [{"kind": "disk", "path": str(tmp_path / "kv")}]},

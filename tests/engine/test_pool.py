@@ -34,13 +34,13 @@ def wait_for_memory(live: Engine) -> None:
 
 
 def test_the_whole_pool_becomes_ready(trace_file: Path) -> None:
-    """The scheduler side knows at the start that the pool's first piece is ready, and later that the whole pool is.
+    """The scheduler side knows at the start that the pool's first slots are ready, and later that all slots are ready.
 
-    The trace has an event for this.
+    The trace has an event for the ready pool.
     """
     wanted = baseline(PROMPTS, 8)
     with engine(kvpipe=POOL) as live:
-        live.settle()  # ranks report with a step, so an idle engine makes a step
+        live.settle()  # ranks report with a step, so the idle engine makes one
         at_start = live.connector.stats()["slots_ready"]
         assert at_start > 0
         slots = live.connector.stats()["slots"]
@@ -59,7 +59,7 @@ def test_a_pool_that_the_machine_has_no_memory_for(monkeypatch: pytest.MonkeyPat
     """
     monkeypatch.setattr(ready, "SHORT_S", 0.01)
     plenty, short = Headroom(1 << 40, 1 << 40, "plenty"), Headroom(1 << 20, 1 << 40, "a limit")
-    rooms = [plenty]  # enough for the first piece
+    rooms = [plenty]  # enough memory for the first slots only
     made = functools.partial(Readier, room=lambda: rooms.pop() if rooms else short)
     monkeypatch.setattr(worker_side, "Readier", made)
     many = [prompt(900, 50 + seed) for seed in range(8)]

@@ -1,8 +1,8 @@
 """vLLM's decisions on each simulated processor. The sizes in tests are valid on all of these processors.
 
-`common.engine` starts every engine of every test on each processor, up to its block size: see
-`starts_on_every_processor`. These tests show that this check works, and how the processors differ. Three tests
-generate on more than one processor, because the decisions for their engines differ: `test_mla`,
+`common.engine` starts every engine of every test on each processor, until the block size is known.
+`starts_on_every_processor` has the details. These tests show that this check works, and how the processors differ.
+Three tests generate on more than one processor, because the decisions for their engines differ: `test_mla`,
 `test_preempted_and_aborted` and `test_states_in_the_models_own_type`.
 """
 
@@ -47,7 +47,7 @@ def test_processor_is_reported_by_torch_and_restored_at_the_end(kind: Processor,
 
 @pytest.mark.parametrize("kind", PROCESSORS)
 def test_kernels_are_never_amx_when_lent(kind: Processor) -> None:
-    """The platform decides as on the simulated processor. Code that chooses a kernel sees no AMX."""
+    """VLLM's platform decides as on the simulated processor. Code that chooses a kernel does not see AMX."""
     with lent(kind):
         assert not torch.cpu._is_amx_tile_supported()
 
@@ -71,12 +71,12 @@ def test_states_make_longer_blocks_with_avx512() -> None:
 
 
 def test_full_attention_is_the_same_everywhere() -> None:
-    """A test of an engine with full attention on one processor is valid for all processors."""
+    """With full attention, a test on one processor is valid for all processors."""
     assert len(set(_plans("llama", {}).values())) == 1
 
 
 def test_named_block_size_fails_when_a_backend_refuses_it() -> None:
-    """A test with blocks of 16 tokens fails on every machine, not only on machines with AMX."""
+    """If AMX refuses blocks of 16 tokens, a test with such blocks fails on every machine, not only with AMX."""
     with pytest.raises(ValueError, match="No common block size for 16"):
         starts_on_every_processor(make_model(MLA), {}, MLA_OPTIONS | {"block_size": 16})
 

@@ -12,7 +12,10 @@ POOL_TOKENS = 1024
 
 
 def test_share_of_a_quota_keeps_its_hits() -> None:
-    """Prompts of others evict each other's chunks, but not Alice's chunks. Answers equal those without a connector."""
+    """Prompts of others evict each other's chunks, but not Alice's chunks.
+
+    Answers equal those of an engine without a connector.
+    """
     mine, rest = prompt(330, 1), [prompt(330, 2 + i) for i in range(8)]
     expected = baseline([mine, *rest], 4, enable_prefix_caching=False)
     with engine(kvpipe={"chunk_tokens": 64}, enable_prefix_caching=False) as probe:

@@ -100,7 +100,7 @@ def test_preempted_requests_load_what_was_saved(caching: bool, config: dict[str,
         first = assert_clean(live)
         assert first["preempted"] > 0
         assert first["tokens_loaded"] > 0
-        # KV that was computed after the resumption was saved, too, so everything is found again
+        # KV that was computed after the resumption was also saved, so the whole prompt and answer are found.
         live.llm.reset_prefix_cache()
         whole = [p + a for p, a in zip(prompts, expected, strict=True)]
         live.generate(whole[:1], 2)
@@ -109,7 +109,7 @@ def test_preempted_requests_load_what_was_saved(caching: bool, config: dict[str,
 
 
 def test_preempted_requests_answer_the_same_when_their_saves_wait() -> None:
-    """Tokens that were not saved before a preemption are computed again."""
+    """A preempted request computes the tokens again that were not saved before the preemption."""
     prompts = [prompt(60 + 20 * i, 100 + i) for i in range(10)]
     options: dict[str, Any] = {"cache_tokens": 1280, "enable_prefix_caching": False, "max_model_len": 1024}
     expected = baseline(prompts, 48, **options)
@@ -121,7 +121,7 @@ def test_preempted_requests_answer_the_same_when_their_saves_wait() -> None:
 
 
 def test_chunked_prefill_smaller_than_a_chunk() -> None:
-    """A prefill fills one chunk in several steps. The chunk is found as a whole."""
+    """A prefill fills one chunk in several steps. Then the whole chunk is found."""
     options: dict[str, Any] = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "enable_prefix_caching": False}
     expected = baseline(PROMPTS, 16, **options)
     with engine(kvpipe={"chunk_tokens": 256}, **options) as live:
@@ -131,7 +131,10 @@ def test_chunked_prefill_smaller_than_a_chunk() -> None:
 
 
 def test_ngram_drafts() -> None:
-    """Accepted drafts are saved when they are confirmed. Rejected drafts are never saved."""
+    """Accepted drafts are saved when a step has confirmed that the drafts are accepted.
+
+    Rejected drafts are never saved.
+    """
     looping = (prompt(24, 6) * 12)[:280]
     drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
     options: dict[str, Any] = {"speculative_config": drafts, "enable_prefix_caching": False}
@@ -144,14 +147,14 @@ def test_ngram_drafts() -> None:
         before = assert_clean(live)["tokens_loaded"]
         assert before == whole_blocks(live, 280, 300)
         live.generate([whole], 2)
-        # up to one block per finishing step can stay unconfirmed (docs/decisions)
+        # In the last step of a request, up to one block can stay unconfirmed (docs/decisions).
         assert assert_clean(live)["tokens_loaded"] - before >= whole_blocks(live, len(whole) - 1) - block_tokens(live)
 
 
 def test_engine_computes_with_one_thread() -> None:
     """VLLM's attention on a CPU fails if OpenMP's number of threads changes during a step.
 
-    Between two engines of the tests it may change, because each engine restores the PyTorch function that vLLM
+    Between two engines of the tests the number may change, because each engine restores the PyTorch function that vLLM
     replaces.
     """
     for _ in range(2):
@@ -194,7 +197,8 @@ def test_prefix_cache_hit_that_ends_inside_a_chunk() -> None:
         assert live.generate([whole], 8) == expected
         live.settle()
         live.llm.reset_prefix_cache()
-        live.generate([head + prompt(10, 10)], 4)  # loads the first three blocks from the chunk again
+        # this request loads the chunk's first three blocks into vLLM's own cache
+        live.generate([head + prompt(10, 10)], 4)
         before = assert_clean(live).get("tokens_loaded", 0)
         assert live.generate([whole], 8) == expected
         assert assert_clean(live)["tokens_loaded"] - before == whole_blocks(live, len(whole)) - len(head)

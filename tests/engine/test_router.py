@@ -19,7 +19,7 @@ pytestmark = pytest.mark.engine
 
 
 def test_a_router_distinguishes_salts_and_adapters(tmp_path: Path) -> None:
-    """The router computes each request's block hashes, and finds their media.
+    """The router computes each request's block hashes, and finds the media that hold these blocks.
 
     The router continues after a reset of vLLM's own cache.
     """
@@ -111,7 +111,7 @@ class Subscriber:
         self._socket.subscribe("")
 
     def replay(self) -> None:
-        """Request all events that were published so far, like a router that starts late."""
+        """Request all events that were published before this call, like a router that starts late."""
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         with socket:
             socket.connect(f"ipc://{self.folder}/replay")
@@ -123,7 +123,7 @@ class Subscriber:
                 self._apply(int.from_bytes(number, "big"), batch)
 
     def has(self, place: tuple[str, int], wanted: set[bytes]) -> bool:
-        """Receive the published events. Return whether the blocks in `place` are `wanted`."""
+        """Receive the published events. Return whether the blocks in `place` are exactly the blocks `wanted`."""
         while self._socket.poll(0):
             _, number, batch = self._socket.recv_multipart()
             self._apply(int.from_bytes(number, "big"), batch)
@@ -142,7 +142,7 @@ class Subscriber:
 
 
 def test_subscriber_knows_the_chunks_of_a_disk_tier(tmp_path: Path) -> None:
-    """A chunk's events come from vLLM's publisher: announced when stored, withdrawn when its files were deleted.
+    """VLLM's publisher announces a chunk when it is stored, and withdraws a chunk when its files were deleted.
 
     A subscriber that starts late gets the same events from vLLM's replay.
     """
@@ -173,7 +173,8 @@ def test_subscriber_knows_the_chunks_of_a_disk_tier(tmp_path: Path) -> None:
 
         def is_withdrawn() -> bool:
             later.append(prompt(8 * BLOCK + 2, 2 + len(later)))
-            live.generate([later[-1]], 2)  # a new prompt's lookup lists the folder, unless it was listed just before
+            # the lookup of a new prompt lists the folder, unless a recent lookup listed the folder
+            live.generate([later[-1]], 2)
             live.settle()
             expected.update(_ends(later[-1]))
             early.has(place, expected)
@@ -192,7 +193,7 @@ def test_subscriber_knows_the_chunks_of_a_disk_tier(tmp_path: Path) -> None:
 
 
 def _ends(tokens: list[int]) -> set[bytes]:
-    """Return the hashes of the ends of a prompt's chunks of four blocks."""
+    """Return the hash of the last block of each of a prompt's chunks. A chunk has four blocks."""
     from vllm import SamplingParams
     from vllm.utils.hashing import sha256
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher

@@ -1,4 +1,4 @@
-"""Requests with grammars, stop strings, beams, seeds and penalties get the same answers from loaded KV as without."""
+"""Requests with grammars, stop strings, beams, seeds and penalties get the same answers from loaded as from new KV."""
 
 from __future__ import annotations
 

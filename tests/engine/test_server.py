@@ -19,7 +19,7 @@ pytestmark = pytest.mark.engine
 def test_served_with_one_flag(tmp_path: Path) -> None:
     """The server with the README's flag answers like an engine without kvpipe. The second answer uses loaded KV.
 
-    After that hit no main panel of the dashboard is empty.
+    After the second answer no main panel of the dashboard is empty.
     """
     tokens, held = prompt(300, 41), whole_blocks(BLOCK, 300)
     expected = baseline([tokens], 12, enable_prefix_caching=False)[0]

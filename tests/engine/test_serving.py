@@ -82,7 +82,7 @@ class Clients:
 
 
 def test_streaming_clients_that_leave_while_the_cache_is_reset(tmp_path: Path, expected: list[list[int]]) -> None:
-    """Every finished answer is right during preemptions and resets. Afterwards no chunk is held."""
+    """Every finished answer is right during preemptions and resets. After the last answer, no chunk is leased."""
     with Server(tmp_path / "log", _disk(tmp_path), *FEW_BLOCKS) as server:
         clients = Clients(server, expected, clients=24, each=3)
         for _ in range(2):
@@ -104,7 +104,7 @@ def test_killed_in_mid_load_and_restarted(
 
     Each new server answers rightly and finds the chunks of the server before.
     """
-    monkeypatch.delenv("KVPIPE_TRACE_FILE")  # a killed process may leave an incomplete last line
+    monkeypatch.delenv("KVPIPE_TRACE_FILE")  # a killed process may leave an incomplete last line in the trace
     found = []
     for last in (False, False, True):
         with Server(tmp_path / "log", _disk(tmp_path), *FEW_BLOCKS) as server:
@@ -129,7 +129,7 @@ def test_killed_in_mid_load_and_restarted(
 
 
 def _share(folder: Path, expected: list[list[int]], asked: tuple[int, ...], *options: str) -> None:
-    """Check that two replicas share a disk: each finds chunks of prompts that the other has computed."""
+    """Check that two replicas share a disk: each replica finds chunks that the other replica has computed."""
     kvpipe = _disk(folder, name="shared", state_dir=str(folder / "state"))
     options = ("--data-parallel-size", "2", "--no-enable-prefix-caching", *options)
     with Server(folder / "log", kvpipe, *options, VLLM_CPU_OMP_THREADS_BIND="nobind") as server:
@@ -155,6 +155,7 @@ def test_two_replicas_share_disk_name_and_trace(tmp_path: Path, expected: list[l
 
 def test_two_replicas_of_two_ranks_share_disk_name_and_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two replicas have two ranks each. A chunk is found if both ranks of a replica have stored it."""
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # for the engine without kvpipe
+    # the engine without kvpipe needs this variable for its two ranks
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     expected = baseline(PROMPTS[:2], TOKENS, tensor_parallel_size=2, enable_prefix_caching=False)
     _share(tmp_path, expected, (0, 1), "--tensor-parallel-size", "2")

@@ -1,7 +1,8 @@
 """vLLM's sleep mode on a real engine: its scheduler, core and executor, with a simulated device.
 
 A CPU worker of vLLM keeps its memory, so this test's worker discards the memory like vLLM's `cumem` allocator. While
-the engine sleeps, the weights are nonsense. After the wake-up the KV caches hold nonsense, at other addresses.
+the engine sleeps, the weights have a meaningless value. After the wake-up the KV caches have that value, and other
+addresses.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ TOKENS = 12
 NONSENSE = 7.25
 """The value of discarded memory.
 
-It is a number, because a masked position times NaN is NaN, with which vLLM cannot compute.
+The value is a number, because 0 times NaN is NaN. With NaN, vLLM could not compute even if the position is masked.
 """
 
 
@@ -123,7 +124,7 @@ def test_chunks_outlive_a_sleep(tmp_path: Path, live: Engine, memory: _Memory) -
     save_file({name: tensor * 1.3 for name, tensor in load_file(file).items()}, file, {"format": "pt"})
     old, found = _ask(live)
     assert found == 0
-    live.llm.sleep(level=1)  # immediately, before the saves of the last steps are reported
+    live.llm.sleep(level=1)  # the engine sleeps at once, before the saves of the last steps are reported
     assert not live.scheduler.has_requests(), "a sleeping engine makes no steps"
     live.llm.wake_up()
     assert _ask(live) == (old, FOUND)
@@ -154,7 +155,7 @@ def test_chunks_outlive_a_sleep(tmp_path: Path, live: Engine, memory: _Memory) -
 
 
 def test_a_request_that_is_kept_over_a_sleep_loads_its_kv(live: Engine, memory: _Memory) -> None:
-    """The request is preempted by vLLM. After the wake-up its KV is loaded from the pool instead of computed again."""
+    """VLLM preempts the request. After the wake-up the request's KV is loaded from the pool, not computed again."""
     answer = live.generate(PROMPT, 60)
     live.settle()
     assert live.llm.reset_prefix_cache(reset_connector=True)

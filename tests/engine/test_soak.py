@@ -17,16 +17,23 @@ REQUESTS = 160
 THREADS = 8
 """The number of threads of the disk tier. Threads start and end during the test, and hold files open."""
 OBJECTS_PER_REQUEST_MAX = 0.25
-"""The limit on objects per request. A full disk holds a varying number of chunks, and a chunk has several marks."""
+"""The limit on additional objects per request.
+
+The limit is not 0, because the number of chunks on a full disk varies, and a chunk has several marks.
+"""
 BLOCKS_PER_REQUEST_MAX = 40.0
-"""The limit on Python's memory blocks per request. About 12 are remembered keys of evicted chunks."""
+"""The limit on additional memory blocks of Python per request.
+
+About 12 of the blocks are remembered keys of evicted chunks.
+"""
 
 
 def kinds() -> Counter[str]:
     """Return the number of objects of each of kvpipe's classes."""
     gc.collect()
     names = ((type(one).__module__, type(one).__qualname__) for one in gc.get_objects())
-    return Counter(name for module, name in names if str(module).startswith("kvpipe"))  # some classes name no module
+    # some classes have no string as `__module__`
+    return Counter(name for module, name in names if str(module).startswith("kvpipe"))
 
 
 def test_nothing_grows_with_requests() -> None:
@@ -47,7 +54,7 @@ def test_nothing_grows_with_requests() -> None:
 
 
 def test_object_kept_for_every_request_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If an object is kept for every request, the count of objects shows it."""
+    """If an object is kept for every request, the count of objects grows."""
     kept: list[Tracked] = []
     with player({"pool_bytes_max": "1MiB", "tiers": []}) as one:
         side = one.engine.connector.scheduler
@@ -83,7 +90,7 @@ def samples(per_request: float, requests: int = 1000) -> list[MemorySample]:
 @pytest.mark.parametrize(("mine", "theirs", "flat"), [(0, 0, True), (400, 0, True), (700, 0, False),
                                                       (40_400, 40_000, True), (0, -9000, True)])  # fmt: skip
 def test_verdict_leaves_out_the_warm_up_and_growth_of_vllm(mine: float, theirs: float, flat: bool) -> None:
-    """Growth before the warm-up does not count, and neither does vLLM's own growth. The sentence names both slopes."""
+    """The verdict ignores growth during the warm-up and vLLM's own growth. The message names both slopes."""
     assert slope(samples(mine)) == pytest.approx(mine, abs=1)
     is_flat, message = memory_verdict(samples(theirs), samples(mine))
     assert is_flat == flat
@@ -92,7 +99,10 @@ def test_verdict_leaves_out_the_warm_up_and_growth_of_vllm(mine: float, theirs: 
 
 
 def test_objects_that_pile_up_are_not_flat() -> None:
-    """Two hundred bytes per request are within the limit of memory, but one object for every second request is not."""
+    """Two hundred bytes per request are within the memory limit.
+
+    One object per two requests exceeds the object limit.
+    """
     piled = [replace(one, objects=one.requests // 2) for one in samples(200)]
     flat, message = memory_verdict(samples(0), piled)
     assert not flat

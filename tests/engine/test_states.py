@@ -16,9 +16,12 @@ pytestmark = pytest.mark.engine
 
 PROMPTS = [prompt(300, 21), prompt(530, 22)]
 ANSWER, LOST_AT = 24, 22
-"""The length of an answer, which ends the block that the prompt has begun. Its tokens before a preemption."""
+"""The length of an answer, which ends the block that the prompt has begun.
+
+The number of answer tokens before a preemption.
+"""
 AGAIN = 8
-"""The number of answer tokens that are compared when the answer's own KV is not compared."""
+"""The number of compared answer tokens in tests that do not look up the answer's own KV."""
 FAMILIES = [
     pytest.param("granite-hybrid", 128, {}, id="mamba2"),
     pytest.param("falcon-h1", 128, {}, id="mamba2-beside-attention"),
@@ -32,8 +35,8 @@ FAMILIES = [
 def _states_at_the_end_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make layers keep states at the ends of steps only.
 
-    Mamba 2 layers promise vLLM to export a state within a step, but vLLM's CPU build has no kernel for that. So with
-    prefix caching every prefill of such a model fails on a CPU, with and without kvpipe.
+    Mamba 2 layers promise vLLM to export a state within a step, but vLLM's CPU build has no kernel for the export. So
+    with prefix caching every prefill of such a model fails on a CPU, with and without kvpipe.
     """
     monkeypatch.delattr(MambaMixer2, "get_kv_cache_spec")
 
@@ -46,7 +49,7 @@ def _unit(live: Any) -> int:
 
 @pytest.mark.parametrize(("recipe", "chunk_tokens", "options"), FAMILIES)
 def test_hits_and_conversations(recipe: str, chunk_tokens: int, options: dict[str, Any], tmp_path: Path) -> None:
-    """Answers are those of vLLM's prefix cache: cold, warm, in a second turn, preempted, beside a hit, from a disk."""
+    """Answers equal those of vLLM's cache: cold, warm, in a second turn, preempted, beside a hit, from a disk."""
     options = {"enable_prefix_caching": True, "prefix_cache_retention_interval": None} | options
     with engine(recipe, None, **options) as plain:
         expected = [[plain.generate([p], ANSWER)[0] for p in PROMPTS] for _ in range(2)]
@@ -69,7 +72,7 @@ def test_hits_and_conversations(recipe: str, chunk_tokens: int, options: dict[st
             before += sum(held)
             assert assert_clean(live)["tokens_loaded"] == before
         live.llm.reset_prefix_cache()
-        # computed from the boundary that the first answer crossed
+        # The second turn loads KV up to the last boundary that the first answer crossed.
         assert [live.generate([p], AGAIN)[0] for p in turns] in (second, again)
         ends = [(len(p) + ANSWER - 1) // unit * unit for p in PROMPTS]
         before += sum(ends)
@@ -81,7 +84,8 @@ def test_hits_and_conversations(recipe: str, chunk_tokens: int, options: dict[st
         assert [live.generate([p], AGAIN)[0] for p in PROMPTS] == warm
         assert assert_clean(live)["tokens_loaded"] == sum(held)  # loaded from the disk
         live.llm.reset_prefix_cache()
-        # these tokens are computed, and vLLM holds them: no prompt has ended there
+        # These tokens are computed, because no prompt has ended at their last boundary. VLLM holds the tokens from now
+        # on.
         live.generate([PROMPTS[1][: 2 * unit + 10]], 1)
         assert assert_clean(live)["tokens_loaded"] == sum(held)
         assert live.generate([PROMPTS[1]], AGAIN) == warm[1:]
@@ -102,7 +106,7 @@ def test_beside_a_hit_within_a_block() -> None:
         expected = [plain.generate([p], 12) for p in prompts]
     with engine("lfm2", {"chunk_tokens": 128}, **options) as live:
         unit = _unit(live)
-        assert 319 // 16 * 16 % unit  # the position where the request begins
+        assert 319 // 16 * 16 % unit  # vLLM's hit ends within a unit
         assert [live.generate([p], 12) for p in prompts[:2]] == expected[:2]
         assert assert_clean(live).get("tokens_loaded", 0) == 0
         live.llm.reset_prefix_cache()
@@ -131,7 +135,7 @@ def test_preempted_requests(recipe: str, chunk_tokens: int, options: dict[str, A
 
 
 def test_a_state_whose_copy_fails() -> None:
-    """The state is lost and counted. The next request with that prompt computes the state and offers it again."""
+    """The state is lost, and the loss is counted. The next request with that prompt computes the state and saves it."""
     options: dict[str, Any] = {"enable_prefix_caching": True}
     with engine("lfm2", None, **options) as plain:
         expected = plain.generate(PROMPTS[:1], 8)
@@ -156,7 +160,7 @@ def test_engine_is_refused_if_no_boundary_keeps_its_state() -> None:
 
 
 def test_a_unit_is_a_hash_where_states_are_exported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mamba 2 promises to export states, so the engine starts, although a CPU has no kernel for the export."""
+    """Mamba 2 promises to export states. So the engine starts, although a CPU has no kernel for the export."""
     monkeypatch.undo()
     options: dict[str, Any] = {"enable_prefix_caching": True, "prefix_match_unit": 32}
     with engine("granite-hybrid", {"chunk_tokens": 128}, **options) as live:

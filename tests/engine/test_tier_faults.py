@@ -1,4 +1,7 @@
-"""A real engine whose tiers fail in mid-run gives the same answers, does not stall, and has hits again afterwards."""
+"""A real engine whose tiers fail in mid-run gives the same answers and does not stall.
+
+When a tier works again, the engine has hits again.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,7 @@ IDLE_STEPS_MAX = 4000
 """The limit of steps without a running request.
 
 A fault may delay two requests for `lookup_ms_max` each. A step that waits takes at least a millisecond. Steps take
-longer on a slow machine, so that there are fewer of them.
+longer on a slow machine, so a slow machine makes fewer steps.
 """
 
 
@@ -52,7 +55,7 @@ class Played:
     """An engine with tiers. The engine's memory can be emptied, so that only the tiers hold chunks."""
 
     def __init__(self, live: Engine, expected: Sequence[Sequence[int]]) -> None:
-        """Start without answers."""
+        """Keep the engine and the expected answers."""
         self.live, self.expected = live, expected
         self._seen = self._idle_steps = 0
         self._step = live.step
@@ -115,7 +118,7 @@ def _swap(files: list[Path]) -> None:
 
 
 def _header_only(files: list[Path]) -> None:
-    """Leave only a header with the length of a whole value, as in a half-written file."""
+    """Leave only the header of each file. Each file keeps the length of a whole value, like a half-written file."""
     for file in files:
         size = file.stat().st_size
         file.write_bytes(file.read_bytes()[:4096].ljust(size, b"\0"))
@@ -128,14 +131,14 @@ def _unlink(files: list[Path]) -> None:
 
 
 def _aside(files: list[Path]) -> None:
-    """Replace the folder by a file."""
+    """Move the folder away, and put a file at the folder's path."""
     folder = next(parent for parent in files[0].parents if parent.name == "kv")
     folder.rename(folder.with_name("aside"))
     folder.write_text("no folder")
 
 
 def test_disk_in_mid_run(tmp_path: Path, expected: list[list[int]]) -> None:
-    """Files are flipped, cut, exchanged, half written and deleted. Then the folder itself disappears and returns."""
+    """Files are changed by a bit, cut, exchanged, half written and deleted. Then the folder disappears and returns."""
     tier = {"kind": "disk", "path": str(tmp_path / "kv"), "bytes_max": "1GiB"}
     config = _config(tier, timeout_ms_max=PATIENT_MS, lookup_ms_max=PATIENT_MS)  # the disk does not hang
     faults: list[Callable[[list[Path]], None]] = [_flip, _truncate, _swap, _header_only, _unlink]
@@ -211,7 +214,7 @@ def test_full_disk_changes_no_answer(
 ) -> None:
     """A disk becomes full, read-only or forbidden while the engine runs.
 
-    The disk is still read, and is written again afterwards.
+    While writes are refused, kvpipe still reads the disk. When writes succeed again, kvpipe writes to the disk again.
     """
     config = _config({"kind": "disk", "path": str(tmp_path / "kv")})
     with engine(kvpipe=config, **OWN) as live:
@@ -233,7 +236,7 @@ def test_memory_is_refused_in_mid_run(
 ) -> None:
     """If a tier gets no memory for values or for a new client, hits are lost.
 
-    When there is memory again, the tier is used again.
+    When memory is free again, kvpipe uses the tier again.
     """
     with ExitStack() as stack:
         if kind == "disk":
@@ -282,7 +285,7 @@ def test_a_certificate_changes_in_mid_run(
 ) -> None:
     """A new certificate of the server is accepted.
 
-    A certificate of another authority is reported and costs hits until it is replaced.
+    A certificate of another authority is reported, and there are no hits until it is replaced.
     """
     with secured(kind, tmp_path / "tls") as server, engine(kvpipe=_config(server.keys), **OWN) as live:
         played = Played(live, expected)
@@ -321,7 +324,7 @@ def _in_mid_run(
     ],
 )
 def test_a_tier_that_was_never_there(tier: dict[str, Any], expected: list[list[int]], tmp_path: Path) -> None:
-    """An engine starts without a tier that cannot be reached, and uses the next tier."""
+    """If a tier cannot be reached, the engine starts without this tier and uses the next tier."""
     config = _config(tier, {"kind": "disk", "path": str(tmp_path / "kv")})
     with engine(kvpipe=config, **OWN) as live:
         played = Played(live, expected)

@@ -41,7 +41,7 @@ def _hits(live: Engine) -> dict[str, int]:
 
 
 def _fill(folder: Path, **options: Any) -> None:
-    """Make an engine save all of `PROMPTS`, and stop the engine."""
+    """Make an engine save and store all of `PROMPTS`, and stop the engine."""
     with engine(kvpipe=_disk(folder), **OWN | options) as live:
         live.generate(PROMPTS, TOKENS)
         assert assert_clean(live)["chunks_stored"] > 0
@@ -117,7 +117,7 @@ def test_producer_and_consumer(tmp_path: Path) -> None:
 
 
 def test_two_ranks_with_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of two ranks reads its own parts. A chunk without one of its parts is computed."""
+    """Each of two ranks reads its own parts. A chunk that lacks a part is computed."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     options = OWN | {"tensor_parallel_size": 2}
     with engine(kvpipe=_disk(tmp_path), **options) as live:
@@ -158,7 +158,7 @@ def test_a_pool_of_eight_chunks_over_disk(tmp_path: Path) -> None:
 
 
 def test_prompt_in_a_tier_is_found_under_the_same_salt_only(tmp_path: Path) -> None:
-    """Another engine finds a prompt only under the same salt."""
+    """Another engine finds a prompt in the tier only with the same salt."""
     expected = baseline(PROMPTS[:1], TOKENS, **OWN)
     with engine(kvpipe=_disk(tmp_path), **OWN) as live:
         assert live.generate(PROMPTS[:1], TOKENS, salt="mine") == expected
@@ -183,9 +183,9 @@ def _block_names(tokens: list[int]) -> set[str]:
 
 
 def test_guess_of_a_prompt_is_confirmed_on_a_plain_disk_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a plain disk, the guess is confirmed block by block.
+    """On a disk without encryption, the guess is confirmed block by block.
 
-    An encrypted disk confirms nothing, and still serves hits.
+    An encrypted disk confirms no guess, and still serves hits.
     """
     monkeypatch.setenv("DISK_KEY", base64.b64encode(os.urandom(32)).decode())
     plain, hidden = (
@@ -247,7 +247,10 @@ def test_engines_share_chunks_when_weights_and_layouts_are_equal(
 
 
 def test_engines_share_a_tier_whatever_other_tiers_they_have(tmp_path: Path, filled: Path) -> None:
-    """A tier's chunks are found behind another tier, then in this other tier alone, and before a third tier."""
+    """A tier's chunks are found behind another tier.
+
+    Then the chunks are found in this other tier alone, and before a third tier.
+    """
     (far,) = _disk(filled, tiers_store="never")["tiers"]
     near, other = (far | {"path": str(tmp_path / name), "store": "all"} for name in ("near", "other"))
     for tiers, found in (([near, far], "disk-2"), ([near], "disk"), ([far, other], "disk")):

@@ -28,7 +28,7 @@ def _one_core_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.spawned
 def test_two_ranks() -> None:
-    """Two ranks give the same answers from loaded KV as from computed KV."""
+    """Two ranks give the same answers with loaded KV as with computed KV."""
     with forked_ranks():  # only ranks with kvpipe are spawned, because each spawned rank imports vLLM
         expected = baseline(PROMPTS, 12, **TWO_RANKS)
     with engine(kvpipe={}, **TWO_RANKS) as live:
@@ -54,8 +54,9 @@ def test_one_rank_of_two_fails_its_loads(load: str) -> None:
 def test_latents_on_two_ranks_give_the_answers_of_a_prefix_cache(short_path: Path) -> None:
     """Private pools and a node's memory give the answers of vLLM's own prefix cache, with and without a hit.
 
-    An answer without a hit is no measure. On a CPU, vLLM's rotary kernel gives MLA other keys if a step has another
-    number of tokens. A node's memory has one copy of the latents, which one rank saves and both load.
+    The prefix cache gives the expected answers, because an answer without a hit may differ. On a CPU, vLLM's rotary
+    kernel gives MLA other keys if a step has another number of tokens. A node's memory has one copy of the latents. One
+    rank saves this copy, and both ranks load the copy.
     """
     options = TWO_RANKS | {"recipe": "deepseek-mla", "dtype": "bfloat16"}
     node = {"pool": "node", "pool_dir": str(short_path / "node"), "keep_s": 1, "pool_bytes_max": "64MiB"}
@@ -63,7 +64,7 @@ def test_latents_on_two_ranks_give_the_answers_of_a_prefix_cache(short_path: Pat
     def answers(live: Engine) -> list[list[list[int]]]:
         return [[live.generate([tokens], 12)[0] for tokens in PROMPTS] for _ in range(2)]
 
-    with complete("amx"):  # vLLM has a prefix cache of MLA there
+    with complete("amx"):  # on a CPU, vLLM has a prefix cache of MLA only with AMX
         with engine(**options | {"enable_prefix_caching": True}) as plain:
             expected = answers(plain)
         for config in ({}, node):

@@ -24,7 +24,7 @@ CROWDED: dict[str, Any] = {"cache_tokens": 1280, "enable_prefix_caching": False}
 
 
 def test_a_crowd_is_traced_from_end_to_end(trace_file: Path) -> None:
-    """The trace has the life and the layers of every request, with its preemptions.
+    """The trace has the events of every request, from arrival to end, with layers and preemptions.
 
     The log has two lines per request.
     """
@@ -57,7 +57,7 @@ def test_a_crowd_is_traced_from_end_to_end(trace_file: Path) -> None:
                 [one.now.removeprefix("CONFIRMED_") for one in landed],
                 [f"LAYER_{k}" for k in range(layers - 1)],
             )
-            # the job is final with its last layer, which lands after the request is done
+            # The job is finalized when its last layer lands. This event may come after the end of the request.
             assert at in ([*first, "LANDED"], first)
     assert {one.engine for one in events} == {events[0].engine}
     (last,) = [one for one in events if type(one) is e.RequestAdmitted and one.hit_tokens]
@@ -118,7 +118,10 @@ def test_why_a_prompt_was_not_found(trace_file: Path) -> None:
 
 
 def test_router_receives_ends_of_chunks_and_prompts(trace_file: Path) -> None:
-    """The ends of chunks and prompts are announced while they can be found, each as one block with vLLM's own hash."""
+    """The ends of chunks and prompts are announced while they can be found.
+
+    Each end is announced as one block with vLLM's own hash.
+    """
     from vllm.config import KVEventsConfig
     from vllm.distributed.kv_events import BlockRemoved, BlockStored
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash

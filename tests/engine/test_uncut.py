@@ -20,14 +20,17 @@ LONG = prompt(300, 71)
 
 
 def refused(match: str, recipe: str = "llama", **options: Any) -> None:
-    """Check that the engine does not start with kvpipe. The message must name the unsupported feature."""
+    """Check that the engine does not start with kvpipe, and that the message names the unsupported feature."""
     with pytest.raises(UnsupportedError, match=match), engine(recipe, {}, **options):
         pass
 
 
 @pytest.mark.parametrize("caching", [None, False])
 def test_a_prefix_lm_is_refused(*, caching: bool | None) -> None:
-    """With `non_causal` the KV of a token depends on the whole prompt, even if vLLM's own cache is switched off."""
+    """With `non_causal` the KV of a token depends on the whole prompt.
+
+    Such a model is refused even if vLLM's own cache is off.
+    """
     refused(r"kvpipe: non-causal attention \(prefix-LM; layer '.+'\) is not supported; serve it without", "prefix-lm",
             enable_prefix_caching=caching)  # fmt: skip
 
@@ -53,7 +56,10 @@ def _pooling(how: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("how", "caching"), [("MEAN", None), ("MEAN", True), ("CLS", False)])
 def test_pooling_of_the_whole_prompt_is_refused(how: str, *, caching: bool | None) -> None:
-    """MEAN and CLS need all tokens in one step, even if a user switches vLLM's prefix cache on."""
+    """MEAN and CLS need all tokens in one step.
+
+    So kvpipe refuses them, even if a user switches vLLM's prefix cache on.
+    """
     refused(
         f"pooling with seq_pooling_type='{how}' .* is not supported", enable_prefix_caching=caching, **_pooling(how)
     )

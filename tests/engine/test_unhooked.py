@@ -39,7 +39,7 @@ def attend(layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tens
 
 
 class OwnForward(Attention):
-    """An attention like DeepSeek V3.2's: its class calls no hook, although its base class does."""
+    """An attention like DeepSeek V3.2's: the class calls no hook, although its base class calls hooks."""
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """Attend, and call no hook."""
@@ -47,7 +47,10 @@ class OwnForward(Attention):
 
 
 class OwnClass(torch.nn.Module, AttentionLayerBase):
-    """An attention like DeepSeek V4's and the indexers' caches: it is in neither of vLLM's two attention classes."""
+    """An attention like DeepSeek V4's and the indexers' caches.
+
+    The class inherits from neither of vLLM's two attention classes.
+    """
 
     def __init__(self, inner: Attention) -> None:
         """Replace the layer `inner`."""
@@ -79,7 +82,7 @@ class OwnClass(torch.nn.Module, AttentionLayerBase):
 
 
 class PartlyHooked(LlamaForCausalLM):
-    """A Llama in which every third layer calls hooks, or no layer at all."""
+    """A Llama in which every third layer calls hooks. With `everywhere` no layer calls hooks."""
 
     everywhere = False
 
@@ -115,7 +118,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 
 def test_layers_without_hooks_are_saved_and_loaded(model: Path) -> None:
-    """Layers with hooks are copied by their hooks, and the other layers after the forward.
+    """Hooks copy the layers that call hooks. The other layers are copied after the forward.
 
     Every save succeeds, and every hit is right.
     """

@@ -62,7 +62,7 @@ def _engine(model: Path, folder: Path | None, **options: Any) -> Iterator[Engine
 
 
 def _ask(live: Engine) -> tuple[list[list[int]], int]:
-    """Return the engine's answer, and the number of prompt tokens that were found."""
+    """Return the engine's answer, and the number of prompt tokens that kvpipe found."""
     before = _hits(live)
     answer = live.generate(PROMPT, TOKENS)
     assert_clean(live)
@@ -128,7 +128,7 @@ def _reload_in_worker(live: Engine, model: Path) -> None:
 
 
 def _apply_model(live: Engine, model: Path) -> None:
-    """Write directly into the tensors of the embedding. A CPU build has packed the other weights."""
+    """Write directly into the tensors of the embedding, because a CPU build has packed the other weights."""
     tensor = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
 
     def write(loaded: Any) -> None:
@@ -194,7 +194,7 @@ def test_weights_changed_in_a_running_engine(tmp_path: Path, right: Right) -> No
 
 
 def test_calls_that_change_nothing(tmp_path: Path, right: Right) -> None:
-    """After a call that could have changed the weights but did not, all chunks from before the call are found."""
+    """Some calls can change weights. If such a call changes no weights, all chunks from before the call are found."""
     with _engine(right[0], tmp_path) as live:
         assert _ask(live) == (right[2], 0)
         live.llm.collective_rpc(lambda worker: worker.rank)
@@ -208,7 +208,7 @@ def test_calls_that_change_nothing(tmp_path: Path, right: Right) -> None:
 def test_weights_changed_under_running_requests(tmp_path: Path, right: Right) -> None:
     """Running requests have KV of the old weights.
 
-    Such KV is neither saved nor shared, not even through vLLM's own cache.
+    Neither kvpipe nor vLLM's own cache keeps this KV for other requests.
     """
     with _engine(right[0], tmp_path, enable_prefix_caching=True) as live:
         live.add(PROMPT[0], 100, request_id="old")
@@ -260,7 +260,10 @@ def test_two_ranks(tmp_path: Path, right: Right, monkeypatch: pytest.MonkeyPatch
 
 
 def _answers_around_a_reload(model: str, other: str, folder: str, out: str) -> None:
-    """Write the answers before and after a reload of the weights of an engine that runs in a fork of this process."""
+    """Write the answers of an engine before and after a reload of its weights.
+
+    The engine runs in a fork of this process.
+    """
     from vllm import LLM, SamplingParams
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"

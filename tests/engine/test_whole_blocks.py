@@ -1,4 +1,4 @@
-"""An engine whose blocks have the pages of all layers side by side copies whole blocks."""
+"""If a block has the pages of all layers side by side, an engine copies whole blocks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_whole_blocks_are_saved_loaded_and_stored_apart_from_others(tmp_path: Pa
 
     An engine that copies by layer finds none of the chunks.
 
-    Both engines have caches of one layout, so only the order of their slots distinguishes their chunks.
+    The caches of both engines have one layout. Only the order of pages in a slot distinguishes the chunks.
     """
     trace = tmp_path / "trace"
     disk = {"kind": "disk", "path": str(tmp_path / "kv"), "bytes_max": "1GiB", "store": "all"}

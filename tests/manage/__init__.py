@@ -1,1 +1,1 @@
-"""Tests of the management interface: its answers and refusals, and that it does not slow serving down."""
+"""Tests of the management interface: its answers, its refusals, and its small cost for serving."""

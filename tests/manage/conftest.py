@@ -26,7 +26,7 @@ READS = {"/v1/state", "/v1/holders", "/v1/counters", "/v1/pins", "/v1/lookup"}
 
 
 def hashes(prompt: models.Prompt) -> Iterator[Sequence[bytes]]:
-    """Yield more and more block hashes of a prompt. The prompt is that of the request that its salt names."""
+    """Yield more and more block hashes of a prompt. The prompt's salt names the request that has this prompt."""
     whole = [f"{prompt.cache_salt}/{unit}".encode() for unit in range(len(prompt.tokens) // UNIT)]
     for stop in range(2, len(whole), 2):
         yield whole[:stop]
@@ -34,10 +34,10 @@ def hashes(prompt: models.Prompt) -> Iterator[Sequence[bytes]]:
 
 
 class Managed:
-    """A world's scheduler side with a management server."""
+    """The scheduler side of a test world, with a management server."""
 
     def __init__(self, folder: Path, world: SchedulerWorld | None = None, name: str = "e1", **keys: Any) -> None:
-        """Serve an idle engine. `keys` are keys of its configuration."""
+        """Serve an idle engine. `keys` are keys of the engine's configuration."""
         self.world = world or SchedulerWorld()
         self.side = self.world.side
         self.engine = ManagedEngine(
@@ -60,7 +60,7 @@ class Managed:
     ) -> tuple[int, Any]:
         """Return the status and the answer.
 
-        The engine is idle meanwhile, because the caller's thread is the engine's thread.
+        During the request the engine is idle, because the caller's thread is the engine's thread.
         """
         reads = path.partition("?")[0] in READS and (method == "GET" or path == "/v1/lookup")
         if reads and threading.current_thread() is self._engine_thread:
@@ -108,7 +108,7 @@ class Managed:
     def save(self, name: str, units: int, salt: str = "") -> Any:
         """Save a request of `units` units with a salt, which stays in the pool.
 
-        An idle engine is idle again afterwards.
+        If the engine was idle before, it is idle again after the save.
         """
         request = self.world.request(name, units)
         request.cache_salt = salt or None

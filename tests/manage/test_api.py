@@ -20,7 +20,7 @@ def prompt(name: str, tokens: int) -> dict[str, Any]:
 
 
 def test_state_shows_the_pool_the_holders_and_jobs_in_flight(managed: Managed) -> None:
-    """The state shows what the pool holds, which requests hold chunks, and what is in flight."""
+    """The state shows the chunks in the pool, the requests that hold chunks, and the jobs in flight."""
     world = managed.world
     managed.save("a", 20)
     loading = world.request("b", 3)
@@ -68,7 +68,7 @@ def test_answer_has_all_counters_and_gauges(managed: Managed) -> None:
 
 
 def test_lookup_returns_the_hit_of_a_request(managed: Managed) -> None:
-    """A lookup returns what a request with this prompt and salt would find: whole units from the beginning."""
+    """A lookup returns the hit of a request with this prompt and salt: whole units from the beginning."""
     managed.save("a", 20)
     assert managed.good("POST", "/v1/lookup", prompt("a", 20 * UNIT)) == {
         "tokens": 20 * UNIT,
@@ -87,7 +87,7 @@ def test_lookup_returns_the_hit_of_a_request(managed: Managed) -> None:
 
 
 def test_lookup_of_an_adapters_prompt(managed: Managed) -> None:
-    """The keys of an adapter's prompts end with the digest of its bytes, if all ranks hold the same adapter."""
+    """If all ranks hold the same adapter, the keys of the adapter's prompts end with the digest of its bytes."""
     asked = prompt("a", 4 * UNIT) | {"adapter": {"name": "x", "number": 7, "path": "/x"}}
     managed.save("a", 4)
     assert managed.good("POST", "/v1/lookup", asked)["why"] == "adapter"
@@ -103,7 +103,10 @@ def test_lookup_of_an_adapters_prompt(managed: Managed) -> None:
 
 
 def test_switch_takes_effect_with_the_next_step(managed: Managed) -> None:
-    """A switch takes effect with the next step. Switching both on is a contradiction."""
+    """A switch takes effect with the next step.
+
+    Switching freeze and bypass on together is refused as a contradiction.
+    """
     assert managed.good("PUT", "/v1/switches", {"freeze": True}) == {"freeze": True, "bypass": False}
     request = managed.world.request("a", 4)
     managed.world.admit(request)
@@ -121,7 +124,7 @@ def test_switch_takes_effect_with_the_next_step(managed: Managed) -> None:
 
 
 def test_openapi_is_complete(managed: Managed) -> None:
-    """The document describes every path. Only clients with the token may read it."""
+    """The OpenAPI document describes every path. Only clients with the token may read it."""
     answered = managed.good("GET", "/openapi.json")
     read = {"/v1/state", "/v1/counters", "/v1/switches", "/v1/lookup", "/v1/holders"}
     assert set(answered["paths"]) == read | {
@@ -192,9 +195,9 @@ def test_command_prints_one_sentence_for_an_error(
 def test_the_command_does_not_show_a_token_that_no_header_can_hold(
     token: str, managed: Managed, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """For example, the token file has two lines.
+    """For example, a token file with two lines has such a token.
 
-    The command refuses it like the engine does, even if no engine answers.
+    The command refuses the token like the engine does, even if no engine answers.
     """
     file = tmp_path / "bad"
     file.write_text(token, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""An operator's wrong request is answered with the engine's reason or the wrong option, never with anything else."""
+"""An operator's wrong request is answered with the engine's reason, or with the name of the wrong option."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from tests.manage.conftest import TOKEN, Managed
 from tests.rigs.servers.sockets import free_port
 
 LONG = {"tokens": [100_000] * 145_000}
-"""A prompt that fits into a body in the page's form, but not into a socket's buffer."""
+"""A prompt that fits into the largest body in the page's form of JSON, but not into a socket's buffer."""
 
 
 def test_a_long_prompt_fits(managed: Managed) -> None:
-    """A prompt of 150,000 tokens with six digits fits, whichever JSON writer is used."""
+    """A prompt of 150,000 tokens with six digits fits, with every JSON writer."""
     assert send_request(managed.address, TOKEN, "POST", "/v1/lookup", LONG)["held_tokens"] == 0
 
 
 @pytest.mark.parametrize("port", [False, True])
 @pytest.mark.parametrize(("token", "times", "wording"), [("x" * 32, 1, r"refused \(401\)"), (TOKEN, 4, "at most 1048")])
 def test_a_refusal_before_the_body_is_read(tmp_path: Path, port: bool, token: str, times: int, wording: str) -> None:
-    """The client reads the refusal, though it cannot send the body to its end."""
+    """The client reads the refusal, although the connection ends before the whole body is sent."""
     managed = Managed(tmp_path, manage=f"127.0.0.1:{free_port()}" if port else f"unix:{tmp_path}/e1.sock")
     try:
         with pytest.raises(UsageError, match=wording):
@@ -46,7 +46,7 @@ def test_a_refusal_before_the_body_is_read(tmp_path: Path, port: bool, token: st
 
 @contextlib.contextmanager
 def answering(path: Path, answer: bytes) -> Iterator[None]:
-    """Listen at an engine's address, and answer once."""
+    """Listen at an engine's address, and answer one request."""
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()
@@ -74,7 +74,10 @@ def answering(path: Path, answer: bytes) -> Iterator[None]:
 def test_another_program_at_the_address_does_no_harm(
     status: str, body: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Another program listens at the address. Its answer cannot control the terminal, and causes no traceback."""
+    """Another program listens at the address.
+
+    The answer of that program cannot control the terminal, and causes no traceback.
+    """
     head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     (tmp_path / "token").write_text(TOKEN, encoding="utf-8")
     with answering(tmp_path / "x.sock", head + body):
@@ -95,9 +98,9 @@ def test_another_program_at_the_address_does_no_harm(
     ],
 )
 def test_unknown_keys_of_a_path_are_refused(managed: Managed, path: str, status: int, wording: str) -> None:
-    """The server ignores no unknown key, because a misspelt limit would silently be the default.
+    """The server refuses unknown keys. If a misspelt limit were ignored, the default would silently be used.
 
-    It redirects no path.
+    The server redirects no path.
     """
     assert managed.ask("GET", path) == (status, {"error": wording})
     assert managed.refused("request") == 1
@@ -105,7 +108,10 @@ def test_unknown_keys_of_a_path_are_refused(managed: Managed, path: str, status:
 
 @pytest.mark.parametrize("tokens", [("", TOKEN), (TOKEN, TOKEN), (TOKEN, "x"), ("x", TOKEN)])
 def test_two_authorization_headers_are_refused(managed: Managed, tokens: tuple[str, str]) -> None:
-    """A proxy in front may have checked one header while the server would use the other. So both orders are refused."""
+    """A proxy in front of the server may have checked one header, while the server would use the other header.
+
+    So both orders are refused.
+    """
     head = "".join(f"Authorization: Bearer {token}\r\n" for token in tokens)
     with socket.socket(socket.AF_UNIX) as client:
         client.settimeout(WAIT_S)
@@ -131,7 +137,7 @@ def test_message_names_the_remedy_for_the_fault(tmp_path: Path, place: str, word
 
 
 def test_only_sockets_are_engines(managed: Managed, tmp_path: Path) -> None:
-    """The path `{engine}` may match other files, such as a lock. They are not taken for engines."""
+    """The path `{engine}` may match other files, such as a lock. The command does not take these files for engines."""
     watch = seen.EngineList([Address.parse(f"unix:{tmp_path}/{{engine}}")], TOKEN)
 
     async def looked() -> None:
@@ -159,7 +165,7 @@ def test_only_sockets_are_engines(managed: Managed, tmp_path: Path) -> None:
     ],
 )
 def test_wrong_numbers_are_named(given: list[str], wording: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The message names the option, and no engine is asked."""
+    """The message names the option, and the command asks no engine."""
     with pytest.raises(SystemExit, match="2"):
         cli.main(given)
     assert wording in capsys.readouterr().err
@@ -179,7 +185,7 @@ def test_empty_salt_has_no_digest(
 
 
 def test_a_negative_deadline_is_refused_by_the_engine(managed: Managed) -> None:
-    """The engine refuses a huge time, too, and pins nothing."""
+    """The engine also refuses a huge time. In both cases the engine pins no chunk."""
     for seconds in (-5, 0, 1e10, 1e308):
         with pytest.raises(UsageError, match=r"refused \(422\): seconds: "):
             send_request(managed.address, TOKEN, "POST", "/v1/pins", {"tokens": [1], "seconds": seconds})

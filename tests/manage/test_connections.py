@@ -1,4 +1,4 @@
-"""Connections to the management interface: clients with the token are served, whatever clients without it do."""
+"""Connections to the management interface: clients with the token are served, in spite of clients without the token."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _patient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Manage
 
 @contextlib.contextmanager
 def half_open(managed: Managed, count: int) -> Iterator[None]:
-    """Hold `count` connections open that have sent half of a header."""
+    """Hold `count` connections open. Each connection has sent half of a header."""
     with contextlib.ExitStack() as stack:
         for _ in range(count):
             client = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -56,7 +56,7 @@ def opened(managed: Managed) -> socket.socket:
 
 
 def test_a_connection_with_the_token_stays_when_many_others_are_half_open(patient: Managed) -> None:
-    """The connection stays although it is the oldest connection and is idle."""
+    """The connection with the token stays, although it is the oldest connection and is idle."""
     with contextlib.closing(connect(patient.address)) as client:
         client.request("GET", "/v1/switches", headers=AUTHORIZATION)
         assert client.getresponse().read()
@@ -73,12 +73,12 @@ def test_a_connection_with_the_token_stays_when_many_others_are_half_open(patien
 def test_request_with_the_token_is_read_when_half_open_connections_follow(
     patient: Managed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many half-open connections come as the kernel queues, and all are accepted before a byte is read."""
+    """The kernel's queue is full of half-open connections. The server accepts all of them before it reads a byte."""
     stalled, goes_on = threading.Event(), threading.Event()
 
     async def lookup(_: object) -> models.HeldTokens:
         stalled.set()
-        goes_on.wait(WAIT_S)  # the loop waits meanwhile
+        goes_on.wait(WAIT_S)  # until then the server's loop waits
         raise ValueError
 
     monkeypatch.setattr(patient.engine, "lookup", lookup)
@@ -95,7 +95,7 @@ def test_request_with_the_token_is_read_when_half_open_connections_follow(
 def test_a_header_that_does_not_end_is_cut_off_at_its_deadline(
     patient: Managed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The deadline cuts off new and answered connections long before the limit of a connection's life."""
+    """The deadline ends new connections and answered connections long before the limit on a connection's age."""
     with contextlib.closing(opened(patient)) as known:
         known.sendall(GET)
         answered = b""
@@ -113,9 +113,9 @@ def test_a_header_that_does_not_end_is_cut_off_at_its_deadline(
 
 
 def test_the_deadline_of_a_header_begins_with_its_connection_or_its_first_byte(patient: Managed) -> None:
-    """The first header has its deadline from the connection's start, later headers from their first byte.
+    """The deadline of the first header counts from the connection's start.
 
-    Between requests uvicorn's own limit applies.
+    The deadline of a later header counts from the header's first byte. Between requests uvicorn's own limit applies.
     """
     there = patient.server._server.server_state.connections
     with contextlib.closing(opened(patient)) as client:
@@ -130,12 +130,13 @@ def test_the_deadline_of_a_header_begins_with_its_connection_or_its_first_byte(p
         client.sendall(HALF)
         assert eventually(lambda: one.conn.trailing_data[0] == HALF)
         assert eventually(lambda: one.idle)
-        patient.ask("GET", "/v1/switches")  # afterwards the loop has finished the call that has read the half header
+        # after this request the loop has finished the call that read the half header
+        patient.ask("GET", "/v1/switches")
         assert one._late is not None
 
 
 def test_the_deadline_of_a_header_ends_with_the_header(patient: Managed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An answer may take longer than the header's deadline."""
+    """After the header, the deadline has no effect: an answer may take longer."""
     waits: list[object] = []
 
     async def lookup(_: object) -> models.HeldTokens:
@@ -188,7 +189,7 @@ def test_a_thousand_connections(managed: Managed) -> None:
 
 
 def test_connections_that_have_asked_make_room(managed: Managed) -> None:
-    """A new client with the token connects at the limit. Then the oldest idle connection ends."""
+    """If a new client with the token connects when the limit is reached, the oldest idle connection ends."""
     clients = [connect(managed.address) for _ in range(connections.CONNECTIONS_MAX)]
     try:
         for client in clients:

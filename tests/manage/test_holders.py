@@ -25,7 +25,7 @@ ALICE, BOB = (salt_digest(TOKEN.encode(), name) for name in ("alice", "bob"))
 
 
 def evict(managed: Managed, **wanted: Any) -> Any:
-    """Evict while the engine has nothing to do, and check the catalog."""
+    """Carry out an eviction while the engine is idle, and check the catalog."""
     managed.side.turns.give()
     answered = managed.good("POST", "/v1/evict/matching", wanted)
     managed.world.check()
@@ -56,7 +56,7 @@ def keep(managed: Managed, key: bytes, whose: Tenant) -> None:
 
 @pytest.fixture
 def clock(managed: Managed) -> list[float]:
-    """Replace the catalog's clock by one that does not advance."""
+    """Replace the catalog's clock by a clock that does not advance."""
     now = [1000.5]
     managed.side.catalog._clock = lambda: now[0]
     managed.side.catalog.refresh([])
@@ -110,7 +110,10 @@ def test_a_pin_is_a_holder(managed: Managed) -> None:
 
 
 def test_many_tenants_are_counted_together(managed: Managed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tenants beyond a number are counted together. All slots are counted, however many slots a slice reads."""
+    """If there are too many tenants, the others are counted together.
+
+    All slots are counted, for any size of a slice.
+    """
     monkeypatch.setattr(reads, "TENANTS_MAX", 3)
     monkeypatch.setattr(reads, "SLOTS_PER_PART", 4)
     for number in range(10):
@@ -120,7 +123,10 @@ def test_many_tenants_are_counted_together(managed: Managed, monkeypatch: pytest
 
 
 def test_chunks_are_evicted_by_salt(managed: Managed) -> None:
-    """All chunks of a salt, given by itself or by its digest, are evicted. Chunks without a salt are not."""
+    """All chunks of a salt are evicted. The salt is given as text or as a digest.
+
+    Chunks without a salt are not evicted.
+    """
     for salt in ("alice", "bob", ""):
         save(managed, f"of {salt}", 20, salt)
     assert evict(managed, cache_salt="alice") == {"chunks": 2, "held": 0, "pins_ended": 0}
@@ -133,11 +139,11 @@ def test_chunks_are_evicted_by_salt(managed: Managed) -> None:
     assert left(managed) == {}
     assert managed.side.counters["evicted"] == 6
     gc.collect()
-    assert len(managed.side.catalog.tenants) == 0  # no thread keeps tenants
+    assert len(managed.side.catalog.tenants) == 0  # no thread holds tenants, so none are left
 
 
 def test_chunks_are_evicted_by_adapter(managed: Managed) -> None:
-    """Chunks are evicted by the adapter's name, by its bytes, or without adapter. A salt can be given, too."""
+    """Chunks are evicted by the adapter's name, by its bytes, or without adapter. A salt can be given in addition."""
     for number, (salt, name, digest) in enumerate(
         [("", "poet", b"\1"), ("", "poet", b"\2"), ("alice", "poet", b"\2"), ("alice", "", b""), ("", "clerk", b"\3")]
     ):
@@ -162,7 +168,10 @@ def test_chunks_are_evicted_by_adapter(managed: Managed) -> None:
 
 
 def test_chunks_are_evicted_by_age(managed: Managed, clock: list[float]) -> None:
-    """A chunk is old if no request has saved, loaded or hit it for the given time. A held chunk is in use now."""
+    """A chunk is old if no request has saved, loaded or hit it for the given time.
+
+    A leased chunk is in use now, so it is not old.
+    """
     for name in ("saved", "loaded", "local", "pinned", "reading"):
         save(managed, name, 16, name)
     clock[0] += 100
@@ -198,7 +207,7 @@ def test_chunks_are_evicted_by_age(managed: Managed, clock: list[float]) -> None
 
 
 def test_chunk_saved_after_an_idle_time_is_new(managed: Managed, clock: list[float]) -> None:
-    """The first call after an idle time uses the current time."""
+    """The first call after an idle time reads the clock, so a chunk that is saved then is new."""
     save(managed, "a", 16, "alice")
     clock[0] += 1000
     local = managed.world.request("a", 17)
@@ -208,9 +217,9 @@ def test_chunk_saved_after_an_idle_time_is_new(managed: Managed, clock: list[flo
 
 
 def test_held_chunks_are_evicted_when_they_are_released(managed: Managed) -> None:
-    """Chunks in use cannot be found any more, and their pins end, as with an eviction by prompt.
+    """As with an eviction by prompt, leased chunks cannot be found any more, and their pins end.
 
-    Their slots are freed later.
+    The slots of these chunks become free when the leases are released.
     """
     save(managed, "a", 32, "alice")
     save(managed, "b", 32, "bob")
@@ -232,12 +241,12 @@ def test_held_chunks_are_evicted_when_they_are_released(managed: Managed) -> Non
     managed.world.step()
     managed.world.check()
     assert [pin["pin"] for pin in managed.good("GET", "/v1/pins")["pins"]] == [2]
-    assert left(managed) == {BOB: 2} | {"": 1}  # the chunks that the request itself reads
+    assert left(managed) == {BOB: 2} | {"": 1}  # only the chunks that the request itself reads are left
     assert managed.side.catalog.used == 3
 
 
 def test_eviction_in_a_large_pool_is_sliced(tmp_path: Path) -> None:
-    """Slots are read in slices, and chunks are evicted in smaller slices, whichever thread has the turn."""
+    """Slots are read in slices, and chunks are evicted in smaller slices, on every thread that has the turn."""
     managed = Managed(tmp_path, SchedulerWorld(slots=4 * PART_SLOTS, chunk_units=1))
     try:
         request = save(managed, "a", 3 * PART_SLOTS, "alice")
@@ -252,7 +261,7 @@ def test_eviction_in_a_large_pool_is_sliced(tmp_path: Path) -> None:
 
 
 def test_serving_continues_during_evictions(managed: Managed) -> None:
-    """One thread serves requests, another thread evicts and counts. Nothing is lost and nothing fails."""
+    """One thread serves requests, another thread evicts and counts. No chunk is lost and no call fails."""
     over, answered = threading.Event(), set[int]()
 
     def order() -> None:
@@ -302,7 +311,7 @@ def test_serving_continues_during_evictions(managed: Managed) -> None:
     ],
 )
 def test_refused_eviction_has_a_reason_and_evicts_nothing(managed: Managed, body: Any, wording: str) -> None:
-    """The refusal has the reason, and nothing is evicted."""
+    """The refusal has the reason, and no chunk is evicted."""
     save(managed, "a", 16)
     assert not managed.side.pending
     status, answered = managed.ask("POST", "/v1/evict/matching", body)

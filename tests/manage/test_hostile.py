@@ -1,4 +1,4 @@
-"""Unauthorized, malformed, oversized and silent clients are refused and counted. Each costs interpreter time."""
+"""Unauthorized, malformed, oversized and silent clients are refused and counted. Each client costs interpreter time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _answer(managed: Managed, sent: bytes) -> bytes:
 @pytest.mark.parametrize("token", ["", "t0", "t0" * 16 + "x", "x" * 9000])
 @pytest.mark.parametrize("path", ["/v1/state", "/v1/nothing", "/openapi.json"])
 def test_without_the_token_nothing_is_shown(managed: Managed, token: str, path: str) -> None:
-    """The refusal does not even show which paths exist."""
+    """Without the token, a client does not even learn which paths exist."""
     status, answered = managed.ask("GET", path, token=token)
     assert (status, list(answered)) == (401, ["error"])
     assert managed.refused("token") == 1
@@ -66,8 +66,8 @@ def test_a_huge_body_is_not_read_to_its_end(managed: Managed, chunked: bool) -> 
     client.sendall(_HEAD + size + b"\r\n\r\n")
     block = b"10000\r\n" + b"1" * 0x10000 + b"\r\n"
     answered = b""
-    with contextlib.suppress(OSError):  # the server may have closed the connection meanwhile
-        for _ in range(64 if chunked else 0):  # four times as much as is accepted
+    with contextlib.suppress(OSError):  # the server may have closed the connection by now
+        for _ in range(64 if chunked else 0):  # four times the largest accepted body
             client.sendall(block)
     with contextlib.suppress(ConnectionError):
         answered = client.recv(100)
@@ -88,7 +88,7 @@ def test_a_huge_body_is_not_read_to_its_end(managed: Managed, chunked: bool) -> 
     ],
 )  # fmt: skip
 def test_nonsense_is_refused_in_a_sentence(managed: Managed, raw: bytes) -> None:
-    """Nonsense is refused in one sentence that does not repeat it."""
+    """Nonsense is refused in one sentence. The sentence does not repeat the nonsense."""
     status, answered = managed.ask("POST", "/v1/lookup", raw=raw)
     assert (status in {400, 422}, list(answered)) == (True, ["error"])
     assert len(json.dumps(answered)) < 600
@@ -97,7 +97,7 @@ def test_nonsense_is_refused_in_a_sentence(managed: Managed, raw: bytes) -> None
 
 @pytest.mark.parametrize("body", [{"freeze": 1}, {"freeze": "on"}, {"frieze": True}, {"freeze": True, "bypass": True}])
 def test_switch_is_changed_by_an_explicit_boolean_only(managed: Managed, body: dict[str, Any]) -> None:
-    """A switch is changed only by an explicit boolean."""
+    """Only `true` or `false` changes a switch."""
     assert managed.ask("PUT", "/v1/switches", body)[0] == 422
     assert managed.good("GET", "/v1/switches") == {"freeze": False, "bypass": False}
 
@@ -117,7 +117,7 @@ def test_failed_request_is_counted(managed: Managed, monkeypatch: pytest.MonkeyP
 def test_loggers_of_the_host_are_not_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An API server in the same process keeps its access log, and gets no lines of kvpipe's server."""
+    """An API server in the same process keeps its access log. This log gets no lines of kvpipe's server."""
     log, stream = logging.getLogger("uvicorn.access"), logging.StreamHandler(io.StringIO())
     monkeypatch.setattr(log, "handlers", [stream])  # uvicorn's own configuration sets handlers in this way
     monkeypatch.setattr(log, "propagate", True)
@@ -186,7 +186,7 @@ def test_odd_requests_log_nothing(
 
 
 def test_server_ends_with_open_connections(tmp_path: Path) -> None:
-    """The thread ends even if connections are open, and its socket is removed."""
+    """The server's thread ends even if connections are open, and the server's socket is removed."""
     managed = Managed(tmp_path)
     client = socket.socket(socket.AF_UNIX)
     client.connect(managed.address.path)
@@ -201,7 +201,7 @@ def test_server_ends_with_open_connections(tmp_path: Path) -> None:
 
 
 def test_the_socket_is_its_users_alone(managed: Managed) -> None:
-    """The socket has mode 0600, and its name is the engine's name."""
+    """Only its user can open the socket, which has mode 0600. The socket's name is the engine's name."""
     found = Path(managed.address.path).stat()
     assert stat.S_ISSOCK(found.st_mode)
     assert stat.S_IMODE(found.st_mode) == 0o600
@@ -209,7 +209,7 @@ def test_the_socket_is_its_users_alone(managed: Managed) -> None:
 
 
 def test_interface_works_over_tcp(tmp_path: Path) -> None:
-    """The interface also works over TCP. A second engine at the same port is refused before it serves."""
+    """The interface also works over TCP. A second engine at the same port does not start."""
     at = f"127.0.0.1:{free_port()}"
     managed = Managed(tmp_path, manage=at)
     assert managed.ask("GET", "/v1/switches")[0] == 200
@@ -219,7 +219,7 @@ def test_interface_works_over_tcp(tmp_path: Path) -> None:
 
 
 def test_two_engines_at_one_path(managed: Managed, tmp_path: Path) -> None:
-    """The second engine is refused, and the first continues. With `{engine}` each engine has its own path."""
+    """The second engine is refused, and the first engine continues. With `{engine}` each engine has its own path."""
     with pytest.raises(ConfigError, match="a running engine listens there; set another engine_name for each engine"):
         Managed(tmp_path)
     assert managed.ask("GET", "/v1/switches")[0] == 200
@@ -239,7 +239,7 @@ def test_socket_without_a_listener_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_server_that_cannot_start_leaves_no_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next server can use the path."""
+    """The next server can use the same path."""
 
     def full(*_: object, **__: object) -> None:
         raise RuntimeError("can't start new thread")
@@ -250,7 +250,7 @@ def test_a_server_that_cannot_start_leaves_no_socket(tmp_path: Path, monkeypatch
             Managed(tmp_path)
     assert not (tmp_path / "e1.sock").exists()
     Managed(tmp_path).server.stop()
-    assert caught.tb is not None  # it still holds the frames of the first server
+    assert caught.tb is not None  # the exception still holds the frames of the first server
 
 
 def test_file_at_the_address_of_a_socket_is_not_replaced(tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_file_at_the_address_of_a_socket_is_not_replaced(tmp_path: Path) -> None
     ],
 )  # fmt: skip
 def test_address_that_other_machines_can_reach_is_refused(address: str, wording: str) -> None:
-    """Reading the configuration refuses an address that is malformed, or that other machines can reach."""
+    """The configuration is refused if the address is malformed, or if other machines can reach it."""
     with pytest.raises(ConfigError, match=wording):
         load_settings({"manage": address})
 
@@ -287,7 +287,10 @@ def test_address_is_parsed_and_written_in_the_same_form() -> None:
 
 
 def test_bad_token_is_refused_without_showing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The refusal of a missing, short, readable or unprintable token is one sentence that does not show the token."""
+    """A missing, short or unprintable token is refused, and so is a token that others can read.
+
+    The refusal is one sentence and does not show the token.
+    """
     good = settings(tmp_path)
     assert read_token(good) == TOKEN.encode()
     monkeypatch.setenv("OPERATORS", "word" * 8)
@@ -314,7 +317,7 @@ def test_bad_token_is_refused_without_showing_it(tmp_path: Path, monkeypatch: py
 
 
 def test_a_token_in_the_wrong_place_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    """A token in the place of a variable's or a file's name is not printed."""
+    """If a token is given instead of the name of a variable or file, the message does not show the token."""
     for key in ("manage_token_env", "manage_token_file"):
         extra = json.dumps({"manage": "127.0.0.1:1", key: TOKEN})
         assert cli.main(["check", extra]) == 2

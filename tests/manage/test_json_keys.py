@@ -17,7 +17,7 @@ from tests.manage.conftest import Managed
     ],
 )
 def test_a_key_that_is_given_twice_is_refused(body: bytes, managed: Managed) -> None:
-    """The server cannot know which of the two values is meant. A key's name inside a text value does not count."""
+    """The server cannot know which of the two values is meant. The name of a key inside a text is not a key."""
     method, path = ("PUT", "/v1/switches") if b"freeze" in body else ("POST", "/v1/lookup")
     status, answer = managed.ask(method, path, raw=body)
     assert status == 422
@@ -26,6 +26,6 @@ def test_a_key_that_is_given_twice_is_refused(body: bytes, managed: Managed) -> 
 
 
 def test_keys_in_texts_are_no_keys(managed: Managed) -> None:
-    """A salt may contain colons, quotes and names of fields."""
+    """For example, a salt may contain colons, quotes and names of fields."""
     salt = 'tokens": [1], "tokens": \\ {"cache_salt":'
     assert managed.ask("POST", "/v1/lookup", {"tokens": [1], "cache_salt": salt})[0] == 200

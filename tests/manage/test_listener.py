@@ -25,14 +25,14 @@ _ANOTHER = 65533
 
 @contextlib.contextmanager
 def _another_listens(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    """Listen as another user. Only root can become another user; without root, the listener's user is faked."""
+    """Listen as another user. Only root can become another user. Without root, the test fakes the listener's user."""
     user = os.geteuid()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         if not user:
             try:
                 os.seteuid(_ANOTHER)
-            except OSError:  # root may lack this right, as in some containers
+            except OSError:  # in some containers, root may not become another user
                 monkeypatch.setattr(client, "_listener", lambda _: _ANOTHER)
         try:
             listener.listen()  # the kernel now remembers the listener's user
@@ -44,7 +44,10 @@ def _another_listens(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[so
 
 
 def test_fork_does_not_close_the_socket_of_its_parent(managed: Managed) -> None:
-    """A fork may garbage-collect its copy of the engine. The operators' socket stays and is served."""
+    """A fork may garbage-collect its copy of the engine.
+
+    The operators' socket still exists, and the engine serves it.
+    """
     assert done_in_fork(managed.server.stop)
     assert managed.ask("GET", "/v1/switches")[0] == http.client.OK
     with pytest.raises(ConfigError, match="a running engine listens there"):
@@ -67,7 +70,7 @@ def test_address_is_free_again_while_a_fork_lives(kind: str, tmp_path: Path) -> 
 def test_token_is_not_sent_to_the_socket_of_another_user(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The token is not sent to another user's socket. The command names the address, the user and the remedy."""
+    """The command does not send the token. Its message names the address, the user and the remedy."""
     token, path = tmp_path / "token", tmp_path / "e1.sock"
     token.write_text(TOKEN, encoding="utf-8")
     with _another_listens(path, monkeypatch) as listener:
@@ -86,7 +89,7 @@ def test_token_is_not_sent_to_the_socket_of_another_user(
 def test_socket_of_this_user_or_of_root_is_asked(
     user: int, managed: Managed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A user with the token operates engines of the own user and of root, but of no other user."""
+    """A user with the token can operate the user's own engines and root's engines, but no other user's engines."""
     monkeypatch.setattr(client, "_listener", lambda _: user)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     at = ["--at", str(managed.address), "--token-file", str(tmp_path / "token")]

@@ -17,7 +17,7 @@ from tests.rigs.forks import done_in_fork
 
 @pytest.fixture
 def pattern(tmp_path: Path) -> str:
-    """Return an address that stands for any number of engines."""
+    """Return an address pattern that matches any number of engines."""
     return f"unix:{tmp_path}/{{engine}}.sock"
 
 
@@ -38,7 +38,7 @@ def test_default_name_has_model_and_host(model: str, host: str, name: str) -> No
 
 
 def test_second_engine_of_a_default_name_gets_a_number(pattern: str) -> None:
-    """The name of an engine that has ended is free again."""
+    """After an engine has ended, another engine can have its name."""
     address = Address.parse(pattern)
     engines = [listen(address, "m-1", "manage", numbered=True) for _ in range(3)]
     assert [one.name for one in engines] == ["m-1", "m-1-2", "m-1-3"]
@@ -51,7 +51,7 @@ def test_second_engine_of_a_default_name_gets_a_number(pattern: str) -> None:
 
 @pytest.mark.parametrize("numbered", [False, True])
 def test_name_that_a_user_has_chosen_gets_no_number(pattern: str, tmp_path: Path, *, numbered: bool) -> None:
-    """A path without `{engine}` gets no number either, because the path does not show the name."""
+    """A default name gets no number either if the path has no `{engine}`, because the path does not show the name."""
     address = Address.parse(f"unix:{tmp_path}/one.sock" if numbered else pattern)
     first = listen(address, "mine", "manage", numbered=numbered)
     with pytest.raises(InUseError, match="a running engine listens there"):
@@ -60,7 +60,7 @@ def test_name_that_a_user_has_chosen_gets_no_number(pattern: str, tmp_path: Path
 
 
 def test_stale_sockets_are_removed_when_an_engine_starts(pattern: str, tmp_path: Path) -> None:
-    """The sockets of running engines and of other programs stay."""
+    """The sockets of running engines and of other programs are not removed."""
     address = Address.parse(pattern)
     living = OperatorSocket(address, "living", "manage")
     assert done_in_fork(lambda: OperatorSocket(address, "killed", "manage"))
@@ -76,7 +76,7 @@ def test_stale_sockets_are_removed_when_an_engine_starts(pattern: str, tmp_path:
 def test_commands_find_the_one_engine_and_ask_all(
     pattern: str, managed: Managed, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The commands use the engine's own configuration, and ignore a socket without a listener."""
+    """The commands read the address from the engine's configuration, and ignore a socket without a listener."""
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(tmp_path / "dead.sock"))
     monkeypatch.setenv("KVPIPE_MANAGE", pattern)
@@ -100,7 +100,7 @@ def test_commands_find_the_one_engine_and_ask_all(
         assert second.side.switches.freeze
         capsys.readouterr()
         assert cli.main(["cache", "evict-matching", "--all", "--no-salt", "--at", str(second.address)]) == 2
-        # for this command --all means all chunks, which contradicts a salt
+        # For this command `--all` means all chunks, and contradicts a salt.
         assert "refused (422)" in capsys.readouterr().err
     finally:
         second.server.stop()
@@ -109,7 +109,7 @@ def test_commands_find_the_one_engine_and_ask_all(
 def test_engine_that_refuses_leaves_the_other_engines_asked(
     pattern: str, managed: Managed, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The other engines are asked, and the status is 2."""
+    """One engine refuses. The other engines are still asked, and the status is 2."""
     second = Managed(tmp_path, name="e2")
     managed.side.switches.bypass = True
     at = ["--at", pattern, "--token-file", str(tmp_path / "token")]

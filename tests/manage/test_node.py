@@ -22,7 +22,10 @@ def started(node: DirectNode) -> SchedulerWorld:
 
 
 def test_idle_engine_carries_out_orders(short_path: Path) -> None:
-    """A pin ends with the eviction. The answer comes when the holder has evicted the chunks for all engines."""
+    """The eviction of a pinned prompt ends the pin.
+
+    The answer is sent when the holder has evicted the chunks for all engines.
+    """
     node = DirectNode(SLOTS, 4096)
     first, second = started(node), started(node)
     one = first.request("one", 8)

@@ -42,7 +42,7 @@ ASKED: list[tuple[str, str, str, Any]] = [
 
 @pytest.fixture(params=[False, True], ids=["serving", "idle"])
 def asked(managed: Managed, request: pytest.FixtureRequest) -> Managed:
-    """Yield an engine that serves, so that orders wait for its steps, or an engine that has nothing to do."""
+    """Yield an engine that serves, or an idle engine. Orders wait for a step of an engine that serves."""
     managed.save("a", 4, salt="a")
     managed.engine.wait_s_max = 0.01
     if not request.param:
@@ -63,7 +63,7 @@ def _valid(document: dict[str, Any], schema: dict[str, Any], value: Any) -> bool
 
 
 def test_answers_are_as_described(asked: Managed) -> None:
-    """Every status that the server returns is in the document, with the schema of its answer."""
+    """Every status that the server returns is in the document, with the schema of the answer."""
     document = asked.good("GET", "/openapi.json")
     for method, path, sent, body in ASKED:
         status, answered = asked.ask(method, sent, body)
@@ -91,8 +91,8 @@ def test_pending_order_is_answered_with_202(managed: Managed) -> None:
 
 
 def test_bodies_are_as_described(managed: Managed) -> None:
-    """The server refuses a body for its shape exactly if the document's schema rejects the body."""
-    managed.engine.wait_s_max = 0.01  # orders wait for steps, and the engine makes none
+    """The server refuses the shape of a body if and only if the document's schema rejects the body."""
+    managed.engine.wait_s_max = 0.01  # orders wait for steps, and the engine makes no steps
     document = managed.good("GET", "/openapi.json")
     for method, path, sent, body in ASKED:
         if body is None:
@@ -105,7 +105,7 @@ def test_bodies_are_as_described(managed: Managed) -> None:
 
 
 def test_the_document_is_whole(managed: Managed) -> None:
-    """The document states that a bearer token is needed, and each of its references leads to a schema."""
+    """The document states that a bearer token is needed, and each reference in the document leads to a schema."""
     document = managed.good("GET", "/openapi.json")
     (named,) = document["security"]
     assert [document["components"]["securitySchemes"][name] for name in named] == [{"type": "http", "scheme": "bearer"}]
@@ -114,9 +114,9 @@ def test_the_document_is_whole(managed: Managed) -> None:
 
 
 def test_no_body_is_read_by_pydantic(managed: Managed) -> None:
-    """Pydantic reports all mistakes of a body.
+    """Pydantic would report all mistakes of a body.
 
-    While it looks for 100,000 mistakes, the engine waits for the interpreter.
+    While Pydantic looked for 100,000 mistakes, the engine would wait for the interpreter.
     """
     app = make_app(managed.engine, managed.side.counters)
     routes = [one for one in app.routes if isinstance(one, APIRoute)]
@@ -139,11 +139,14 @@ OPERATIONS = {
     "warm": "POST /v1/warm cache",
     "order": "GET /v1/orders/{order} cache",
 }
-"""Clients are generated from these ids, so the ids must not change."""
+"""The operations by their ids. Clients are generated from these ids, so the ids must not change."""
 
 
 def test_operations_keep_their_ids_and_tags(managed: Managed) -> None:
-    """A generated client names its functions and modules after the ids and tags. Every tag has a description."""
+    """In a generated client, functions have the names of the ids, and modules the names of the tags.
+
+    Every tag has a description.
+    """
     document = managed.good("GET", "/openapi.json")
     there = {
         one["operationId"]: f"{method.upper()} {path} {' '.join(one['tags'])}"
@@ -172,5 +175,5 @@ def test_everything_in_the_document_has_a_description(managed: Managed) -> None:
 
 
 def test_the_document_is_openapi(managed: Managed) -> None:
-    """A validator of OpenAPI 3.1 accepts it, so generators can read it."""
+    """A validator of OpenAPI 3.1 accepts the document, so generators can read it."""
     openapi_spec_validator.validate(managed.good("GET", "/openapi.json"))

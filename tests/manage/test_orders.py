@@ -38,7 +38,7 @@ def test_prompt_is_pinned_while_the_engine_is_idle(managed: Managed) -> None:
 
 
 def test_chunks_are_evicted_while_the_engine_is_idle(managed: Managed) -> None:
-    """Only chunks of the given salt are evicted, from the given token on."""
+    """Only chunks of the given salt are evicted, beginning at the given token."""
     for name in ("a", "b"):
         managed.side.finished(managed.save(name, 3 * CHUNK))
     assert not managed.side.pending
@@ -54,8 +54,8 @@ def test_chunks_are_evicted_while_the_engine_is_idle(managed: Managed) -> None:
 
 
 def test_pin_of_an_evicted_chunk_ends_while_the_engine_is_idle(managed: Managed) -> None:
-    """The eviction of a pinned chunk ends its pin. The pin's other slots become free although no step follows."""
-    managed.side.orders.slice_s_max = 0  # one part per slice
+    """The eviction of a pinned chunk ends its pin. The other slots of the pin become free, although no step follows."""
+    managed.side.orders.slice_s_max = 0  # the shortest slices
     managed.side.finished(managed.save("a", 2 * CHUNK))
     assert not managed.side.pending
     managed.good("POST", "/v1/pins", prompt("a", 2 * CHUNK * UNIT) | {"seconds": 60})
@@ -65,7 +65,10 @@ def test_pin_of_an_evicted_chunk_ends_while_the_engine_is_idle(managed: Managed)
 
 
 def test_an_engine_that_became_idle_with_many_orders(managed: Managed) -> None:
-    """The engine carries out waiting orders before it refuses an order because too many wait."""
+    """An idle engine first carries out the orders that wait.
+
+    Only then does it refuse an order because too many orders wait.
+    """
     managed.side.finished(managed.save("a", 2 * CHUNK))
     waiting = [managed.side.orders.queue_change(lambda: managed.side.pins.unpin(99)) for _ in range(ORDERS_MAX)]
     assert managed.ask("DELETE", "/v1/pins/1")[0] == 503, "a busy engine has no room for more"
@@ -75,7 +78,7 @@ def test_an_engine_that_became_idle_with_many_orders(managed: Managed) -> None:
 
 
 def test_busy_engine_carries_out_an_order_in_its_next_step(managed: Managed) -> None:
-    """The first answer says that the order is pending. The result follows after the step."""
+    """The first answer says that the order is pending. After the step, the result can be read."""
     managed.engine.wait_s_max = 0.01
     request = managed.save("a", CHUNK)
     managed.busy()
@@ -85,7 +88,7 @@ def test_busy_engine_carries_out_an_order_in_its_next_step(managed: Managed) -> 
     assert answered["waits_for"].startswith("the engine's next step")
     assert managed.ask("GET", f"/v1/orders/{answered['order']}")[0] == 202
     assert managed.side.catalog.leases == 0
-    for _ in range(3):  # a slice may end early
+    for _ in range(3):  # a slice may end early, so one step may not suffice
         managed.world.step()
     assert managed.good("GET", f"/v1/orders/{answered['order']}")["chunks"] == 1
     managed.side.finished(request)
@@ -98,7 +101,7 @@ def test_busy_engine_carries_out_an_order_in_its_next_step(managed: Managed) -> 
 
 
 def test_waiting_for_a_busy_engine_takes_no_time(managed: Managed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waiting operators do not poll. Each reads its order only when it is notified."""
+    """Operators that wait do not poll. Each operator reads its order only when it is notified."""
     looked, real = list[int](), ManagedEngine._slice
 
     def counted(engine: ManagedEngine) -> bool:
@@ -121,7 +124,7 @@ def test_waiting_for_a_busy_engine_takes_no_time(managed: Managed, monkeypatch: 
 
 
 def test_waiting_operator_is_answered_as_soon_as_the_order_is_carried_out(managed: Managed) -> None:
-    """The answer comes after the step, or as soon as the engine has nothing to do."""
+    """The answer is sent after the step, or as soon as the engine is idle."""
     side, answered = managed.side, list[int]()
     managed.busy()
     for how in (managed.world.step, lambda: side.pending):
@@ -134,7 +137,7 @@ def test_waiting_operator_is_answered_as_soon_as_the_order_is_carried_out(manage
 
 
 def test_orders_are_refused_when_the_engine_ends(managed: Managed) -> None:
-    """Waiting orders and later orders are refused."""
+    """Orders that wait, and later orders, are refused."""
     waiting, answered = threading.Event(), list[Any]()
     managed.busy()
 
@@ -186,7 +189,7 @@ def test_refused_order_names_the_field_and_is_counted(
 
 
 def test_serving_continues_during_pins_and_evictions(managed: Managed) -> None:
-    """One thread serves requests, another thread pins and evicts. Nothing is lost and nothing fails."""
+    """One thread serves requests, another thread pins and evicts. No chunk is lost and no call fails."""
     over, answered = threading.Event(), list[int]()
     managed.engine.wait_s_max = 25
 

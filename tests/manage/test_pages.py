@@ -25,7 +25,7 @@ REFUSED = {
 def commands(text: str) -> Iterator[list[str]]:
     """Yield the words of each `kvpipe` command in the page's shell blocks, including the variables before the command.
 
-    Commands in code font in the last column of kvpipe's rows count, too.
+    Commands in code font in the last column of rows about kvpipe are also included.
     """
     for cell in re.findall(r"^\| kvpipe \|.*\| ([^|]+) \|$", text, re.MULTILINE):
         yield from (shlex.split(code) for code in re.findall(r"`(kvpipe [^`]*)`", cell) if "…" not in code)
@@ -49,7 +49,7 @@ def _environment(managed: Managed, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Set the variables of the quickstart for this test's engine."""
     (tmp_path / "kv").mkdir()
     managed.engine.wait_s_max = 0.01
-    managed.side.orders.turns.give()  # the engine has nothing to do, so orders are carried out at once
+    managed.side.orders.turns.give()  # the engine is idle, so orders are carried out at once
     for name in [name for name in os.environ if name.startswith("KVPIPE_")]:
         monkeypatch.delenv(name)
     monkeypatch.chdir(DOCS.parent)
@@ -59,7 +59,7 @@ def _environment(managed: Managed, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.usefixtures("_environment")
 def test_commands_on_the_pages_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each command succeeds. A folder of this test stands for `/mnt/nvme/kv`."""
+    """Each command succeeds. A folder of this test replaces `/mnt/nvme/kv`."""
     failed = {}
     for page, words in _all():
         plain = _plain(words)
@@ -75,7 +75,7 @@ def test_commands_on_the_pages_run(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_each_exception_is_on_a_page() -> None:
-    """Every listed exception is on a page. The pages have many other commands."""
+    """Every command in the list of exceptions is on a page. The pages have many other commands."""
     there = {shlex.join(_plain(words)) for _, words in _all()}
     assert len(there) > 20
     assert set(REFUSED) <= there

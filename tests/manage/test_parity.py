@@ -21,7 +21,7 @@ Operation = tuple[str, str]
 
 
 def _operation(method: str, path: str) -> Operation:
-    """Return a method and a path, with placeholders for numbers and names."""
+    """Return a method and a path in which placeholders replace numbers and names."""
     return method.upper(), re.sub(r"\?.*|/(?:\{\w+\}|\d+|[A-Z]+)$", lambda hit: "/N" if hit[0][0] == "/" else "", path)
 
 
@@ -33,7 +33,7 @@ def _served(managed: Managed) -> set[Operation]:
 def _listed() -> tuple[set[Operation], set[str]]:
     """Return the operations and the commands in the page's table.
 
-    A method without a path belongs to the next path.
+    In the table, a method without a path belongs to the next path.
     """
     operations, commands = set[Operation](), set[str]()
     for asked, names in ROW.findall(PAGE.read_text(encoding="utf-8")):
@@ -54,14 +54,17 @@ def _of(add: Callable[[argparse.ArgumentParser], None]) -> dict[str, argparse.Ar
 
 
 def _commands() -> dict[str, argparse.ArgumentParser]:
-    """Return the commands that ask an engine or have its token. Commands of tiers have no token."""
+    """Return the commands that ask an engine or take an engine's token. Commands for tiers take no token."""
     both = {"engine": _of(manage.add_parsers), "cache": _of(cache.add_parsers)}
     named = {f"{of} {name}": one for of, commands in both.items() for name, one in commands.items()}
     return {name: one for name, one in named.items() if "--token-file" in one.format_help()}
 
 
 def _asked(monkeypatch: pytest.MonkeyPatch, token: Path) -> dict[str, set[Operation]]:
-    """Return the requests that each command would send, called with all required arguments. No engine is asked."""
+    """Return the requests that each command would send if it is called with all required arguments.
+
+    No engine is asked.
+    """
     out = dict[str, set[Operation]]()
     for name, command in _commands().items():
         asked = out[name] = set()
@@ -86,7 +89,7 @@ def _asked(monkeypatch: pytest.MonkeyPatch, token: Path) -> dict[str, set[Operat
 def test_page_command_and_interface_agree(managed: Managed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Every operation has a row on the page and a command, and every command is on the page.
 
-    A state has the switches.
+    The page shows the switches as a part of the state.
     """
     served, (listed, commands) = _served(managed), _listed()
     asked = _asked(monkeypatch, tmp_path / "token")
@@ -97,7 +100,7 @@ def test_page_command_and_interface_agree(managed: Managed, monkeypatch: pytest.
 
 
 def test_each_command_has_one_place(capsys: pytest.CaptureFixture[str]) -> None:
-    """`kvpipe cache` has all commands about held KV, and `kvpipe engine` refers to it for them."""
+    """`kvpipe cache` has all commands about held KV, and `kvpipe engine` refers to these."""
     asking_cache = {name.removeprefix("cache ") for name in _commands() if name.startswith("cache ")}
     assert asking_cache == set(held.COMMANDS)
     assert not asking_cache & set(_of(manage.add_parsers))
@@ -108,7 +111,10 @@ def test_each_command_has_one_place(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_help_separates_commands_for_engines_from_commands_for_tiers(capsys: pytest.CaptureFixture[str]) -> None:
-    """One heading has the commands that ask an engine, another the commands that open tiers. No command is missing."""
+    """One heading has the commands that ask an engine. Another heading has the commands that open tiers.
+
+    No command is missing.
+    """
     with pytest.raises(SystemExit, match="0"):
         main.main(["cache", "--help"])
     _, asking_engine, opening_tiers = re.split(r"\n\n(?=ask a running|open tiers)", capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""`kvpipe engine` and `kvpipe cache` print an engine's answers so that a terminal obeys nothing in the answers."""
+"""`kvpipe engine` and `kvpipe cache` print an engine's answers so that no text in the answers controls the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Operators' reads show one moment, run in bounded slices, and are answered in bounded time if the engine is busy."""
+"""An operator's read shows one moment and runs in short slices.
+
+If the engine is busy, the read is answered in bounded time.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ def _carry_out(order: Order, step: Callable[[], object]) -> Any:
 
 
 def test_a_snapshot_is_of_one_moment_while_the_engine_makes_steps() -> None:
-    """Each step of this engine begins a save of a new request and ends none."""
+    """Each step of this engine begins a save of a new request, and no save ends."""
     world = SchedulerWorld()
     world.side.orders.slice_s_max = 0
 
@@ -52,13 +55,13 @@ def test_a_snapshot_is_of_one_moment_while_the_engine_makes_steps() -> None:
 
 
 def test_a_snapshot_of_many_requests_is_sliced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The slowest requests are shown. Requests that finish between two slices are left out."""
+    """The snapshot shows the slowest requests, without requests that finish between two slices."""
     monkeypatch.setattr(reads, "REQUESTS_PER_PART", 4)
     world = SchedulerWorld()
     for number in range(10):
         world.admit(world.request(f"r{number}", 1))
     parts = reads.snapshot(world.side, 6)
-    for _ in range(3):  # two pauses while all ten are ranked, one pause while six are copied
+    for _ in range(3):  # two pauses while ten requests are ranked, one pause while six requests are copied
         next(parts)
     for tracked in list(world.side.requests.tracked.values())[4:6]:
         world.side.finished(tracked.request)
@@ -74,7 +77,7 @@ def test_a_lookup_of_a_long_prompt_is_sliced(managed: Managed, monkeypatch: pyte
     units, parts = LONG_TOKENS // UNIT, list[int]()
     managed.save("a", 40)
     managed.busy()
-    managed.side.orders.slice_s_max = 0  # one part per slice
+    managed.side.orders.slice_s_max = 0  # the shortest slices
     real = managed.side.catalog.index
 
     def index(group: int) -> Any:
@@ -101,7 +104,10 @@ def test_a_lookup_of_a_long_prompt_is_sliced(managed: Managed, monkeypatch: pyte
 
 @pytest.mark.parametrize("states", [(), (1,)])
 def test_lookup_finds_the_hit_of_a_request(states: tuple[int, ...]) -> None:
-    """Random chunks of the prompt were evicted. The model has a window, or states and a drafter."""
+    """Random chunks of the prompt were evicted.
+
+    The cases: a model with a window, and a model with states and a drafter.
+    """
     drawn = random.Random(1)
     windows = (None, None) if states else (None, 3 * UNIT)
     world = SchedulerWorld(windows=windows, chunk_units=4, states=states, ahead_tokens=len(states))
@@ -122,7 +128,7 @@ def test_lookup_finds_the_hit_of_a_request(states: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("path", sorted(READS))
 def test_a_read_is_refused_when_the_engine_makes_no_step(managed: Managed, path: str) -> None:
-    """The refusal comes within a time limit and has the reason. The engine does not carry out the read later."""
+    """The refusal has the reason, and is sent within a time limit. The engine does not carry out the read later."""
     managed.engine.read_s_max = managed.engine.count_s_max = 0.01
     managed.busy()
     method, body = ("POST", prompt("a", UNIT)) if path == "/v1/lookup" else ("GET", None)
@@ -162,7 +168,7 @@ def test_serving_continues_while_operators_read(managed: Managed) -> None:
 
 
 def test_a_waiting_read_is_carried_out_when_the_engine_becomes_idle(managed: Managed) -> None:
-    """The read is queued while the engine has the turn. The engine makes no further step."""
+    """The read is queued while the engine has the turn. After that, the engine makes no step."""
     answered = list[int]()
     managed.busy()
     asks = threading.Thread(target=lambda: answered.append(managed.ask("GET", "/v1/state")[0]))
@@ -174,7 +180,7 @@ def test_a_waiting_read_is_carried_out_when_the_engine_becomes_idle(managed: Man
 
 
 def test_reads_and_changes_alternate() -> None:
-    """A read does not wait for the end of a change, and a change does not wait for the end of a read."""
+    """A read does not wait until a change has ended, and a change does not wait until a read has ended."""
     orders, done = Orders(Counters()), list[str]()
     orders.slice_s_max = float("inf")
 
@@ -204,7 +210,7 @@ def test_a_short_read_does_not_wait_for_a_long_one() -> None:
 
 
 def test_a_read_of_an_idle_engine_does_not_wait_for_changes(managed: Managed) -> None:
-    """The read ends after its first slice, and the waiting change continues."""
+    """The read ends after one slice, before the end of the change. Then the change continues."""
     managed.side.orders.slice_parts_max = 2
     change = managed.side.orders.queue_change(lambda: (None for _ in range(1 << 40)))
     assert managed.ask("GET", "/v1/state")[0] == 200

@@ -42,10 +42,10 @@ ADAPTER = {"name": "x", "number": 1, "path": "/x"}
 
 
 class WatchedSide:
-    """A side whose attributes are watched, its operators, and the engine's calls, which the test's thread makes."""
+    """A scheduler side with watched attributes, and its operators. The test's thread makes the engine's calls."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
-        """Serve from now on. Accesses are recorded once `began` is called."""
+        """Serve from now on. Accesses to attributes are recorded while `began` is True."""
         self.began, self._borrowed, self._engine = False, False, threading.current_thread()
         self.idles = False  # whether the engine has nothing to do while operators ask
         self.watch = AttributeWatch(self._role)
@@ -67,7 +67,7 @@ class WatchedSide:
         self._wait_at_most(ORDER_S)
 
     def _role(self) -> str | None:
-        """Return the thread's role. While the management thread has the turn, it counts as the engine's thread."""
+        """Return the thread's role. A management thread that has the turn counts as the engine's thread."""
         thread = threading.current_thread()
         if thread is self._engine:
             return SCHEDULER if self.began else None
@@ -88,14 +88,14 @@ class WatchedSide:
         patch.setattr(Turns, "give_back", giving_back)
 
     def rest(self) -> None:
-        """Make steps until there is nothing to do. Then another thread may have the turn."""
+        """Make steps until the engine is idle. Then another thread may have the turn."""
         while self.side.pending:
             self.step()
 
     def ask(self, method: str, path: str, body: object = None, expected: int = 200) -> Any:
         """Return the answer to a request, even if the answer needs one of the engine's next steps.
 
-        A busy engine makes steps while a read waits for them.
+        A busy engine makes steps while a read waits for steps.
         """
         self.asked.add((method, re.sub(r"/\d+$", "/N", path).partition("?")[0]))
         if self.idles:
@@ -116,7 +116,7 @@ class WatchedSide:
         return answer
 
     def look(self) -> None:
-        """Send all requests that change nothing."""
+        """Send all requests that only read."""
         for path in ("state", "holders", "counters", "switches", "pins", "openapi.json"):
             self.ask("GET", f"/v1/{path}" if "." not in path else f"/{path}")
         for name in ("a", "nobody"):
@@ -124,7 +124,7 @@ class WatchedSide:
         self.ask("POST", "/v1/lookup", prompt("a", CHUNK * UNIT) | {"adapter": ADAPTER})
 
     def change(self) -> None:
-        """Send all requests that change something."""
+        """Send all requests that change data."""
         for name in ("freeze", "bypass"):
             for on in (True, False):
                 self.ask("PUT", "/v1/switches", {name: on})
@@ -200,7 +200,7 @@ class WatchedSide:
         self.began = True
 
     def _wait_at_most(self, seconds: float) -> None:
-        """Set how long operators wait for an order. The test makes this access, so neither thread counts."""
+        """Set the time for which operators wait for an order. This access is the test's own, so it is not recorded."""
         self.began = False
         self.managed.engine.wait_s_max = seconds
         self.began = True
@@ -237,12 +237,12 @@ class Kept:
     __slots__ = ("count", "items", "name")
 
     def __init__(self) -> None:
-        """The constructor writes all attributes."""
+        """Write all attributes. Writes in a constructor are not recorded."""
         self.count, self.items, self.name = 0, list[int](), "kept"
 
     @property
     def size(self) -> int:
-        """A property, which is no attribute."""
+        """A property, which is not recorded as an attribute."""
         return len(self.items)
 
 
@@ -264,12 +264,12 @@ def test_watch_reports_attributes_that_two_threads_share(monkeypatch: pytest.Mon
 
 
 def test_every_attribute_that_two_threads_share_is_listed(served: WatchedSide) -> None:
-    """`SHARED` names each attribute that one thread writes and the other uses while the turn is not lent."""
+    """`SHARED` names each attribute that one thread writes and the other thread uses while the turn is not lent."""
     hold(served.tier, served.managed, "w", CHUNK, 2 * CHUNK)
     served.live("a")
     served.change()
     served.idles = True
-    served.change()  # the management thread makes this change
+    served.change()  # while the engine is idle, the management thread makes the changes
     served.idles = False
     served.live("b")
     served.live("a")

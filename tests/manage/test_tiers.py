@@ -1,4 +1,4 @@
-"""Tiers are asked about a prompt while the engine serves, in bounded time. Later lookups do not use their answers."""
+"""Tiers are asked about a prompt while the engine serves, in bounded time. Later lookups do not use these answers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def serving(folder: Path, *tiers: HeldTier, space: str = SPACE, **world: Any) ->
 
 
 def hold(tier: HeldTier, managed: Managed, name: str, *ends: int, group: int = 0) -> None:
-    """Store chunks of the named request in a tier. `ends` are the units at which the chunks end."""
+    """Store chunks of the request `name` in a tier. `ends` are the units at which the chunks end."""
     keys = managed.world.request(name, max(ends)).block_hashes
     for units in ends:
         tier.values[Key(SPACE, chunk_name(keys[units - 1]), group, 0, 1).text] = b""
@@ -53,12 +53,12 @@ def lookup(managed: Managed, units: int, **more: Any) -> Any:
 
 
 def of(answered: Any) -> dict[str, Any]:
-    """Return what each tier has, or the reason why that is not known."""
+    """Return the number of tokens in each tier, or the reason why the number is not known."""
     return {row["name"]: row["unknown"] or row["held_tokens"] // UNIT for row in answered["tiers"]}
 
 
 def test_state_shows_a_slow_tier(tmp_path: Path) -> None:
-    """The state shows the tier's read rate, as ranks have reported, and whether requests do not wait for the tier."""
+    """The state shows the tier's read rate, as ranks have reported, and whether requests skip the tier."""
     with serving(tmp_path, HeldTier("far")) as managed:
         (tier,) = managed.good("GET", "/v1/state")["tiers"]
         assert (tier["read_bytes_per_s"], tier["slow"]) == (0.0, False)
@@ -70,7 +70,10 @@ def test_state_shows_a_slow_tier(tmp_path: Path) -> None:
 
 
 def test_answer_has_memory_and_each_tier(tmp_path: Path) -> None:
-    """The answer has memory, each tier by itself, and all of them together. Nothing is fetched or changed."""
+    """The answer has the tokens in memory, in each tier alone, and in memory and all tiers together.
+
+    No chunk is fetched or changed.
+    """
     near, far = HeldTier("near"), HeldTier("far")
     with serving(tmp_path, near, far, space="") as managed:
         managed.save("a", 20)
@@ -91,14 +94,14 @@ def test_answer_has_memory_and_each_tier(tmp_path: Path) -> None:
 
 
 def test_an_engine_without_tiers(managed: Managed) -> None:
-    """An engine without tiers has no tier to ask."""
+    """Without tiers, the answer has memory only."""
     managed.save("a", 4)
     answered = lookup(managed, 8)
     assert (answered["held_tokens"], answered["reach_tokens"], answered["tiers"]) == (4 * UNIT, 4 * UNIT, [])
 
 
 def test_states_and_windows_count_as_in_a_hit(tmp_path: Path) -> None:
-    """A tier holds all tokens but only one state. It counts the tokens up to this state."""
+    """A tier holds all tokens but only one state. The answer has the tokens up to this state."""
     tier = HeldTier("far")
     with serving(tmp_path, tier, windows=(None, None, None), states=(1, 2)) as managed:
         hold(tier, managed, "a", CHUNK, 2 * CHUNK)
@@ -122,16 +125,16 @@ class Deaf(HeldTier):
 
 
 def test_a_tier_that_cannot_be_asked_is_named(tmp_path: Path) -> None:
-    """A tier that is down, slow or not used at present is named.
+    """The answer names a tier that is down, slow or not used now, with the reason. The other tiers answer.
 
-    The other tiers answer. Later lookups do not use these answers.
+    Later lookups do not use these answers.
     """
     good, bad, deaf = HeldTier("good"), HeldTier("bad"), Deaf("deaf")
     with serving(tmp_path, bad, deaf, good) as managed:
         hold(good, managed, "a", CHUNK)
         assert managed.side.staging is not None
         finder, survey = managed.side.staging.finder, managed.engine.survey
-        lookup(managed, 20)  # all tiers are open now
+        lookup(managed, 20)  # after this lookup all tiers are open
         bad.trouble = "down"
         for _ in range(2 * FAULTS_MAX):
             assert of(lookup(managed, 20)) == {"bad": "it is down", "deaf": 0, "good": CHUNK}

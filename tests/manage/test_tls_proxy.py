@@ -1,4 +1,4 @@
-"""The management interface over TLS: nginx beside the engine, stunnel beside the operator, as `deploy/` has them."""
+"""The management interface over TLS, with nginx beside the engine and stunnel beside the operator, as in `deploy/`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _serving(port: int, *command: str | Path) -> Iterator[None]:
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Managed]:
-    """Yield an engine that serves on a port that nginx reaches."""
+    """Yield an engine that serves on a port to which nginx connects."""
     one = Managed(tmp_path, manage=f"{LOCAL}:{free_port()}")
     yield one
     one.server.stop()
@@ -57,7 +57,7 @@ def files(tmp_path: Path) -> Certificates:
 
 @pytest.fixture
 def tls_port(engine: Managed, files: Certificates, tmp_path: Path) -> Iterator[int]:
-    """Yield the port of nginx with `deploy/nginx.conf`, in which ports and files are replaced by this test's."""
+    """Yield the port of nginx with `deploy/nginx.conf`, with this test's ports and files."""
     port = free_port()
     text = (DEPLOY / "nginx.conf").read_text(encoding="utf-8")
     for old, new in {
@@ -78,7 +78,7 @@ def tls_port(engine: Managed, files: Certificates, tmp_path: Path) -> Iterator[i
 
 
 def _status(port: int, files: Certificates, *, shows: bool, token: str = TOKEN) -> int:
-    """Request the engine's state and return the status. `shows` says whether the client shows its certificate."""
+    """Request the engine's state and return the status. With `shows` the client shows its certificate."""
     context = ssl.create_default_context(cafile=str(files.ca))
     if shows:
         context.load_cert_chain(files.cert, files.key)

@@ -1,4 +1,4 @@
-"""`kvpipe top` shows engines that serve and engines that do not, and it prints names from clients safely."""
+"""`kvpipe top` shows engines that answer and engines that do not answer. It prints names from clients safely."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from tests.rigs.scheduler_world import UNIT
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let an engine take as long to answer as in every other test."""
+    """Let an engine answer as slowly as all other tests allow."""
     monkeypatch.setattr(seen, "ANSWER_S_MAX", WAIT_S)
     monkeypatch.setattr(top, "ANSWER_S_MAX", WAIT_S)
 
 
 def drawn(*engines: seen.SeenEngine, requests_max: int = 10, size: tuple[int, int] = (120, 0)) -> str:
-    """Return the text on a screen of `size` (columns, lines). With 0 lines, the screen is as long as needed."""
+    """Return the text on a screen of `size` (columns, lines). If `lines` is 0, the screen is as long as needed."""
     console = Console(width=size[0], height=size[1] or 25, record=True, file=io.StringIO())
     console.print(screen.screen(engines, requests_max, console, fits=size[1] > 0))
     return console.export_text()
@@ -54,7 +54,7 @@ async def looked_at(watch: seen.EngineList, wait_s_max: float = WAIT_S) -> None:
 
 
 def looked(managed: Managed, token: str = TOKEN) -> seen.SeenEngine:
-    """Return an engine that was asked once."""
+    """Return the view's data of an engine that was asked once."""
     engine = seen.SeenEngine(managed.address)
     with managed.idle():
         anyio.run(engine.look, token)
@@ -103,11 +103,11 @@ def test_view_shows_hits_misses_pool_and_requests(managed: Managed) -> None:
     rows = [line.split()[:2] for line in shown.splitlines() if "WAITING" in line]
     assert rows == [["a", "RUNNING"], ["again", "LOADING"]]
     assert "again" not in drawn(engine, requests_max=1)
-    assert "users" not in shown  # no chunk has a salt
+    assert "users" not in shown  # the table of users is missing, because no chunk has a salt
 
 
 def test_largest_holder_is_shown_first(managed: Managed) -> None:
-    """The largest holder of the pool comes first, with its own share and its largest possible share."""
+    """The largest holder of the pool comes first, with its guaranteed share and its largest possible share."""
     engine = looked(managed)
     quotas = [
         {"name": "alice", "slots": 2, "slots_sure": 4, "slots_max": 8},
@@ -122,7 +122,7 @@ def test_largest_holder_is_shown_first(managed: Managed) -> None:
 
 
 def test_users_are_shown_by_their_salts(managed: Managed) -> None:
-    """The user with the most chunks comes first. Users that are not shown are counted together."""
+    """The user with the most chunks comes first. Users that have no line are counted together."""
     slots = managed.side.catalog.slots
     for number in range(7):
         managed.save(f"u{number}", 16 * (number + 1), salt=f"salt{number}")
@@ -157,7 +157,7 @@ def test_the_slowest_requests_are_shown(managed: Managed) -> None:
 
 
 def test_engine_that_hangs_delays_no_other_engine(managed: Managed, folder: Path) -> None:
-    """The engine is shown as late, with its last answer. It is not asked again before it has answered."""
+    """The view shows the engine as late, with its last answer. The engine is not asked again before it has answered."""
     quiet = socket.socket(socket.AF_UNIX)
     quiet.bind(f"{folder}/quiet.sock")
     quiet.listen()
@@ -204,7 +204,7 @@ def test_view_fits_the_terminal(managed: Managed, size: tuple[int, int]) -> None
 
 
 def test_rates_cover_the_last_seconds(managed: Managed) -> None:
-    """Rates cover the last seconds only. An engine that has started again has none before its second answer."""
+    """Rates cover the last seconds only. After a restart, an engine has no rates before its second answer."""
     engine = seen.SeenEngine(managed.address)
     old = {"hit_tokens": {"memory": 1000}, "missed_tokens": {"not_saved": 0}, "evicted": 5}
     new = {"hit_tokens": {"memory": 1000, "disk": 25}, "missed_tokens": {"not_saved": 50, "evicted": 25}, "evicted": 25}
@@ -229,7 +229,7 @@ def test_rates_cover_the_last_seconds(managed: Managed) -> None:
 
 
 def test_faults_switches_and_failed_tiers_are_shown(managed: Managed) -> None:
-    """Faults, switches, and tiers that are left alone are shown."""
+    """Faults, switches, and tiers that are not used are shown."""
     tiers = [
         {"name": "near", "kind": "disk", "breaker": "CLOSED", "left_by_ranks": False},
         {"name": "far", "kind": "s3", "breaker": "OPEN", "left_by_ranks": False},
@@ -245,7 +245,7 @@ def test_faults_switches_and_failed_tiers_are_shown(managed: Managed) -> None:
 
 
 def test_names_from_clients_are_escaped(managed: Managed) -> None:
-    """A request's id may be any text. It is shown as text: neither control sequences nor markup have an effect."""
+    """A request's id may be any text. The view shows it as text: control sequences and markup have no effect."""
     request = managed.world.request("a", 4)
     request.request_id = "x\x1b[2J[red]y\n"
     managed.world.admit(request)
@@ -276,7 +276,7 @@ def test_texts_of_an_engine_are_escaped(managed: Managed) -> None:
 
 
 def test_silent_engine_is_named(managed: Managed, capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    """The other engines are shown, and the exit status reports the failure."""
+    """The view names the silent engine and shows the other engines. The exit status reports the failure."""
     at = [
         "--token-file",
         str(folder / "token"),
@@ -294,7 +294,7 @@ def test_silent_engine_is_named(managed: Managed, capsys: pytest.CaptureFixture[
 
 
 def test_an_engine_of_another_version_is_named(managed: Managed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer of an engine of another version is not understood. Only the other version is shown."""
+    """If an engine has another version, its answer is not understood. Only the version of that engine is shown."""
     monkeypatch.setattr(seen, "send_request", lambda *_, **__: {"kvpipe": "9"})
     assert "another version" in drawn(looked(managed))
 
@@ -332,7 +332,7 @@ def test_missing_address_is_reported_with_the_remedy(capsys: pytest.CaptureFixtu
 
 @pytest.mark.parametrize("term", ["xterm", "dumb"])
 def test_view_is_redrawn_until_it_is_interrupted(managed: Managed, folder: Path, term: str) -> None:
-    """The view is redrawn until it is interrupted. Then the terminal is as before."""
+    """The view is redrawn until it is interrupted. After the interrupt, the terminal is as before."""
     master, slave = pty.openpty()
     command = [sys.executable, "-m", "kvpipe", "top", "--at", str(managed.address), "--interval", "0.2"]
     with (
@@ -367,13 +367,13 @@ def test_view_is_redrawn_until_it_is_interrupted(managed: Managed, folder: Path,
     assert seen.count(b"vLLM lacked") >= 3
     if term == "xterm":
         assert seen.rindex(b"\x1b[?25h") > seen.rindex(b"\x1b[?25l")  # the cursor is shown again
-        assert seen.endswith(b"\x1b[?1049l")  # the earlier content of the terminal is shown again
+        assert seen.endswith(b"\x1b[?1049l")  # the earlier content of the terminal returns
     assert b"Traceback" not in seen
 
 
 @pytest.mark.parametrize("number", ["1" + "0" * 400, "1" + "0" * 5000, str(1 << 63), "1e400", "-Infinity"])
 def test_an_engine_with_an_impossible_number_is_unreadable(number: str, managed: Managed, tmp_path: Path) -> None:
-    """The other engines are shown. An impossible number is refused in whichever field it is."""
+    """An impossible number in any field makes the answer unreadable. The other engines are shown."""
     body = json.dumps(managed.good("GET", "/v1/state") | {"step": 123454321}).replace("123454321", number).encode()
     head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     with answering(tmp_path / "x.sock", head + body):

@@ -1,4 +1,4 @@
-"""The lock of the CPU environment contains everything that its packages need."""
+"""The lock of the CPU environment lists every package that its packages need."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = {"nixl-cu13", "torchaudio", "torchcodec", "torchvision"}
-"""Why: `requirements/README.md`."""
+"""Packages that are not installed. `requirements/README.md` has the reasons."""
 
 
 def test_lock_lists_every_dependency() -> None:
-    """The lock must be complete, because it is installed without dependency resolution."""
+    """The lock must be complete, because its packages are installed without dependency resolution."""
     lines = (ROOT / "requirements" / "cpu.lock").read_text(encoding="utf-8").split()
     pinned = {canonicalize_name(name): version for name, _, version in (line.partition("==") for line in lines)}
     wanted = [

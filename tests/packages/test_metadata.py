@@ -32,7 +32,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def hook() -> ProjectMetadata[PluginManager]:
-    """Return the project's metadata, as a build sees it."""
+    """Return the object that gives the project's metadata in a build."""
     return ProjectMetadata(str(ROOT), PluginManager())
 
 
@@ -45,7 +45,7 @@ def test_long_description_has_no_relative_link() -> None:
 
 
 def test_links_are_absolute_with_a_repository() -> None:
-    """Relative links become links to the files of the version's tag. Anchors and absolute links stay."""
+    """Relative links become links to files of the version's tag. Anchors and absolute links are not changed."""
     spec = importlib.util.spec_from_file_location("package_metadata", ROOT / "tools" / "package_metadata.py")
     assert spec is not None
     assert spec.loader is not None
@@ -80,7 +80,7 @@ def test_base_package_needs_no_engine() -> None:
     ],
 )
 def test_commands_of_operators_need_no_torch(command: str, shown: str) -> None:
-    """These commands run without torch and vLLM. A command that needs an engine reports this."""
+    """These commands run without torch and vLLM. A command that needs vLLM reports that vLLM is missing."""
     words = [sys.executable, "-c", WITHOUT, *command.split()]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=WAIT_S, cwd=ROOT)
     assert shown in done.stdout + done.stderr

@@ -1,4 +1,7 @@
-"""The sdist and the wheel contain everything: each is built, installed into an empty environment, and run there."""
+"""The sdist and the wheel are complete.
+
+Each is built, installed into an empty environment, and run in this environment.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ def _files(top: Path, *, links: bool) -> Iterator[str]:
 
 
 def test_package_has_every_file_of_the_tree(site: Path) -> None:
-    """The package has every file of the tree. Files behind the tree's links are ordinary files there."""
+    """The package has every file of the tree. Files behind links of the tree are ordinary files in the package."""
     tree = sorted(_files(ROOT / "kvpipe", links=True))
     assert {"connectors/vllm/plugin.py", "statemachine/core.py", "trace/timeline.html", "py.typed"} <= {*tree}
     assert sorted(_files(site / "kvpipe", links=False)) == tree
@@ -73,7 +76,10 @@ def test_check_accepts_the_defaults(site: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def printed(site: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return what `kvpipe doctor` and then vLLM's own discovery print, in one process, because each imports vLLM."""
+    """Return the output of `kvpipe doctor` and of vLLM's own discovery.
+
+    Both run in one process, because each imports vLLM.
+    """
     return run(site.parents[2] / "bin" / "python", "-c", DISCOVER, cwd=tmp_path_factory.mktemp("elsewhere"))
 
 

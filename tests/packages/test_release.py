@@ -1,4 +1,4 @@
-"""`make release` in a clone: it refuses a tree that is not ready; otherwise it tags, builds and writes the notes."""
+"""`make release` in a clone refuses a tree that is not ready. Otherwise it tags, builds and writes the notes."""
 
 from __future__ import annotations
 

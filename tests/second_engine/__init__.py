@@ -1,4 +1,4 @@
 """A small inference engine that is not vLLM and reuses KV through kvpipe.
 
-It proves that the core depends on no engine.
+This engine proves that kvpipe's core depends on no engine.
 """

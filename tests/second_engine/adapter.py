@@ -1,4 +1,4 @@
-"""kvpipe behind the engine's `Reuse` interface: everything that an engine's adapter has to do."""
+"""kvpipe behind the engine's `Reuse` interface. This module has all code that an engine's adapter needs."""
 
 from __future__ import annotations
 

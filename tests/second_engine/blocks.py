@@ -14,12 +14,12 @@ class Block(NamedTuple):
 
 
 class Blocks:
-    """The holders of each block. A block that nobody holds keeps its content until the block is needed."""
+    """The requests that hold each block. A block that no request holds keeps its content until the block is needed."""
 
     def __init__(self, count: int, block_tokens: int) -> None:
         """Create `count` free blocks of `block_tokens` tokens."""
         self.count, self.block_tokens = count, block_tokens
-        self._free: dict[int, None] = dict.fromkeys(range(count))  # the block that is taken next is first
+        self._free: dict[int, None] = dict.fromkeys(range(count))  # the first block of the dict is taken next
         self._holders = [0] * count
         self._tables: dict[str, list[Block]] = {}
         self._found: dict[bytes, int] = {}
@@ -44,13 +44,13 @@ class Blocks:
                 del self._found[key]
 
     def free(self) -> int:
-        """Return how many blocks can be taken."""
+        """Return the number of blocks that can be taken."""
         return len(self._free)
 
     # ---- what the engine calls ------------------------------------------------------------------------------------
 
     def prefix(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the blocks that hold the longest prefix known by `hashes`."""
+        """Return the blocks of the longest prefix of `hashes` that is in the prefix cache."""
         found: list[int] = []
         for key in hashes:
             block = self._found.get(key)
@@ -60,9 +60,9 @@ class Blocks:
         return found
 
     def grow(self, request_id: str, tokens: int, prefix: Sequence[int] = ()) -> bool:
-        """Give the request blocks for its first `tokens` tokens, or none if there are too few.
+        """Give the request blocks for its first `tokens` tokens, or no blocks if too few are free.
 
-        `prefix` has the blocks that a request without blocks shares.
+        If the request has no blocks yet, it first gets the shared blocks `prefix`.
         """
         table = self._tables.get(request_id, [])
         new = -(-tokens // self.block_tokens) - len(table) - len(prefix)
@@ -83,7 +83,7 @@ class Blocks:
         return True
 
     def publish(self, request_id: str, hashes: Sequence[bytes]) -> None:
-        """Offer the request's first blocks under `hashes`, because they are computed."""
+        """Put the request's first blocks, which are computed, into the prefix cache under `hashes`."""
         for key, block in zip(hashes, self._tables[request_id], strict=False):
             if key not in self._found:
                 self.forget([block.block_id])
@@ -91,7 +91,7 @@ class Blocks:
                 self._hash[block.block_id] = key
 
     def release(self, request_id: str) -> None:
-        """Release the request's blocks. The blocks of its end are taken first by other requests."""
+        """Release the request's blocks. Other requests take the last blocks of the request first."""
         for block, _ in reversed(self._tables.pop(request_id, [])):
             self._holders[block] -= 1
             if not self._holders[block]:

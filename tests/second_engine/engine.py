@@ -1,7 +1,7 @@
 """Continuous batching over `Transformer`: chunked prefill, prefix cache, preemption by recompute.
 
-`Reuse` is the interface of a second cache. The engine calls its methods at the moments that the methods name. No other
-code of the engine knows of kvpipe.
+`Reuse` is the interface of a second cache. The engine calls a method of `Reuse` at the moment that the method's name
+says. No other code of the engine knows kvpipe.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Request:
 
 
 class Step(NamedTuple):
-    """The work of one step: tokens by request id, and the requests that were preempted before the step."""
+    """The work of one step: numbers of tokens by request id, and the requests that were preempted before the step."""
 
     num_scheduled_tokens: dict[str, int]
     preempted_req_ids: frozenset[str]
@@ -104,7 +104,10 @@ class Reuse:
     """A cache in addition to the engine's own cache. This base class holds nothing."""
 
     def lookup(self, request: Request, local_tokens: int) -> Hit | None:
-        """Return the hit after the first `local_tokens` tokens. None: the engine must ask again in the next step."""
+        """Return the hit after the first `local_tokens` tokens.
+
+        None means that the engine must ask again in the next step.
+        """
         del request, local_tokens
         return Hit()
 
@@ -132,12 +135,12 @@ class Reuse:
 
     @property
     def pending(self) -> bool:
-        """Whether steps are needed though there is nothing to compute."""
+        """Whether the cache needs steps although no request computes."""
         return False
 
 
 class Engine:
-    """One model, `ranks` ranks that share its heads, and requests until they are done."""
+    """One model, `ranks` ranks that share the model's heads, and the requests that are not done."""
 
     def __init__(
         self,
@@ -149,7 +152,7 @@ class Engine:
         ranks: int = 1,
         prefix_cache: bool = True,
     ) -> None:
-        """`step_tokens` is the most that a step computes."""
+        """`step_tokens` is the largest number of tokens in a step."""
         shape = model.shape
         self.model, self.step_tokens, self._prefix_cache = model, step_tokens, prefix_cache
         self.blocks = Blocks(blocks, block_tokens)
@@ -159,7 +162,10 @@ class Engine:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.loading: dict[str, tuple[Request, int]] = {}
-        """By id of a request that waits for a load, the number of its tokens that are held when the load has ended."""
+        """Requests that wait for a load, by id.
+
+        The number is that of the request's tokens that are held after the load.
+        """
         self._to_preempt: set[str] = set()
 
     def _make_caches(self, shape: Shape, ranks: int) -> dict[str, torch.Tensor]:
@@ -178,7 +184,7 @@ class Engine:
         return request
 
     def abort(self, request: Request) -> None:
-        """Give a request up. Blocks that a load still writes to are released when the load has ended."""
+        """End a request. Blocks to which a load still writes are released when the load has ended."""
         del self.requests[request.request_id]
         self.reuse.finished(request)
         if request in self.waiting:
@@ -208,14 +214,14 @@ class Engine:
         self.reuse.reset()
 
     def preempt_soon(self, request_id: str) -> bool:
-        """Take a running request's blocks away with the next step. Returns whether it runs."""
+        """Preempt a running request with the next step. Return whether the request runs."""
         self._to_preempt |= {one.request_id for one in self.running} & {request_id}
         return request_id in self._to_preempt
 
     # ---- one step -------------------------------------------------------------------------------------------------
 
     def step(self) -> Step:
-        """Schedule, compute and sample. Returns what was scheduled."""
+        """Schedule, compute and sample. Return the scheduled step."""
         step = self._schedule()
         chunks = [self._chunk(request_id, count) for request_id, count in step.num_scheduled_tokens.items()]
         self.reuse.begin(step)
@@ -254,7 +260,7 @@ class Engine:
     def _make_room(self, request: Request, count: int, preempted: set[str]) -> bool:
         """Allocate blocks for `count` more tokens of a running request.
 
-        If there are too few, preempt the youngest requests.
+        If too few blocks are free, preempt the youngest requests.
         """
         while not self.blocks.grow(request.request_id, request.num_computed_tokens + count):
             victim = self.running.pop()

@@ -1,7 +1,7 @@
 """A small causal transformer with a paged KV cache. A token's result depends only on its prefix, bit by bit.
 
-Every token is computed by itself, with operands of the same shapes wherever it is in a batch or a chunk of prefill. So
-results are equal to the last bit, however the work is divided, and tests compare with ``==``.
+Every token is computed alone, with operands of the same shapes, at every place of a batch or a chunk of prefill. So
+results are equal to the last bit, for every division of the work, and tests compare with ``==``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ VOCABULARY = 97
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of the model. `heads` must be a multiple of the ranks that share them."""
+    """Sizes of the model. `heads` must be a multiple of the number of ranks, because the ranks share the heads."""
 
     layers: int = 3
     heads: int = 4
@@ -36,7 +36,7 @@ class Shape:
 
 
 class Chunk(NamedTuple):
-    """The part of one request that a step computes: `tokens` at positions `start` and on, in the blocks of `table`."""
+    """The tokens of one request that a step computes: `tokens`, from position `start` on, in the blocks of `table`."""
 
     tokens: Sequence[int]
     start: int
@@ -76,14 +76,13 @@ class Transformer:
         before: Callable[[str], None],
         after: Callable[[str], None],
     ) -> list[torch.Tensor]:
-        """Compute `chunks`, and return the logits that follow each one's last token, float32 of (`VOCABULARY`,).
+        """Compute `chunks`. For each chunk, return the logits after its last token, float32 of (`VOCABULARY`,).
 
         Args:
             chunks: one per request.
             caches: per rank, each layer's paged cache, float32 of (blocks, heads / ranks, block tokens, 2 * head_dim).
-            before: called with a layer's name before anything of its caches is read or written.
-            after: called with it when the step has written all that it writes there.
-
+            before: called with a layer's name before the layer's caches are read or written.
+            after: called with a layer's name when the step has written all its data to the layer's caches.
         """
         states = [[self.embedding[token] for token in chunk.tokens] for chunk in chunks]
         for layer, name in enumerate(self.shape.names):
@@ -98,7 +97,7 @@ class Transformer:
     def _token(
         self, layer: int, state: torch.Tensor, paged: list[torch.Tensor], table: Sequence[int], position: int
     ) -> torch.Tensor:
-        """Return the state of the token at `position` after `layer`, whose keys and values are written on the way."""
+        """Write the keys and values of the token at `position`, and return the token's state after `layer`."""
         heads, dim = self.shape.heads, self.shape.head_dim
         query, key, value = torch.mv(self.qkv[layer], _normed(state)).view(3, heads, dim)
         angle = position * self.rotation
@@ -118,7 +117,10 @@ class Transformer:
         position: int,
         at: int,
     ) -> torch.Tensor:
-        """Write the token's keys and values, and return what the rank's heads, from `at` on, see of the prefix."""
+        """Write the token's keys and values for one rank.
+
+        Return the attention of the rank's heads, from head `at` on, to the prefix.
+        """
         size, dim, stop = cache.shape[2], self.shape.head_dim, at + cache.shape[1]
         block, offset = divmod(position, size)
         cache[table[block], :, offset] = pairs[at:stop]
@@ -132,6 +134,6 @@ def _normed(state: torch.Tensor) -> torch.Tensor:
 
 
 def _turned(rows: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
-    """Return `rows` of (heads, head_dim) turned by `angle`, as rotary positions do."""
+    """Return `rows` of (heads, head_dim), rotated by `angle` as in rotary position embeddings."""
     low, high = rows.chunk(2, dim=1)
     return torch.cat((low * angle.cos() - high * angle.sin(), low * angle.sin() + high * angle.cos()), dim=1)

@@ -43,7 +43,7 @@ def _members(protocol: type) -> Iterator[tuple[str, object]]:
 
 
 def _fields(protocol: type) -> str:
-    """Return a table row per member of a protocol: its name, its docstring, and its default if any member has one."""
+    """Return a table with a row per member of a protocol: name, docstring, and default if any member has a default."""
     rows = []
     for name, member in _members(protocol):
         made = member.fget if isinstance(member, property) else member

@@ -1,4 +1,4 @@
-"""Prompts, and the engine's answers to these prompts without any cache."""
+"""Prompts, and checks of the engine's answers against answers without any cache."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def _alone(words: tuple[int, ...], new_tokens: int) -> Request:
 
 
 def check(requests: Sequence[Request]) -> None:
-    """Check that each request is done, and has the answer that it gets alone, to the last bit of the logits."""
+    """Check that each request is done, and has the same answer as alone and without a cache.
+
+    Logits are compared to the last bit.
+    """
     for request in requests:
         expected = _alone(tuple(request.all_token_ids[: request.num_prompt_tokens]), request.new_tokens_max)
         assert request.output == expected.output, request.request_id

@@ -1,4 +1,4 @@
-"""The checks that every engine behind kvpipe must pass, applied to this engine."""
+"""Tests this engine with the checks that every engine with kvpipe must pass."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ToyDriver:
         self._engine.step()
 
     def answer(self, request_id: str) -> object:
-        """See `Driver`. To the last bit of the logits."""
+        """See `Driver`. Answers are compared to the last bit of the logits."""
         request = self._requests[request_id]
         return request.output, [one.tolist() for one in request.logits]
 

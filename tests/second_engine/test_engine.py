@@ -1,4 +1,4 @@
-"""The engine without kvpipe: an answer depends only on its prompt, whatever is computed at the same time."""
+"""The engine without kvpipe: an answer depends only on its prompt, and not on other requests in the batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_answers_do_not_depend_on_the_batch(step_tokens: int) -> None:
 
 
 def test_first_token_of_a_prompt_changes_the_answer() -> None:
-    """Another first token changes the answer, so wrong KV anywhere changes an answer, too."""
+    """Another first token changes the answer, so wrong KV of any token changes an answer, too."""
     engine = Engine(MODEL)
     one, other = prompt(40, seed=1), (5, *prompt(40, seed=1)[1:])
     made = [engine.add("one", one), engine.add("other", other)]
@@ -28,7 +28,7 @@ def test_first_token_of_a_prompt_changes_the_answer() -> None:
 
 
 def test_the_prefix_cache_changes_no_answer() -> None:
-    """A prompt that begins like an earlier one is computed from there on, with the same answer."""
+    """If a prompt begins like an earlier prompt, only the other tokens are computed, with the same answer."""
     engine = Engine(MODEL)
     first = engine.add("first", prompt(30, shared=22))
     engine.run()
@@ -54,7 +54,7 @@ def test_preemption_changes_no_answer(prefix_cache: bool) -> None:
 
 
 def test_blocks_of_an_aborted_request_are_free() -> None:
-    """The blocks of an aborted request are free, and other requests are answered."""
+    """The blocks of an aborted request become free, and other requests are answered."""
     engine = Engine(MODEL)
     one, other = engine.add("one", prompt(20)), engine.add("other", prompt(20, seed=1))
     engine.step()

@@ -1,4 +1,7 @@
-"""The page for authors of other engines' adapters describes the code's behaviour, and the code on it needs no vLLM."""
+"""The page for authors of other engines' adapters describes the code's behaviour.
+
+The code on the page needs no vLLM.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,6 @@ def test_the_page_is_fresh() -> None:
 
 
 def test_no_vllm_is_imported(tmp_path: object) -> None:
-    """In a process of its own the engine loads KV, also from a tier, and nothing there comes from vLLM."""
+    """In a process of its own the engine loads KV, also from a tier. The process imports no module of vLLM."""
     done = subprocess.run([sys.executable, "-c", _RUN, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

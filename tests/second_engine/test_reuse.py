@@ -21,7 +21,10 @@ BLOCK, CHUNK, POOL = 4, 8, "1MiB"
 
 
 class World:
-    """Engines with kvpipe, which the fixture ends. Their own prefix cache is off unless a test enables it."""
+    """Engines with kvpipe. The fixture ends the engines.
+
+    Their own prefix cache is off unless a test enables the cache.
+    """
 
     def __init__(self) -> None:
         """Start without engines."""
@@ -52,7 +55,7 @@ class World:
 
 @pytest.fixture
 def world() -> Iterator[World]:
-    """Return a world, and end it."""
+    """Yield a world, and end its engines after the test."""
     made = World()
     yield made
     made.end()
@@ -88,13 +91,13 @@ def test_computed_prefix_is_loaded(world: World, load: str, ranks: int) -> None:
     check([first, again, branch, longer])
     assert (
         kvpipe.scheduler.counters["tokens_loaded"] == 28 + 16 + 36
-    )  # whole blocks, and whole chunks where prompts diverge
+    )  # a hit has whole blocks, or whole chunks if prompts diverge
     assert faults(kvpipe) == {}
     settled(engine, kvpipe)
 
 
 def test_blocks_of_the_engine_s_own_cache_are_not_loaded(world: World) -> None:
-    """Blocks that the engine holds are not loaded, and blocks that the engine has given up are loaded."""
+    """Blocks that the engine holds are not loaded, and blocks that the engine has dropped are loaded."""
     engine, kvpipe = world.make(prefix_cache=True)
     engine.add("first", prompt(30))
     engine.run()
@@ -129,7 +132,7 @@ def test_preempted_requests_get_their_answers(world: World, load: str) -> None:
 def test_a_restart_finds_the_disk(world: World, tmp_path: Path, ranks: int) -> None:
     """Another engine with the same weights loads the KV that this engine has computed.
 
-    With other weights it finds nothing.
+    An engine with other weights finds no KV.
     """
     tier = {"kind": "disk", "path": str(tmp_path), **PATIENT}
     keys: dict[str, Any] = {
@@ -154,7 +157,7 @@ def test_a_restart_finds_the_disk(world: World, tmp_path: Path, ranks: int) -> N
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("load", ["sync", "async"])
 def test_failed_loads_are_computed(world: World, load: str, ranks: int) -> None:
-    """Every second load fails. Its tokens are computed, and no KV that depends on a failed load is kept."""
+    """Every second load fails. The tokens of a failed load are computed, and no KV that depends on the load is kept."""
 
     def fails(direction: Direction, second: bool, layer: int) -> bool:
         return direction is Direction.LOAD and second and layer == 1
@@ -173,7 +176,7 @@ def test_failed_loads_are_computed(world: World, load: str, ranks: int) -> None:
 
 
 def test_blocks_are_kept_until_the_load_of_an_aborted_request_has_ended(world: World) -> None:
-    """Until then the load still writes the blocks, so no other request may get them."""
+    """The load of an aborted request still writes to its blocks, so no other request may get these blocks yet."""
     copiers: list[HeldEngine] = []
 
     def copier() -> HeldEngine:

@@ -1,1 +1,1 @@
-"""Tests of the site that is made of the pages."""
+"""Tests of the documentation's site, which is built from the pages."""

@@ -1,4 +1,4 @@
-"""The site builds from what is here, and does not from pages that promise what is not there."""
+"""The site builds from this repository's pages. A page with a reference to a missing thing makes the build fail."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ def _build(source: Path, out: Path, *more: str) -> subprocess.CompletedProcess[s
 
 @pytest.mark.slow
 def test_the_site_builds(tmp_path: Path) -> None:
-    """Pages, reference, pictures and a search index, without a warning; machines are drawn, docstrings are there."""
+    """The site has pages, reference, pictures and a search index, without a warning.
+
+    It has drawn machines and docstrings.
+    """
     subprocess.run([sys.executable, "tools/docs_pages.py"], check=True, cwd=ROOT)
     done = _build(ROOT / "docs", tmp_path)
     assert done.stderr == ""
@@ -44,7 +47,7 @@ ABSENT = {
     "file": ("`kvpipe/nowhere.py`", "there is no file kvpipe/nowhere.py"),
     "name": ("`kvpipe.cache.catalog.Nothing`", "there is no kvpipe.cache.catalog.Nothing"),
 }
-"""For each kind of thing that a page can name: the name of an absent one, and the warning."""
+"""For each kind of thing that a page can name: a reference to a missing thing, and the warning."""
 
 
 def test_broken_reference_fails_the_build(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
-"""An interpreter for the PTX code of the copy kernel. It runs 256 lanes at a time and checks every memory access.
+"""An interpreter for the PTX code of the copy kernel.
 
-It knows the instructions of that kernel, and raises LookupError for others.
+The interpreter runs 256 lanes at a time and checks every memory access. The interpreter knows the instructions of that
+kernel, and raises LookupError for other instructions.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class Memory:
     """Device and host memory. Only allocated bytes may be accessed."""
 
     def __init__(self, base: int, size: int) -> None:
-        """`base`: the address of the first byte."""
+        """`base` is the address of the first byte."""
         self.base, self.bytes = base, np.full(size, FILL, np.uint8)
         self.stored = 0
         self._ranges: list[tuple[int, int]] = []
@@ -41,7 +42,7 @@ class Memory:
         return self.bytes[address - self.base : address - self.base + size]
 
     def places(self, addresses: Lanes, size: int) -> Lanes:
-        """Return the places of accesses of `size` bytes. Raises AssertionError for a forbidden access."""
+        """Return the offsets in memory of accesses of `size` bytes. Raises AssertionError for a forbidden access."""
         assert not (addresses % size).any(), f"an access of {size} bytes is not aligned"
         allowed = np.zeros(len(addresses), bool)
         for low, high in self._ranges:
@@ -51,7 +52,7 @@ class Memory:
 
 
 class Instruction(NamedTuple):
-    """One instruction: the predicate (or ""), the operation, and its operands as text."""
+    """One instruction: the predicate (or ""), the operation, and the operands as text."""
 
     predicate: str
     operation: str
@@ -101,7 +102,7 @@ OPERATIONS: Final[dict[str, Callable[..., Lanes]]] = {
     "min.s32": lambda a, b: np.minimum(_signed(a), _signed(b)),
     "max.s32": lambda a, b: np.maximum(_signed(a), _signed(b)),
 }
-"""Functions by the beginning of an operation's name."""
+"""The functions that carry out operations, by the beginning of the operation's name."""
 WIDE: Final = ("cvt.s64", "cvt.u64", "mul.wide", "mad.wide")
 COMPARISONS: Final = {
     "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge, "eq": operator.eq, "ne": operator.ne,
@@ -109,10 +110,10 @@ COMPARISONS: Final = {
 
 
 class Kernel:
-    """A kernel that can be run."""
+    """A kernel that the interpreter can run."""
 
     def __init__(self, ptx: str) -> None:
-        """`ptx`: the text of a module with one kernel."""
+        """`ptx` is the text of a module with one kernel."""
         self._code: list[Instruction] = []
         self._labels: dict[str, int] = {}
         for raw in ptx[ptx.index("$L__func_begin0:") : ptx.index("$L__func_end0:")].splitlines():
@@ -123,7 +124,7 @@ class Kernel:
                 self._code += [_instruction(one.strip()) for one in line.strip("{}").split(";") if one.strip()]
 
     def run(self, memory: Memory, grid: int, *parameters: int) -> None:
-        """Run `grid` programs one after another. The kernel's last parameters, which Triton adds, are 0."""
+        """Run `grid` programs one after another. The last parameters, which Triton adds, are 0."""
         for program in range(grid):
             _Program(self._code, self._labels, memory, parameters, program, grid).run()
 

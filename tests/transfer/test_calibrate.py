@@ -1,4 +1,4 @@
-"""The choice of a mover: by measured costs for copies and bytes. A mover that copies wrong bytes is never chosen."""
+"""Tests of the choice of a mover by measured costs. A mover that copies wrong bytes is never chosen."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from kvpipe.transfer.pool import HostPool
 
 
 def attach(device: FakeDevice, mover: Mover | None = None, **options: int) -> CudaEngine:
-    """Return an attached engine, which has measured its movers."""
+    """Return an attached engine that has measured its movers."""
     caches = [torch.zeros(BLOCKS, PAGE_BYTES, dtype=torch.uint8) for _ in range(LAYERS)]
     engine = CudaEngine(device, mover=mover, **options)  # type: ignore[arg-type]
     engine.attach([view_pages(f"{i}", cache, BLOCKS) for i, cache in enumerate(caches)], GEOMETRY, HostPool(GEOMETRY))
@@ -53,9 +53,9 @@ def test_fit_is_never_negative_and_right_without_noise(
 
 
 def test_noise_cannot_make_a_part_negative() -> None:
-    """In noisy samples, many copies may take less time than one copy, or many bytes less than few.
+    """In noisy samples, many copies may take less time than one copy, or many bytes less time than few bytes.
 
-    Their cost is then 0.
+    In such a case the cost of a copy or of a byte is 0.
     """
     assert fit([Measurement(1, 64, 10.0), Measurement(64, 4096, 8.0), Measurement(4, 8192, 7.0)]) == pytest.approx(
         (25 / 3, 0, 0)
@@ -67,13 +67,13 @@ COSTS = {
     Mover.STAGED: Cost(20, 0.3, 1 / 54_000),
     Mover.DIRECT: Cost(14, 0, 1 / 47_000),
 }
-"""Costs like those of a GPU with a fifth-generation bus, in bytes per microsecond."""
+"""Costs like those of a GPU with a fifth-generation bus, in microseconds and bytes per microsecond."""
 LOADS = {mover: Way(cost, cost) for mover, cost in COSTS.items()}
 SAVES = LOADS | {Mover.STAGED: Way(COSTS[Mover.STAGED], Cost(12, 0, 1 / 1_000_000))}
 
 
 def layout_and_plan(page_bytes: int, requests: int, pages: int, *, adjacent: bool) -> tuple[Layout, CopyPlan]:
-    """Return a plan of `requests` runs of `pages` pages. No two runs are adjacent."""
+    """Return a layout, and a plan of `requests` runs of `pages` pages. No two runs are adjacent."""
     group = Group((Layer("a", page_bytes),), block_tokens=16)
     geometry = Geometry((group,), chunk_tokens=256, pool_bytes_max=(requests + 1) * 16 * max(page_bytes, 256))
     step = 1 if adjacent else 2
@@ -86,16 +86,16 @@ def layout_and_plan(page_bytes: int, requests: int, pages: int, *, adjacent: boo
 @pytest.mark.parametrize(
     ("page_bytes", "requests", "pages", "adjacent", "expected"),
     [
-        (64 << 10, 1, 16, True, Mover.DMA),  # one copy is one copy
-        (1 << 20, 4, 16, False, Mover.DMA),  # pages so large that nothing is to be gained
-        (8 << 10, 32, 16, False, Mover.STAGED),  # small scattered pages of whole chunks: few large copies
-        (8 << 10, 64, 1, False, Mover.DIRECT),  # a page here and there, of many requests
+        (64 << 10, 1, 16, True, Mover.DMA),  # `dma` needs one copy, like the other movers
+        (1 << 20, 4, 16, False, Mover.DMA),  # pages are so large that other movers gain nothing
+        (8 << 10, 32, 16, False, Mover.STAGED),  # small scattered pages of whole chunks become few large copies
+        (8 << 10, 64, 1, False, Mover.DIRECT),  # single pages of many requests
     ],
 )
 def test_the_choice_follows_from_the_costs(
     page_bytes: int, requests: int, pages: int, adjacent: bool, expected: Mover
 ) -> None:
-    """Few large copies go by DMA, scattered pages of whole chunks through a bay, stray pages by the kernel."""
+    """Few large copies use DMA, scattered pages of whole chunks a bay, and single pages the kernel."""
     layout, plan = layout_and_plan(page_bytes, requests, pages, adjacent=adjacent)
     assert choose(LOADS, layout, plan) is expected
 
@@ -103,8 +103,8 @@ def test_the_choice_follows_from_the_costs(
 @pytest.mark.parametrize(
     ("page_bytes", "requests", "pages", "expected"),
     [
-        (64 << 10, 1, 16, Mover.DMA),  # 1 MiB: the bytes would land too late
-        (64 << 10, 8, 16, Mover.STAGED),  # 8 MiB: they land as soon by DMA, but the blocks are free 12 times as soon
+        (64 << 10, 1, 16, Mover.DMA),  # 1 MiB: with `staged` the bytes would land too late
+        (64 << 10, 8, 16, Mover.STAGED),  # 8 MiB: bytes land as soon as by DMA, and blocks are free 12 times as soon
         (1 << 20, 4, 16, Mover.STAGED),
         (8 << 10, 64, 1, Mover.DIRECT),
     ],
@@ -112,14 +112,14 @@ def test_the_choice_follows_from_the_costs(
 def test_save_uses_the_mover_that_first_reads_its_blocks(
     page_bytes: int, requests: int, pages: int, expected: Mover
 ) -> None:
-    """Among the movers whose bytes land in time, a save uses the mover that first finishes reading the blocks."""
+    """Among movers whose bytes land in time, a save uses the mover that first finishes reading the blocks."""
     layout, plan = layout_and_plan(page_bytes, requests, pages, adjacent=True)
     assert choose(LOADS, layout, plan) in {Mover.DMA, Mover.DIRECT}
     assert choose(SAVES, layout, plan) is expected
 
 
 def test_single_pages_have_separate_costs() -> None:
-    """Single pages, as of a decoding batch, have a separate cost model: `staged` needs as many copies as `dma`."""
+    """Single pages, as in decoding, have a separate cost model, because `staged` copies each of them like `dma`."""
     lone = Cost(20, 2.0, 1 / 54_000)
     ways = LOADS | {Mover.STAGED: Way(COSTS[Mover.STAGED], COSTS[Mover.STAGED], lone, lone)}
     del ways[Mover.DIRECT]
@@ -130,7 +130,7 @@ def test_single_pages_have_separate_costs() -> None:
 
 
 def test_single_pages_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cost model of single pages uses only measurements of single pages, not those of whole chunks."""
+    """The cost model of single pages uses only measurements of single pages, not measurements of whole chunks."""
     measured: list[tuple[Mover, Direction, list[Measurement]]] = []
     real = calibrate._sample
 
@@ -152,7 +152,7 @@ def test_single_pages_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Timed(FakeDevice):
-    """A device with a simulated clock: a byte takes 1 us on the bus, and no time within the device."""
+    """A device with a simulated clock: a byte takes 1 us on the bus, and 0 us within the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ class Timed(FakeDevice):
 
 
 def test_a_staged_save_is_measured_until_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A staged save has read its blocks when the kernel ends, other saves when the bytes have landed."""
+    """A staged save has read its blocks when the kernel ends. Other saves have when the bytes have landed."""
     device = Timed()
     clock = SimpleNamespace(perf_counter=lambda: device.now_s, monotonic=lambda: 0.0)
     monkeypatch.setattr(calibrate, "time", clock)
@@ -222,12 +222,12 @@ class Wrong(FakeDevice):
     """A device whose kernels copy wrong bytes."""
 
     def launch(self, stream: FakeStream, launch: Launch) -> None:
-        """Leave the last page out."""
+        """Copy all pages except the last page."""
         super().launch(stream, launch._replace(rows=launch.rows - 1))
 
 
 class Refusing(FakeDevice):
-    """A device that compiles no kernel."""
+    """A device that cannot compile kernels."""
 
     def launch(self, stream: FakeStream, launch: Launch) -> None:  # noqa: ARG002
         """Raise the error that Triton raises without a C compiler."""
@@ -235,7 +235,7 @@ class Refusing(FakeDevice):
 
 
 class NoBatches(FakeDevice):
-    """A device whose driver has no batches of copies."""
+    """A device whose driver does not support batches of copies."""
 
     def copy_batch(self, stream: FakeStream, copies: CopyBatch, *, settled: bool) -> None:  # noqa: ARG002
         """Raise the error of an old driver."""
@@ -253,7 +253,7 @@ def test_mover_that_fails_its_check_is_not_used(make: Callable[[], FakeDevice]) 
 
 
 def test_copies_use_torch_without_a_usable_mover() -> None:
-    """If the driver refuses even plain batches, torch makes the copies, which is slow but correct."""
+    """If the driver refuses even plain batches, torch makes the copies. They are slow but correct."""
     device = NoBatches()
     device.no_kernels = "no Triton"
     engine = attach(device)
@@ -267,7 +267,7 @@ def test_copies_use_torch_without_a_usable_mover() -> None:
 
 @pytest.mark.parametrize("mover", [Mover.DMA, Mover.STAGED, Mover.DIRECT])
 def test_configured_mover_is_used(mover: Mover) -> None:
-    """A pinned mover is chosen in both directions, whatever its costs are."""
+    """A mover that the configuration sets is used in both directions, at any cost."""
     engine = attach(FakeDevice(), mover)
     try:
         for direction in Direction:
@@ -289,13 +289,13 @@ def test_configured_mover_is_used(mover: Mover) -> None:
 def test_a_pinned_mover_that_cannot_be_used_is_refused(
     device: FakeDevice, options: dict[str, int], mover: Mover, why: str
 ) -> None:
-    """The refusal names the key, the value, the reason and the remedy, before the engine starts."""
+    """The engine does not start. The refusal names the key, the value, the reason and the remedy."""
     with pytest.raises(UnsupportedError, match=rf"mover='{mover.value}' cannot be used here \({why}\); set mover to"):
         attach(device, mover, **options)
 
 
 def test_auto_reports_that_no_page_fits_a_bay() -> None:
-    """The log reports pages that are larger than a bay, for example blocks of all layers."""
+    """The log reports that pages are larger than a bay. For example, a page may be a block of all layers."""
     with capture_logs() as logs:
         attach(FakeDevice(), staging_bytes_max=64).shutdown()
     (found,) = (entry for entry in logs if entry["event"] == "staged_not_used")
@@ -303,7 +303,7 @@ def test_auto_reports_that_no_page_fits_a_bay() -> None:
 
 
 def test_a_pinned_mover_is_checked_where_nothing_is_pinned() -> None:
-    """A mover that the device cannot run is refused at start-up, even if nothing is pinned and torch would copy."""
+    """A mover that the device cannot run is refused at start-up, even if nothing is pinned and torch copies."""
     device = FakeDevice(pins_max=0)
     device.no_kernels = "no Triton"
     with pytest.raises(UnsupportedError, match="no Triton"):
@@ -312,7 +312,7 @@ def test_a_pinned_mover_is_checked_where_nothing_is_pinned() -> None:
 
 @pytest.mark.parametrize("mover", [None, Mover.STAGED])
 def test_no_unchecked_mover_is_used(mover: Mover | None) -> None:
-    """If the first piece cannot be pinned, no piece is ever pinned.
+    """If the first range of slots cannot be pinned, no range is pinned later.
 
     Torch makes all copies, and one warning is logged.
     """
@@ -352,7 +352,7 @@ def test_engine_starts_without_memory_for_staging() -> None:
 
 
 def test_engine_starts_without_memory_for_scratch_pages() -> None:
-    """If the device has no memory for scratch pages, no mover is measured, and copies use DMA."""
+    """If the device has no memory for scratch pages, no mover is measured, and all copies use DMA."""
     device = FakeDevice()
     device.memory_max = 0
     engine = attach(device)
@@ -365,7 +365,7 @@ def test_engine_starts_without_memory_for_scratch_pages() -> None:
 
 
 def test_every_kernel_is_compiled_before_the_first_step() -> None:
-    """Each variant of the kernel is launched once at start-up without rows: by page size, with and without a bay."""
+    """At start-up each variant of the kernel is launched once without rows: each page size, with and without a bay."""
     device = FakeDevice()
     launched: list[Launch] = []
     real = device.launch
@@ -386,7 +386,7 @@ def test_every_kernel_is_compiled_before_the_first_step() -> None:
 
 
 def test_measurements_end_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the time limit no measurement is repeated, but every mover still gets its three samples."""
+    """After the time limit measurements are not repeated any more. Every mover still gets its three samples."""
     runs: list[Mover] = []
     real = calibrate._run
 

@@ -65,7 +65,7 @@ WAITS = {
     ],
 }
 WAITS["pageable"] = WAITS["dma"]
-"""Every wait of the engine: (stream that waits, stream waited for, program that needs it)."""
+"""Every wait of the engine: (stream that waits, stream that is waited for, test program that needs the wait)."""
 
 
 def make_ready(w: World) -> None:
@@ -77,7 +77,7 @@ def make_ready(w: World) -> None:
     ("mover", "waits", "waits_for", "program"), [(m, *wait) for m, waits in WAITS.items() for wait in waits]
 )
 def test_a_forgotten_wait_is_found(mover: str, waits: str, waits_for: str, program: Program) -> None:
-    """If any one of the engine's waits is missing, some schedule gives wrong bytes."""
+    """If any one of the engine's waits is missing, at least one schedule gives wrong bytes."""
 
     def breaks(drawn: tuple[dict[int, list[int]], list[int]]) -> bool:
         table, schedule = drawn
@@ -85,12 +85,12 @@ def test_a_forgotten_wait_is_found(mover: str, waits: str, waits_for: str, progr
             return not program(w, table)
 
     few = settings(max_examples=1500, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
-    find(st.tuples(tables, schedules), breaks, settings=few)  # raises where there is none
+    find(st.tuples(tables, schedules), breaks, settings=few)  # `find` raises an error if no schedule breaks the program
 
 
 @on_devices
 def test_the_host_never_waits(kind: str) -> None:
-    """On a device that runs no work, submissions, guards and fences return, and no ticket is complete."""
+    """On a device that runs no work, submissions, guards and fences return, although no ticket is complete."""
     with world(kind) as w:
         for direction in Direction:
             for layer in range(LAYERS):
@@ -106,9 +106,12 @@ def test_the_host_never_waits(kind: str) -> None:
 @pytest.mark.parametrize("copies", [0, 1, 3])
 @on_devices
 def test_an_error_between_copies_fails_the_ticket(kind: str, direction: Direction, copies: int) -> None:
-    """If an error interrupts queueing a layer, its ticket fails before the reader waits. The fence still works."""
+    """If an error interrupts the queueing of a layer, the layer's ticket fails before the reader waits.
+
+    The fence still works.
+    """
     with capture_logs(), world(kind) as w:
-        w.device.copies_until_error = copies if kind != "fake_direct" else 0  # which does all in one launch
+        w.device.copies_until_error = copies if kind != "fake_direct" else 0  # `direct` makes all copies in one launch
         job = make_job(7, [(0, 1, page, block) for page, block in enumerate((0, 2, 4, 6))])
         bad = w.submit(direction, 0, [job])
         assert bad.failed == {7}
@@ -136,10 +139,10 @@ def test_an_error_on_the_device_fails_the_ticket(kind: str) -> None:
 @pytest.mark.parametrize("direction", Direction)
 @on_devices
 def test_failed_query_does_not_end_the_copy(kind: str, direction: Direction) -> None:
-    """If an event's query raises on a working device, the ticket fails, and is over when its copies have ended."""
+    """If an event's query raises on a working device, the ticket fails. The ticket ends when its copies have ended."""
     with capture_logs() as logs, world(kind) as w:
         jobs = [make_job(4, job_rows(0, TABLE), Kind.SAVE if direction is Direction.SAVE else Kind.LOAD_SYNC)]
-        with w.device.lock:  # the device stands still
+        with w.device.lock:  # the device runs no work now
             ticket = w.submit(direction, 0, jobs)
             behind = w.submit(direction, 1, [make_job(5, job_rows(1, TABLE), Kind(jobs[0].kind))])
             landed_of(ticket).refusals = 1
@@ -156,9 +159,9 @@ def test_failed_query_does_not_end_the_copy(kind: str, direction: Direction) -> 
 
 @on_devices
 def test_a_save_is_not_trusted_while_a_load_is_in_doubt(kind: str) -> None:
-    """If the event of a load raised, the load is reported only when its stream is empty.
+    """If the query of a load's event raised, the load is reported only when the load's stream is empty.
 
-    Until then saves fail, because they may have been computed from it.
+    Until the report saves fail, because they may have been computed from the load.
     """
     with capture_logs() as logs, world(kind) as w:
         with w.device.lock:
@@ -214,7 +217,7 @@ def test_a_lost_device_fails_tickets_and_guards(kind: str) -> None:
 @pytest.mark.parametrize("late", Direction, ids=lambda d: f"fires-while-{d.name}-is-asked")
 @on_devices
 def test_a_failed_load_is_reported_before_a_save_that_rests_on_it(kind: str, late: Direction) -> None:
-    """A failed load is reported before a save that was computed from it, even if both end between two queries."""
+    """A failed load is reported before a save that was computed from the load, even if both end between two queries."""
     with world(kind) as w:
         asked = threading.Event()
         load = w.submit(Direction.LOAD, 0, [make_job(1, job_rows(0, TABLE), Kind.LOAD_SYNC)])
@@ -238,9 +241,9 @@ def test_a_failed_load_is_reported_before_a_save_that_rests_on_it(kind: str, lat
 
 @on_devices
 def test_the_pool_is_pinned_in_whole_slots(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pinned pieces are whole slots and cover the pool once, without gaps.
+    """The pinned ranges are whole slots and cover the pool once, without gaps.
 
-    `shutdown` unpins exactly these pieces.
+    `shutdown` unpins exactly these ranges.
     """
     monkeypatch.setattr(CudaEngine, "piece_bytes", 3 * GEOMETRY.slot_bytes + 1)
     with world(kind) as w:
@@ -256,7 +259,7 @@ def test_the_pool_is_pinned_in_whole_slots(kind: str, monkeypatch: pytest.Monkey
 
 
 def test_calibration_gets_its_bytes_in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Start-up pins only the bytes that calibration needs, in small pieces."""
+    """Start-up pins only the bytes that calibration needs, in small ranges."""
     monkeypatch.setattr(CudaEngine, "piece_bytes", 2 * GEOMETRY.slot_bytes)
     monkeypatch.setattr(cuda, "FIRST_BYTES", 5 * GEOMETRY.slot_bytes)
     device = FakeDevice()
@@ -268,14 +271,14 @@ def test_calibration_gets_its_bytes_in_small_pieces(monkeypatch: pytest.MonkeyPa
 
 
 class Pinning(FakeDevice):
-    """A device that records the begin of each pin, and ends it only when `gate` is set."""
+    """A device that records the begin of each pin, and ends the pin only when `gate` is set."""
 
     def __init__(self, name: str, gate: threading.Event, seen: list[str]) -> None:
         super().__init__()
         self.name, self.gate, self.seen = name, gate, seen
 
     def register(self, address: int, size: int) -> None:
-        """Pin."""
+        """Record the begin, wait for `gate`, and record the end."""
         self.seen.append(f"{self.name} begins")
         assert self.gate.wait(WAIT_S)
         super().register(address, size)
@@ -283,10 +286,11 @@ class Pinning(FakeDevice):
 
 
 def pin_two(monkeypatch: pytest.MonkeyPatch, path: Path) -> list[str]:
-    """Pin in two simulated processes. The second begins while the first pins."""
+    """Pin in two simulated processes. The second process begins while the first process pins."""
     gate, seen = threading.Event(), list[str]()
     monkeypatch.setattr(pinning, "TURNS", path)
-    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: gate.set())  # the second waits for its turn
+    # the second process sleeps while it waits for its turn
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: gate.set())
     monkeypatch.setattr(pinning, "time", clock)
     pools = [HostPool(GEOMETRY) for _ in range(2)]
     pins = [Pins(Pinning(name, gate, seen), pool) for name, pool in zip("ab", pools, strict=True)]
@@ -303,7 +307,10 @@ def pin_two(monkeypatch: pytest.MonkeyPatch, path: Path) -> list[str]:
 
 
 def test_piece_that_begins_before_the_last_one_ends_is_pinned() -> None:
-    """The first piece is small if few slots of a node's memory have memory at start-up. The next piece is larger."""
+    """The first pinned range is small if few slots of a node's memory have memory at start-up.
+
+    The next range is larger.
+    """
     pool, device = HostPool(GEOMETRY), FakeDevice()
     pins, size = Pins(device, pool), pool.slot_bytes
     for first, slots in ((0, 1), (0, 3), (1, 1), (3, 1)):
@@ -322,13 +329,13 @@ def test_one_process_of_a_machine_pins_at_a_time(tmp_path: Path, monkeypatch: py
 def test_pinning_does_not_depend_on_another_process(
     folder: str, turn_s_max: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a file to lock, or if another process never releases the lock, the process pins anyway."""
+    """The process also pins if there is no file to lock, or if another process never releases the lock."""
     monkeypatch.setattr(pinning, "TURN_S_MAX", turn_s_max)
     assert pin_two(monkeypatch, tmp_path / folder / "lock")[:2] == ["a begins", "b begins"]
 
 
 def test_a_piece_is_at_least_a_slot() -> None:
-    """A slot larger than the piece limit is a piece of its own, so no copy crosses two pieces."""
+    """A slot that is larger than `piece_bytes` is pinned alone, so no copy crosses two pinned ranges."""
     pool, claimed = HostPool(GEOMETRY), list[tuple[int, int]]()
 
     def claim(*piece: int) -> bool:
@@ -341,7 +348,10 @@ def test_a_piece_is_at_least_a_slot() -> None:
 
 @on_devices
 def test_slots_that_cannot_be_pinned_are_not_used(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only pinned slots are used, so that no plan is pageable. More slots are used when pinning succeeds later."""
+    """Only pinned slots are used, so no plan needs the mover `pageable`.
+
+    More slots are used when pinning succeeds later.
+    """
     monkeypatch.setattr(CudaEngine, "piece_bytes", GEOMETRY.slot_bytes)
     monkeypatch.setattr(ready, "SHORT_S", 0.001)
     with capture_logs() as logs, world(kind, device=FakeDevice(pins_max=2)) as w:
@@ -363,7 +373,7 @@ def test_slots_that_cannot_be_pinned_are_not_used(kind: str, monkeypatch: pytest
 
 
 def test_nothing_is_pinned_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the end no piece is pinned, because the pool's memory may have been freed."""
+    """After the engine's end no slot is pinned, because the pool's memory may have been freed."""
     monkeypatch.setattr(CudaEngine, "piece_bytes", GEOMETRY.slot_bytes)
     with world("fake_dma") as w:
         w.engine.shutdown()
@@ -384,7 +394,10 @@ def test_a_pool_that_cannot_be_pinned_still_works(kind: str) -> None:
 
 @pytest.mark.parametrize(("where", "made"), [("cuda:0", CudaEngine), ("cpu", CpuEngine), ("xpu:0", None)])
 def test_the_caches_choose_the_engine(where: str, made: type[TransferEngine] | None) -> None:
-    """Caches on a CUDA device get the CUDA engine, those in host memory the CPU's; others are refused by name."""
+    """Caches on a CUDA device get the CUDA engine, and caches in host memory get the CPU's engine.
+
+    Other devices are refused by name.
+    """
     device, options = torch.device(where).type, EngineOptions(load_settings())
     if made is None:
         with pytest.raises(UnsupportedError, match="'xpu' are not supported"):
@@ -395,7 +408,7 @@ def test_the_caches_choose_the_engine(where: str, made: type[TransferEngine] | N
 
 @on_devices
 def test_a_hanging_device_does_not_hang_shutdown(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the device hangs, `shutdown` returns, tickets fail, and memory that it may still write stays pinned."""
+    """If the device hangs, `shutdown` returns, tickets fail, and memory that copies may still write stays pinned."""
     monkeypatch.setattr(cuda, "SHUTDOWN_S_MAX", 0.05)
     gate = threading.Event()
     with world(kind) as w:
@@ -416,7 +429,7 @@ def test_a_hanging_device_does_not_hang_shutdown(kind: str, monkeypatch: pytest.
 
 @on_devices
 def test_a_dead_context_is_reported_once(kind: str) -> None:
-    """After an error of the context, the engine logs one traceback and fails every ticket in order."""
+    """After an error of the CUDA context, the engine logs one traceback and fails every ticket in order."""
     with capture_logs() as logs, world(kind) as w:
         before = [w.submit(Direction.SAVE, layer, [make_job(1, job_rows(0, TABLE))], layer) for layer in range(LAYERS)]
         w.device.dead = ILLEGAL_ACCESS
@@ -436,7 +449,7 @@ def test_a_dead_context_is_reported_once(kind: str) -> None:
 @settings(max_examples=10, deadline=None)
 @given(table=tables, schedule=schedules)
 def test_lanes_may_share_streams(kind: str, streams_max: int, table: dict[int, list[int]], schedule: list[int]) -> None:
-    """If torch returns the same stream twice, even the compute stream, bytes are right and no thread hangs."""
+    """Torch may return the same stream twice, or the compute stream. Even then bytes are right and no thread hangs."""
     for program in (saves_are_right, loads_are_right):
         device = FakeDevice(streams_max=streams_max)
         with world(kind, device=device, schedule=schedule) as w:
@@ -445,7 +458,7 @@ def test_lanes_may_share_streams(kind: str, streams_max: int, table: dict[int, l
 
 @on_devices
 def test_abandon_does_not_query_the_device(kind: str) -> None:
-    """`abandon` makes no query, because the watchdog's query would make a graph's capture fail."""
+    """`abandon` does not query the device, because a query by the watchdog would make the capture of a graph fail."""
     with world(kind) as w:
         ticket = w.submit(Direction.SAVE, 0, [make_job(1, job_rows(0, TABLE))])
         event = landed_of(ticket)
@@ -467,7 +480,7 @@ def test_abandon_does_not_query_the_device(kind: str) -> None:
 def test_completions_can_be_waited_for(kind: str) -> None:
     """With blocking events no thread polls.
 
-    An event is queried once it has fired, and loads are reported before saves.
+    An event is queried after it has fired, and loads are reported before saves.
     """
     with world(kind, poll_us_min=0) as w:
         load = w.submit(Direction.LOAD, 0, [make_job(1, job_rows(0, TABLE), Kind.LOAD_SYNC)])
@@ -483,7 +496,7 @@ def test_completions_can_be_waited_for(kind: str) -> None:
 
 @pytest.mark.parametrize(("lag_us", "threads"), [(30.0, 3), (900.0, 1), (-1.0, 1)])
 def test_completions_are_awaited_as_measured(lag_us: float, threads: int) -> None:
-    """If a sleeping thread wakes up soon enough, each direction has a waiting thread, and another thread queues copies.
+    """If sleeping threads wake up soon enough, each direction has a waiting thread, and one more thread queues copies.
 
     Otherwise one thread polls.
     """
@@ -497,14 +510,17 @@ def test_completions_are_awaited_as_measured(lag_us: float, threads: int) -> Non
 
 @pytest.mark.parametrize(("completions", "poll_us_min"), [("auto", None), ("poll", cuda.POLL_US_MIN), ("block", 0)])
 def test_the_setting_chooses_how_completions_are_awaited(completions: str, poll_us_min: int | None) -> None:
-    """With the setting `poll` or `block` nothing is measured."""
+    """With the setting `poll` or `block` the wake-up time is not measured."""
     engine = make_engine("cuda", EngineOptions(load_settings({"completions": completions})))
     assert cast("CudaEngine", engine)._poll_us_min == poll_us_min
 
 
 @pytest.mark.parametrize("mover", ["dma", "staged"])
 def test_only_loads_read_their_sources_in_any_order(mover: str) -> None:
-    """A save is queued while its source blocks are still computed. A load is queued after its slots were filled."""
+    """A save is queued while its blocks are still computed, so the order of its reads matters.
+
+    A load is queued after its slots were filled.
+    """
     with world(f"fake_{mover}") as w:
         asked: dict[str, set[bool]] = {}
         queue = w.device.copy_batch
@@ -532,9 +548,9 @@ def test_a_save_in_any_order_is_found(mover: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_load_that_does_not_wait_for_its_save_is_found() -> None:
-    """A staged load does not wait for saves.
+    """On the device a staged load does not wait for saves.
 
-    If the host did not order the slots, some schedule would give wrong bytes.
+    If the host did not order the use of slots, at least one schedule would give wrong bytes.
     """
 
     def breaks(drawn: tuple[dict[int, list[int]], list[int]]) -> bool:
@@ -570,7 +586,7 @@ begun.wait()
 
 
 def test_a_process_may_end_while_it_pins() -> None:
-    """If a process ends without `shutdown`, it waits for the piece being pinned, pins no more, and unpins all."""
+    """If a process ends without `shutdown`, it waits for the pin under way, pins no more, and unpins all slots."""
     ran = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert (ran.returncode, ran.stderr) == (0, "")
     tried, left = map(int, ran.stdout.split())

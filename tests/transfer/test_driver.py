@@ -1,4 +1,7 @@
-"""The calls to the driver's library pass the arguments that cuda.h defines, as C receives them."""
+"""The calls to the driver's library pass the arguments that cuda.h defines.
+
+The tests see the arguments that C receives.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ BATCH = ctypes.CFUNCTYPE(CODE, NS, NS, NS, N, P, NS, N, P, P)
 
 
 class Library:
-    """A fake libcuda, whose functions are called through C and copy at once."""
+    """A fake libcuda. Its functions are called through C and copy at once."""
 
     FUNCTIONS: ClassVar[dict[str, tuple[Any, ...]]] = {
         "cuMemHostRegister_v2": ("register", P, N, ctypes.c_uint),
@@ -42,14 +45,15 @@ class Library:
         "cuDeviceGetPCIBusId": ("bus_id", P, CODE, CODE),
         "cuGetProcAddress_v2": ("find", ctypes.c_char_p, P, CODE, ctypes.c_uint64, P),
     }
-    """By function name: the method of this class, and the types of the arguments in cuda.h."""
+    """For each function name: the method of this class, and the types of the arguments in cuda.h."""
 
     def __init__(
         self, *, exported: bool = True, known: bool = False, code: int = 0, flagged: int = 0, single: int = 0
     ) -> None:
-        """`exported`, `known`: the batch call is in the symbol table, and the driver returns where it is.
+        """`exported`: the batch call is in the symbol table. `known`: the driver returns the address of the batch call.
 
-        `code`, `single`: what batches and single copies answer; `flagged`: a batch that wishes to overlap.
+        `code`, `single` and `flagged` are the results of batches, of single copies, and of batches with the flag for
+        overlap.
         """
         self.seen: list[Any] = []
         self.attributes: tuple[int, ...] = ()
@@ -122,7 +126,7 @@ class Library:
 
 
 def make(count: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], CopyBatch]:
-    """Return source, target, and the copies. Piece i has 8 * (i + 1) bytes."""
+    """Return source, target, and `count` copies. Copy i has 8 * (i + 1) bytes."""
     source = np.random.default_rng(1).integers(0, 256, (count, 64), dtype=np.uint8)
     target = np.zeros_like(source)
     sizes = 8 * (np.arange(count, dtype=np.int64) + 1)
@@ -131,7 +135,7 @@ def make(count: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], CopyBa
 
 
 def right(source: np.ndarray[Any, Any], target: np.ndarray[Any, Any]) -> bool:
-    """Whether every piece was copied, and no byte outside."""
+    """Whether the bytes of every copy were copied, and no other byte."""
     wanted = np.zeros_like(source)
     for i in range(len(source)):
         wanted[i, : 8 * (i + 1)] = source[i, : 8 * (i + 1)]
@@ -165,7 +169,7 @@ def test_settled_sources_may_be_read_in_any_order() -> None:
 
 
 def test_one_copy_is_a_plain_one() -> None:
-    """A batch of one copy uses the driver's plain call for a copy."""
+    """For a batch of one copy, the driver's call for a single copy is used."""
     library = Library()
     source, target, copies = make(1)
     Driver(library).copy_batch(STREAM, copies)
@@ -174,7 +178,7 @@ def test_one_copy_is_a_plain_one() -> None:
 
 
 def copied(driver: Driver, times: int = 2) -> list[str]:
-    """Make three copies, `times` times. Return the log."""
+    """Make three copies, `times` times. Return the lines of the log."""
     with capture_logs() as logs:
         for _ in range(times):
             source, target, copies = make(3)
@@ -185,7 +189,7 @@ def copied(driver: Driver, times: int = 2) -> list[str]:
 
 @pytest.mark.parametrize(("exported", "known"), [(True, True), (False, True), (True, False)])
 def test_the_driver_is_asked_for_batches(exported: bool, known: bool) -> None:
-    """The batch call of CUDA 12.8 is looked up through the driver, or else as a symbol."""
+    """The batch call of CUDA 12.8 is looked up through the driver, and otherwise as a symbol of the library."""
     library = Library(exported=exported, known=known)
     assert copied(Driver(library)) == []
     assert library.seen == 2 * [("batch", 3, STREAM)]
@@ -218,7 +222,7 @@ def test_a_driver_without_the_flag_gets_batches_without_it() -> None:
 def test_copies_of_a_refused_batch_are_made_one_by_one(code: int, batches: int) -> None:
     """The copies of a refused batch are made one by one.
 
-    After error 801 (not supported) batches are not tried again, after error 1 they are.
+    After error 801 (not supported) batches are not tried again. After error 1 batches are tried again.
     """
     library = Library(code=code)
     driver = Driver(library)
@@ -233,7 +237,10 @@ def test_copies_of_a_refused_batch_are_made_one_by_one(code: int, batches: int) 
 
 @pytest.mark.parametrize(("index", "batches"), [(3, True), (0, False)])
 def test_no_batch_has_host_addresses_that_the_device_cannot_use(index: int, batches: bool) -> None:
-    """If host addresses are not valid on the device (WSL2), a batch would destroy the context, so copies are single."""
+    """If host addresses are not valid on the device (WSL2), a batch would destroy the context.
+
+    So each copy is a call of its own.
+    """
     library = Library(known=True)
     with capture_logs() as logs:
         cuda = CudaDevice(torch.device("cuda", index), Driver(library))
@@ -247,7 +254,10 @@ def test_no_batch_has_host_addresses_that_the_device_cannot_use(index: int, batc
 
 @pytest.mark.parametrize("code", [2, 700, 719])
 def test_an_error_that_may_stick_is_not_answered_with_more_calls(code: int) -> None:
-    """After such an error no copy counts as queued. kvpipe does not fall back to another way of queueing batches."""
+    """After an error that may persist, no copy counts as queued.
+
+    kvpipe does not fall back to another way of queueing batches.
+    """
     library = Library(code=code)
     driver = Driver(library)
     with pytest.raises(TransferError, match=f"CUDA error {code}"):
@@ -258,13 +268,16 @@ def test_an_error_that_may_stick_is_not_answered_with_more_calls(code: int) -> N
 
 
 def test_a_copy_that_is_refused_raises() -> None:
-    """A refused copy raises, also if the copies are made one by one because a batch was refused."""
+    """A refused copy raises an error, also when copies are made one by one after a refused batch."""
     with pytest.raises(TransferError, match="CUDA error 700"):
         copied(Driver(Library(code=801, single=700)))
 
 
 def test_pinning_and_unpinning() -> None:
-    """Pinned memory is portable (1) and mapped (2), so that kernels can use it. A refusal raises."""
+    """Pinned memory is portable (1) and mapped (2), so that kernels can use it.
+
+    If the driver refuses, the call raises an error.
+    """
     library = Library()
     driver = Driver(library)
     driver.register(1 << 44, 1 << 33)
@@ -278,7 +291,7 @@ def test_pinning_and_unpinning() -> None:
 
 
 def test_a_thread_gets_the_primary_context() -> None:
-    """The primary context becomes current, because the driver's calls need one and a new thread has none."""
+    """The primary context becomes current. The driver's calls need a current context, and a new thread has none."""
     library = Library()
     Driver(library).enter(3)
     assert library.seen == [("current", 0x7000_0000_0003)]
@@ -299,7 +312,10 @@ def test_use_of_host_addresses_is_queried_by_its_attribute() -> None:
 
 
 def test_streams_are_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The streams are non-blocking (1), of higher priority and one per name. Torch hands none of them out."""
+    """The driver makes the streams: non-blocking (1), with higher priority, and one per name.
+
+    So torch never returns one of these streams.
+    """
     pool = itertools.cycle([SimpleNamespace(cuda_stream=0x100 + i) for i in range(32)])
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_: next(pool))
     monkeypatch.setattr(torch.cuda, "device", lambda *_: nullcontext())
@@ -320,7 +336,7 @@ def test_streams_are_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_device_memory_is_not_of_the_callers_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Device memory is allocated in a new thread, because vLLM may release the memory pool of its own thread."""
+    """Device memory is allocated in a new thread, because vLLM may release the memory pool of the calling thread."""
     pooled = threading.local()
     pooled.here = True
     made: list[bool] = []
@@ -339,7 +355,7 @@ def test_device_memory_is_not_of_the_callers_pool(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_bus_id_is_written_as_the_kernel_writes_it() -> None:
-    """The PCI bus id has the form of the folders in /sys."""
+    """The PCI bus id has the form that the folders in /sys have."""
     assert Driver(Library()).bus_id(1) == "0000:3b:00.1"
 
 
@@ -352,7 +368,10 @@ def test_lists_of_cores_are_parsed(text: str, cpus: set[int]) -> None:
 
 
 def test_a_library_without_a_function_is_no_driver() -> None:
-    """A function that every driver has is looked up when the `Driver` is made."""
+    """`Driver` looks up a function that every driver has when it is made.
+
+    A library without this function is refused.
+    """
     with pytest.raises(AttributeError, match="cuMemcpyAsync"):
         Driver(SimpleNamespace())
 

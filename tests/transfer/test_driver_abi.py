@@ -1,4 +1,7 @@
-"""`Driver` is tested with a library that is compiled from the prototypes of cuda.h, which checks every argument."""
+"""`Driver` is tested with a library that is compiled from the prototypes of cuda.h.
+
+The library checks every argument.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ BATCH = f"batch of 50, order {{order}}, hints 0 0 0 0, attributes 1 from 0, on {
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compile the library. A function that cuda.h declares in another way is a compile error."""
+    """Compile the library. If cuda.h declares a function in another way, the compiler reports an error."""
     made = tmp_path_factory.mktemp("fakecuda") / "libfakecuda.so"
     source = Path(__file__).with_name("fakecuda.c")
     command = ["gcc", "-shared", "-fPIC", "-Werror", f"-I{HEADERS}", str(source), "-o", str(made)]
@@ -30,7 +33,10 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def called(library: Path, log: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[str]]:
-    """Make every call of `Driver`. Return how batches were queued, and the arguments that arrived."""
+    """Make every call of `Driver`.
+
+    Return the kinds of batches that were queued, and the arguments that arrived in the library.
+    """
     monkeypatch.setenv("FAKE_LOG", str(log))
     made = Driver(ctypes.CDLL(str(library)))
     stream = made.make_stream()
@@ -75,7 +81,7 @@ def test_every_argument_arrives_as_the_header_declares_it(
 
 
 def test_a_refused_flag_is_left_out(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each kind of batch is tried once with the flag. After the refusal it is queued without the flag."""
+    """Each kind of batch is tried once with the flag. After the refusal the batch is queued without the flag."""
     monkeypatch.setenv("FAKE_REFUSE_FLAGS", "1")
     with capture_logs():
         how, seen = called(library, tmp_path / "log", monkeypatch)
@@ -85,7 +91,7 @@ def test_a_refused_flag_is_left_out(library: Path, tmp_path: Path, monkeypatch: 
 
 
 def test_structures_and_errors_are_those_of_the_header(library: Path) -> None:
-    """Sizes and offsets of structures, and numbers of errors, are those that the C compiler computes."""
+    """Sizes and offsets of structures, and numbers of errors, equal those that the C compiler computes."""
     made = ctypes.CDLL(str(library))
     fields = (Attributes.source_access_order, Attributes.source_hint, Attributes.target_hint, Attributes.flags)
     layout = [ctypes.sizeof(Attributes), *(field.offset for field in fields)]

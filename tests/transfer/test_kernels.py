@@ -64,7 +64,7 @@ def test_kernel_compiles_to_accesses_of_16_bytes(
 def test_no_step_waits_for_the_compiler() -> None:
     """No integer argument is specialised.
 
-    Otherwise Triton would compile again for the value 1 and for multiples of 16.
+    If an argument were specialised, Triton would compile again for the value 1 and for multiples of 16.
     """
     parameters = inspect.signature(copy_pages.fn).parameters
     integers = [name for name in parameters if name.islower() and name not in {"table", "places"}]
@@ -77,7 +77,7 @@ def test_no_step_waits_for_the_compiler() -> None:
 
 
 def test_a_launch_without_a_bay_has_a_64_bit_address_all_the_same() -> None:
-    """Without a bay the pool's address is passed instead of 0, because for a 32-bit integer Triton compiles again."""
+    """Without a bay the pool's address is passed instead of 0. For 0, a 32-bit integer, Triton would compile again."""
     launch = Launch("table", "places", None, 1 << 40, 4096, 64, 64, 0, 1, 0, 1, saving=True, align=16)
     assert launch.arguments[2] == 1 << 40
     assert launch.constants["STAGED"] is False

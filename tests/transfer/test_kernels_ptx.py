@@ -16,7 +16,7 @@ from kvpipe.transfer.device import DIRECT_PROGRAMS, STAGED_PROGRAMS_MAX, WARPS
 from tests.transfer.ptx import Kernel, Memory
 
 CAPABILITIES, WIDTHS, ALIGNMENTS = (80, 89, 90, 100, 103, 120), (128, 512, 2048), (8, 16)
-PER_KIND = 2  # variants of each kind that are compiled; an H100's is always one
+PER_KIND = 2  # the number of compiled variants of each kind; one of them is always an H100's
 COMPILE = """
 import json, sys
 import triton
@@ -37,7 +37,7 @@ for capability, staged, save, words, align in json.loads(sys.argv[1]):
 print(json.dumps(made))
 """
 LAYERS, FIRST_LAYER, BLOCKS, SLOTS, CHUNK_PAGES = 4, 1, 23, 5, 4
-COPIED = 2  # layers, from the first one on
+COPIED = 2  # the number of copied layers, from `FIRST_LAYER` on
 SPANS = ((0, 0, 4), (2, 1, 3), (4, 0, 1), (1, 3, 1), (3, 0, 4))
 """(slot, first page, number of pages) of each span."""
 
@@ -76,7 +76,7 @@ def kernels() -> dict[Variant, str]:
 
 
 class Case:
-    """Caches, a pool and a bay in memory, rows of a plan, and what memory should be after a launch."""
+    """Caches, a pool and a bay in memory, the rows of a plan, and the memory's expected content after a launch."""
 
     def __init__(self, variant: Variant, page_words: int, seed: int) -> None:
         """Fill memory at random. With an odd `seed` the cache has gaps between blocks, and few programs run."""
@@ -92,7 +92,7 @@ class Case:
         caches = [memory.allocate(drawn(BLOCKS * stride)) for _ in range(LAYERS)]
         pool = memory.allocate(drawn(SLOTS * slot_bytes), 4096)
         blocks = rng.permutation(BLOCKS).tolist()
-        rows: list[tuple[int, int, int, int, int]] = [(9, 9, 9, 0, 2), (8, 8, 8, 0, 2)]  # of a group before
+        rows: list[tuple[int, int, int, int, int]] = [(9, 9, 9, 0, 2), (8, 8, 8, 0, 2)]  # two rows of an earlier group
         first = len(rows)
         for slot, begin, pages in SPANS:
             span = len(rows)
@@ -120,12 +120,12 @@ class Case:
         )  # fmt: skip
 
     def run(self, ptx: str) -> None:
-        """Launch the kernel."""
+        """Run the kernel on the memory of this case."""
         Kernel(ptx).run(self.memory, self.grid, *self.parameters)
 
 
 def sizes(variant: Variant) -> tuple[int, int, int]:
-    """Return page sizes in words: equal to the words that a program copies at once, fewer, and more."""
+    """Return page sizes in words: as many words as a program copies at once, fewer words, and more words."""
     unit = variant.align // 8
     beyond = variant.words + 130 if variant.words == max(WIDTHS) else variant.words // 2 + 2
     return variant.words, variant.words - 8 + unit % 2, beyond
@@ -144,7 +144,7 @@ def test_compiled_kernel_copies_the_right_bytes(variant: Variant, kernels: dict[
 
 @pytest.mark.parametrize("change", [("mul.wide.s32", "add.s64"), ("st.global", "ld.global"), (", 5", ", 6")])
 def test_wrong_code_is_found(change: tuple[str, str], kernels: dict[Variant, str]) -> None:
-    """A changed instruction or number in the code gives wrong bytes, or an access outside of allocated memory."""
+    """A change of an instruction or a number gives wrong bytes, or an access outside of allocated memory."""
     variant = VARIANTS[0]
     assert change[0] in kernels[variant]
     case = Case(variant, variant.words, 0)

@@ -1,4 +1,4 @@
-"""After a hit of the whole prompt, its last token is computed again, into a block that the same step loads."""
+"""After a hit of a whole prompt, the prompt's last token is computed again, into a block that the same step loads."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ PLAN = StepPlan(1, (make_job(1, job_rows(0, BLOCKS), Kind.LOAD_SYNC),))
 @settings(max_examples=40, deadline=None)
 @given(schedule=schedules)
 def test_last_token_overwrites_loaded_kv(kind: str, unhooked: Collection[int], schedule: list[int]) -> None:
-    """A layer's new KV is written before its hook is called: whenever copies land, it stays.
+    """A layer's new KV is written before the layer's hook is called. The new KV stays, even if copies land late.
 
-    A layer without a hook is in place before the first layer computes.
+    A layer without a hook is loaded before the first layer computes.
     """
     with world(kind, schedule=schedule) as w:
         context = RankContext(load_settings({"wait_ms_max": int(WAIT_S * 1000)}))

@@ -1,4 +1,4 @@
-"""If the next step's first hook sets the fence, compute after the forward (sampling) does not wait for copies."""
+"""If the next step's first hook sets the fence, the compute after the forward (sampling) does not wait for copies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEXT = 255
 
 
 def pipeline_over(w: World) -> Pipeline:
-    """Make a pipeline that does not fence at the step's end."""
+    """Make a pipeline that sets no fence at the step's end."""
     context = RankContext(load_settings({"wait_ms_max": int(WAIT_S * 1000)}))
     return Pipeline(context, w.engine, GEOMETRY, hooks=Hooks(fences_late=True))
 
@@ -81,7 +81,7 @@ def test_sampling_does_not_wait_for_copies(kind: str) -> None:
 def test_saves_are_right_whenever_copies_land(kind: str, schedule: list[int], *, hook: bool) -> None:
     """The next step reuses the blocks of saves.
 
-    Bytes are right even if vLLM calls only `bind`, and not the first hook.
+    Bytes are right even if vLLM skips the first hook, `handle_preemptions`, and calls only `bind`.
     """
     with world(kind, schedule=schedule) as w:
         p = pipeline_over(w)

@@ -19,7 +19,7 @@ from kvpipe.transfer import layouts
 from kvpipe.transfer.layouts import ADAPTERS, BETWEEN, INSIDE, Paged
 from kvpipe.transfer.pages import PageView, view_pages
 
-B, N, C, L = 6, 4, 8, 3  # blocks, tokens of a block, content, layers
+B, N, C, L = 6, 4, 8, 3  # the numbers of blocks, tokens per block, elements of content, and layers
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.float8_e4m3fn]
 FULL = [name for name in ADAPTERS if name.endswith(("hnd", "nhd"))]
 ONE = [name for name in ADAPTERS if name.endswith("mla")]
@@ -28,9 +28,10 @@ ONE = [name for name in ADAPTERS if name.endswith("mla")]
 def make(
     name: str, dtype: torch.dtype, *, heads: int, content: int = C, split: int = 2
 ) -> tuple[list[torch.Tensor], int]:
-    """Return one logical [B * r, H, N, C] tensor per layer over a buffer in the layout `name`, and r.
+    """Return a logical [B * r, H, N, C] tensor per layer, and r.
 
-    Each name has its own code here, which follows vLLM's `create_kv_cache_views`.
+    The tensors are views of one buffer in the layout `name`. Each name has its own code here. The code follows vLLM's
+    `create_kv_cache_views`.
     """
     between = name.removesuffix("hnd").removesuffix("nhd").removesuffix("fp8_ds_mla").removesuffix("mla")
     inner = (N, heads, content) if name.endswith("nhd") else (heads, N, content)
@@ -56,7 +57,7 @@ def _bytes(count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def as_bytes(cache: torch.Tensor) -> torch.Tensor:
-    """Return a flat copy of the bytes of `cache` in logical order."""
+    """Return the bytes of `cache` as a flat copy in logical order."""
     return cache.contiguous().flatten().view(torch.uint8)
 
 
@@ -92,7 +93,7 @@ def test_cache_with_several_heads_has_the_expected_name(name: str, dtype: torch.
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ONE)
 def test_cache_with_one_head_is_mla(name: str, dtype: torch.dtype) -> None:
-    """A cache with one head is `mla` in either order of heads and tokens. `fp8_ds_mla` has a name by its record."""
+    """A cache with one head is `mla` in either order of heads and tokens. `fp8_ds_mla` is recognised by its record."""
     records = [584, 656] if "ds_mla" in name else [C, 576]
     for content in records:
         caches, r = make(name, dtype, heads=1, content=content)
@@ -106,7 +107,7 @@ def test_cache_with_one_head_is_mla(name: str, dtype: torch.dtype) -> None:
 
 
 def test_every_adapter_has_a_test() -> None:
-    """Every name of the table is tested here, and has one line about its source."""
+    """Every name of the table has a test in this file, and one line about its source."""
     assert {*FULL, *ONE, "bytes", "padded_bytes"} == set(ADAPTERS)
     assert len(ADAPTERS) == len(INSIDE) * len(BETWEEN) + 2
     for adapter in ADAPTERS.values():
@@ -134,7 +135,7 @@ def test_cache_with_smaller_kernel_blocks_is_split(heads: int, split: int) -> No
 
 
 def test_one_token_a_block_is_heads_first() -> None:
-    """With one token per block both orders have the same bytes, so they have one name."""
+    """With one token per block, both orders of heads and tokens have the same bytes. So both orders have one name."""
     for cache in (torch.zeros(B, 3, 1, C), torch.zeros(B, 1, 3, C).transpose(1, 2)):
         assert view_pages("x", cache, B).layout == "hnd"
 
@@ -153,15 +154,15 @@ def test_cache_matches_exactly_one_layout() -> None:
 REFUSED = {
     layouts.KV_OUTERMOST: [(torch.zeros(2, 5, N, 3, C), 5), (torch.zeros(2, 5, C), 5), (torch.zeros(2, 10, 3, C), 5)],
     layouts.HEADS_OUTERMOST: [
-        (torch.zeros(3, B, N, C).transpose(0, 1), B),  # LHBNC
-        (torch.zeros(B, 3, L, N, C)[:, :, 1], B),  # BHLNC
+        (torch.zeros(3, B, N, C).transpose(0, 1), B),  # the order LHBNC
+        (torch.zeros(B, 3, L, N, C)[:, :, 1], B),  # the order BHLNC
         (torch.zeros(3, B * 2, N, C).transpose(0, 1), B),
-        (torch.zeros(4, 2, N, C).transpose(0, 1), 2),  # two blocks, not keys and values
+        (torch.zeros(4, 2, N, C).transpose(0, 1), 2),  # the dimension of 2 is the blocks, not keys and values
     ],
     layouts.NOT_CONTIGUOUS: [
-        (torch.zeros(B, 3, N, 2 * C)[..., :C], B),  # only the keys
+        (torch.zeros(B, 3, N, 2 * C)[..., :C], B),  # the view has only the keys
         (torch.zeros(B, 3, N, C)[:, :, ::2], B),
-        (torch.zeros(B, N, 2, 3, C)[:, :, 0].transpose(1, 2), B),  # only the keys, tokens first
+        (torch.zeros(B, N, 2, 3, C)[:, :, 0].transpose(1, 2), B),  # the view has only the keys, with tokens first
         (torch.zeros(B, 1, 1, C).expand(B, 3, N, C), B),
         (torch.zeros(B, 2 * C)[:, ::2], B),
     ],
@@ -180,7 +181,7 @@ REFUSED = {
         (torch.as_strided(torch.zeros(1000), (B, 3, N, C), (N * C, N * C, C, 1)), B),
     ],
     "it does not have the 4 dimensions [B, H, N, C], or one of them is empty": [
-        (torch.zeros(B, 2, N, 3, C), B),  # [B, K and V, …]
+        (torch.zeros(B, 2, N, 3, C), B),  # the order [B, K and V, …]
         (torch.zeros(B, N, C), B),
         (torch.zeros(B, 3, 0, C), B),
         (torch.zeros(B, 1, 0, C), B),
@@ -226,7 +227,10 @@ ABSENT = {
     "TRITON_FLASHINFER": "needs flashinfer",
     "ULTRAQUANT": "needs Triton",
 }
-"""Backends that cannot be imported without a GPU. They inherit vLLM's default placement or that of a backend here."""
+"""Backends that cannot be imported without a GPU.
+
+They inherit vLLM's default placement, or the placement of a backend that is imported here.
+"""
 BLOCKS, BLOCK_TOKENS = 3, 256
 Case = tuple[str, str, str]  # case, expected layout, found layout
 
@@ -235,7 +239,7 @@ Case = tuple[str, str, str]  # case, expected layout, found layout
 def test_every_layout_of_vllm_has_the_expected_name() -> None:
     """VLLM's own code makes the caches of every backend in every layout. Each cache has the expected name.
 
-    The code runs in another process, because the import of some backends ends the process on a machine without a GPU.
+    The code runs in another process. On a machine without a GPU, the import of some backends ends the process.
     """
     done = subprocess.run([sys.executable, "-m", __name__], capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -254,7 +258,8 @@ def test_every_layout_of_vllm_has_the_expected_name() -> None:
     }
     cases: list[Case] = [tuple(case) for _, _, cases in found for case in cases]
     assert [case for case in cases if case[1] != case[2]] == []
-    assert {name for _, _, name in cases} == {*FULL, *ONE, layouts.HEADS_OUTERMOST}  # every known layout occurs
+    # every known layout occurs in the cases
+    assert {name for _, _, name in cases} == {*FULL, *ONE, layouts.HEADS_OUTERMOST}
 
 
 def _expected(order: str, heads: int, *, split: bool, layers: int, record: bool) -> str:
@@ -274,7 +279,7 @@ def _layout_of(name: str, cache: torch.Tensor, blocks: int) -> str:
     except UnsupportedError as exc:
         return next(one.why for one in layouts.REFUSALS if one.why in str(exc))
     facts = (tuple(cache.shape), cache.stride(), cache.dtype, blocks)
-    if facts not in PROVEN:  # most backends make the same caches
+    if facts not in PROVEN:  # the proof runs once per kind of cache, because most backends make the same caches
         _prove(cache, view)
         PROVEN.add(facts)
     return view.layout
@@ -284,7 +289,7 @@ PROVEN: set[Any] = set()
 
 
 def _prove(cache: torch.Tensor, view: PageView) -> None:
-    """Check that page b of `view` is block b as vLLM groups kernel blocks, and that a write changes nothing else."""
+    """Check that page b of `view` is block b as vLLM groups kernel blocks. A write must change no other byte."""
     from vllm.v1.kv_cache_interface import group_kernel_blocks
 
     storage = torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage())
@@ -299,7 +304,7 @@ def _prove(cache: torch.Tensor, view: PageView) -> None:
 
 def make_caches(backends: list[Any], groups: list[Any], order: str, blocks: int = BLOCKS) -> dict[str, torch.Tensor]:
     """Return the caches by layer as vLLM makes them: groups, placement, kernel blocks, allocation and views."""
-    try:  # its place in 0.33
+    try:  # the function's module in vLLM 0.33
         from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups
     except ImportError:
         from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
@@ -323,7 +328,7 @@ def make_caches(backends: list[Any], groups: list[Any], order: str, blocks: int 
 
 
 def _specs(backend: Any) -> Iterator[tuple[str, Any, bool]]:
-    """Yield (name, specification, whether the cache has records) of vLLM's attention layers for `backend`."""
+    """Yield vLLM's attention layers for `backend` as (name, specification, whether the cache has records)."""
     from vllm.v1.attention.backend import MultipleOf
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttentionSpec
     from vllm.v1.worker.utils import customize_attention_spec
@@ -367,7 +372,7 @@ def _ask(backend: Any) -> Iterator[Case]:
 
 
 def _nvfp4() -> Iterator[Case]:
-    """Yield FLASHINFER's nvfp4 caches: keys and values as heads of their own, 72 bytes of each of 128 elements."""
+    """Yield FLASHINFER's nvfp4 caches: keys and values are separate heads, and 128 elements of a head take 72 bytes."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     for heads in (1, 4):
@@ -378,7 +383,10 @@ def _nvfp4() -> Iterator[Case]:
 
 
 def _mixed() -> Iterator[Case]:
-    """Yield sparse MLA's latents and its indexer's keys in one group: pages of two sizes, side by side if packed."""
+    """Yield sparse MLA's latents and its indexer's keys in one group.
+
+    Pages have two sizes, and are side by side if packed.
+    """
     from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
     common: Any = {"block_size": 64, "num_kv_heads": 1}
@@ -435,7 +443,10 @@ MADE = {"FLASHINFER nvfp4": _nvfp4, "mixed pages": _mixed, "groups": _hybrid}
 
 
 def _answers() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Iterator[Case]]]]:
-    """Return (import, function of the imported module) by name, for every backend of vLLM and for other groups."""
+    """Return (import, function) by name, for every backend of vLLM and for other groups.
+
+    `function` yields the cases of the import's result.
+    """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     made: dict[str, Any] = {name: (lambda one=one: one, lambda ask: ask()) for name, one in MADE.items()}
@@ -443,7 +454,7 @@ def _answers() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Iterator[Ca
 
 
 def _report(names: list[str], out: int) -> None:
-    """Write a line of JSON per name to `out`: [name, reason of a failed import, cases]."""
+    """Write a line of JSON per name to `out`: [name, reason of a failed import or "", cases]."""
     answers = _answers()
     for name in names:
         load, ask = answers[name]
@@ -457,7 +468,10 @@ def _report(names: list[str], out: int) -> None:
 
 
 def _main() -> None:
-    """Compute the cases in a child process. If an import ends the child, a new child continues after that backend."""
+    """Compute the cases in a child process.
+
+    If importing a backend ends the child, a new child continues with the next backend.
+    """
     torch.set_num_threads(1)
     names = list(_answers())
     while names:

@@ -1,4 +1,4 @@
-"""Known layouts of vLLM's paged caches are viewed block by block; layouts that cut a block up are refused."""
+"""A known layout of vLLM's paged caches is viewed block by block. A layout in which a block is scattered is refused."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from kvpipe.errors import UnsupportedError
 from kvpipe.transfer.pages import view_pages
 
-B, H, N, C, L = 6, 2, 4, 8, 3  # blocks, heads, tokens of a block, content, layers
+B, H, N, C, L = 6, 2, 4, 8, 3  # the numbers of blocks, heads, tokens per block, elements of content, and layers
 LAYOUTS = {"LBHNC": "hnd", "LBNHC": "nhd", "BLHNC": "cross_layer_hnd", "BLNHC": "cross_layer_nhd"}
 
 
 def _layers(physical: str, *, heads: int = H, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    """Return one logical [B, H, N, C] tensor per layer over one buffer with the dimensions in the order `physical`."""
+    """Return one logical [B, H, N, C] tensor per layer over one buffer. Its dimensions have the order `physical`."""
     size = {"L": L, "B": B, "H": heads, "N": N, "C": C}
     count = L * B * heads * N * C
     buffer = torch.arange(count, dtype=torch.int32).to(dtype).view([size[d] for d in physical])
@@ -24,7 +24,7 @@ def _layers(physical: str, *, heads: int = H, dtype: torch.dtype = torch.float32
 @pytest.mark.parametrize("physical", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 def test_known_layouts_view_the_bytes_of_each_block(physical: str, dtype: torch.dtype) -> None:
-    """View block b holds exactly the elements of logical block b, and writing it changes only that block."""
+    """View block b holds exactly the elements of logical block b, and a write to it changes only logical block b."""
     for layer in _layers(physical, dtype=dtype):
         view = view_pages("x", layer, B)
         assert view.layout == LAYOUTS[physical]
@@ -55,7 +55,7 @@ def test_layouts_that_cut_a_block_up_are_refused(physical: str) -> None:
 
 @pytest.mark.parametrize(("physical", "name"), [("LHBNC", "mla"), ("BHLNC", "cross_layer_mla")])
 def test_cache_with_one_head_is_plain(physical: str, name: str) -> None:
-    """With one head (MLA) the same layouts are one run of bytes per block."""
+    """With one head (MLA), each block is one run of bytes in the same layouts."""
     for layer in _layers(physical, heads=1):
         view = view_pages("x", layer, B)
         assert view.layout == name
@@ -65,7 +65,7 @@ def test_cache_with_one_head_is_plain(physical: str, name: str) -> None:
 
 
 def test_kernel_blocks_within_a_block() -> None:
-    """A tensor of r kernel blocks per block is viewed r at a time."""
+    """If a block has r kernel blocks, the view takes r kernel blocks as one block."""
     cache = torch.arange(B * 4 * H * N * C, dtype=torch.float32).view(B * 4, H, N, C)
     view = view_pages("x", cache, B)
     assert (view.blocks, view.page_bytes, view.dense) == (B, 4 * H * N * C * 4, True)
@@ -73,7 +73,7 @@ def test_kernel_blocks_within_a_block() -> None:
 
 
 def test_gaps_between_kernel_blocks_are_refused() -> None:
-    """A gap between kernel blocks of one block is refused, because the block is then not one run of bytes."""
+    """A gap between kernel blocks of one block is refused, because with a gap the block is not one run of bytes."""
     cache = torch.zeros(B * 2, 3, H * N * C)[:, 1].view(B * 2, H, N, C)
     with pytest.raises(UnsupportedError, match="kernel blocks are not contiguous"):
         view_pages("x", cache, B)
@@ -81,7 +81,7 @@ def test_gaps_between_kernel_blocks_are_refused() -> None:
 
 
 def test_padded_pages_and_an_offset() -> None:
-    """Padding between blocks and a storage offset are kept out of the pages."""
+    """Pages include neither the padding between blocks nor the bytes before a storage offset."""
     buffer = torch.arange(5 + B * 100, dtype=torch.float32)
     cache = torch.as_strided(buffer, (B, H, N, C), (100, N * C, C, 1), 5)
     view = view_pages("x", cache, B)

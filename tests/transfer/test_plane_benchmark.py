@@ -45,7 +45,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_part_runs(tmp_path: Path) -> None:
-    """All parts end, no race is found, and the JSON states that the device was simulated."""
+    """All sections of the benchmark end, no race is found, and the JSON states that the device was simulated."""
     ran = run("-m", "benchmarks.gpu", "--simulated", "--json", str(tmp_path / "gpu.json"))
     assert ran.returncode == 0, ran.stderr[-3000:]
     message = json.loads((tmp_path / "gpu.json").read_text())
@@ -63,7 +63,7 @@ def test_every_part_runs(tmp_path: Path) -> None:
 def test_torch_and_triton_are_enough(tmp_path: Path) -> None:
     """With only torch and Triton, the data plane is measured.
 
-    Parts that need other packages are named with the reason.
+    The benchmark names the sections that need other packages, with the reason.
     """
     ran = run("-c", BLOCKED, "--simulated", "--only", "races", "--only", "hooks", "--json", str(tmp_path / "gpu.json"))
     assert ran.returncode == 0, ran.stderr[-3000:]
@@ -93,7 +93,10 @@ def test_a_hunt_ends_when_its_time_is_over() -> None:
 
 
 def test_figures_before_a_failure_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each figure is written before the next measurement. A figure that cannot be measured is reported as trouble."""
+    """Each figure is written before the next measurement.
+
+    If a figure cannot be measured, this is reported as trouble.
+    """
     path, seen = tmp_path / "gpu.json", list[str]()
 
     def measured() -> Iterator[Figure]:
@@ -141,7 +144,7 @@ class LoadsFirst(FakeDevice):
 @pytest.mark.parametrize("wave_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("mover", Mover)
 def test_hunt_finds_no_race_when_copies_are_ordered(mover: Mover, wave_bytes: int) -> None:
-    """If a device delays saves as long as CUDA allows, the hunt finds no race, because the host orders the slots."""
+    """If a device delays saves as long as CUDA allows, the hunt finds no race, because the host orders all copies."""
     with LoadsFirst() as device:
         found = Hunt(Gpu(simulated=True, device=device), mover, wave_bytes).run(5)
     assert (found.wrong, found.failed) == (0, 0)

@@ -1,4 +1,7 @@
-"""The checks of a GPU and the runs after them, on fake machines, so that errors are found before a run on a GPU."""
+"""Tests of the checks of a GPU, and of the runs after the checks, on fake machines.
+
+So errors are found before a run on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ ANSWERS = 2 + 2 + BATCHES + 1 + 3 + 2
 
 
 class Unpinned(probe.Simulated):
-    """A machine that pins only two pieces, as with a small limit on locked memory."""
+    """A machine that pins only twice, as with a small limit on locked memory."""
 
     pieces = 0
 
@@ -39,7 +42,7 @@ class OneByOne(probe.Simulated):
     """A machine whose driver refuses all batches, or batches with certain orders and flags."""
 
     def __init__(self, refused: set[tuple[int, int]]) -> None:
-        """`refused`: the orders and flags of refused batches."""
+        """`refused` has the orders and flags of refused batches."""
         self._refused = refused
 
     def batch(self, copy_bytes: int, how: tuple[int, int], *, loading: bool) -> probe.Batch:
@@ -52,7 +55,7 @@ class Failing(probe.Simulated):
     """A machine whose batches of loads fail, as after the loss of the context."""
 
     def __init__(self, error: Exception) -> None:
-        """`error`: the exception that is raised."""
+        """`error` is the exception that is raised."""
         self._error = error
 
     def batch(self, copy_bytes: int, how: tuple[int, int], *, loading: bool) -> probe.Batch:
@@ -76,7 +79,7 @@ class Watched(probe.Simulated):
     """A machine that reads the written answers when the dangerous check begins."""
 
     def __init__(self, path: Path) -> None:
-        """`path`: the file of the answers."""
+        """`path` is the file of the answers."""
         self._path, self.seen = path, -1
 
     def during_capture(self, *, enters: bool) -> list[str]:
@@ -124,7 +127,7 @@ def test_every_check_has_an_answer_on_a_good_gpu(tmp_path: Path) -> None:
 def test_refusal_ends_the_checks_with_one_sentence(
     machine: probe.Machine, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A refusal ends the checks with one sentence and its own status. Earlier answers are kept."""
+    """A refusal ends the checks with one sentence and a status for refusals. Earlier answers are kept."""
     status, message = asked(machine, tmp_path / "probe.json")
     assert status == probe.REFUSED
     assert message["refused"]
@@ -146,7 +149,7 @@ def test_the_longest_launch_during_a_pin_is_reported(tmp_path: Path) -> None:
 
 
 def test_refusal_of_an_unused_order_does_not_end_the_checks(tmp_path: Path) -> None:
-    """The driver may refuse an order of copies that kvpipe does not use."""
+    """If the driver refuses an order of copies that kvpipe does not use, the checks continue."""
     others = set(probe.HOWS.values()) - {*probe.OURS.values()}
     assert asked(OneByOne(others), tmp_path / "probe.json")[0] == 0
 
@@ -160,7 +163,7 @@ def test_check_reports_the_batches_that_kvpipe_uses(tmp_path: Path) -> None:
 
 
 def test_unexpected_error_costs_one_answer(tmp_path: Path) -> None:
-    """An unexpected error loses only its own answer. The status is that of a failure."""
+    """An unexpected error loses only its own answer. The exit status is that of a failure."""
     status, message = asked(Strange(), tmp_path / "probe.json")
     assert status == 1
     assert message["troubles"] == ["streams: -1"]
@@ -180,7 +183,10 @@ def test_a_spoilt_capture_is_a_failure(tmp_path: Path) -> None:
 
 
 def test_parts_fit_into_calls_of_ten_minutes() -> None:
-    """Each part takes at most ten minutes, the default parts at most twenty-five. Each run is named once."""
+    """Each part takes at most 10 minutes. The default parts together take at most 25 minutes.
+
+    No two runs have one name.
+    """
     spent = [sum(one.seconds_max for one in part) for part in runs.PARTS]
     assert max(spent) <= runs.PART_S_MAX
     assert sum(spent[: runs.PARTS_MAIN]) <= runs.TOTAL_S_MAX == 1500
@@ -236,7 +242,7 @@ def test_runs_work_in_their_own_processes(tmp_path: Path) -> None:
 def test_nothing_follows_a_refusal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After a refusal no run starts, because its figures would be those of a fallback."""
+    """After a refusal no run starts, because a run's figures would be those of a fallback."""
 
     def refused(one: runs.Run, folder: Path, *, simulated: bool, more: tuple[str, ...]) -> int:  # noqa: ARG001
         (folder / f"{one.name}.txt").write_text("a table\nkvpipe: host memory cannot be pinned\n")
@@ -249,7 +255,7 @@ def test_nothing_follows_a_refusal(
 
 
 def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    """A run that takes too long is ended, and has its own status."""
+    """A run that takes too long is ended, and has a status for this case."""
     script = tmp_path / "test_endless.py"
     script.write_text("import time\n\ndef test_endless():\n    time.sleep(60)\n")
     slow = runs.Run("endless", 3, "pytest", ("-q", str(script), "-p", "no:cacheprovider"))
@@ -257,7 +263,10 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
 
 
 def test_make_needs_no_setup_where_torch_has_a_gpu(tmp_path: Path) -> None:
-    """If the machine's torch has a GPU, `make` uses the machine's Python (here a fake one) without a setup."""
+    """If the machine's torch has a GPU, `make` uses the machine's Python without a setup.
+
+    In this test that Python is a fake.
+    """
     python = tmp_path / "python3"
     python.write_text('#!/bin/sh\ncase $1 in -m) echo "$@";; esac\n')
     python.chmod(0o755)
@@ -273,7 +282,7 @@ def test_status_2_of_pytest_is_no_refusal(
 ) -> None:
     """Pytest's status 2 means that tests could not be read.
 
-    It must not be taken for the status 2 of kvpipe's checks.
+    The runs must not treat it like the status 2 of kvpipe's checks.
     """
     monkeypatch.setattr(runs, "run", lambda *_, **__: 2)
     assert runs.main(["--simulated", "--only", name, "--out", str(tmp_path)]) == 1
@@ -281,7 +290,10 @@ def test_status_2_of_pytest_is_no_refusal(
 
 
 def test_the_movers_tested_are_the_devices() -> None:
-    """The runs of tests select only tests of real devices, by their ids. Without a device all are skipped."""
+    """The runs of tests select only tests of real devices, by their ids.
+
+    Without a device all of these tests are skipped.
+    """
     movers = next(one for one in runs.PARTS[0] if one.name == "movers")
     line = [sys.executable, "-m", "pytest", *movers.arguments, "--collect-only"]
     done = subprocess.run(line, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=True, timeout=WAIT_S)
@@ -293,7 +305,7 @@ def test_the_movers_tested_are_the_devices() -> None:
 def test_without_a_gpu_both_report_that(
     program: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without a GPU both programs print one sentence and have their own status."""
+    """Without a GPU, the checks and the runs print one sentence and end with a status for this case."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert program.main([]) == 2
     assert "no GPU is here" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Every transfer engine keeps the protocol: on the CPU, on a simulated CUDA device and on a real one."""
+"""Every transfer engine keeps the protocol: on the CPU, on a simulated CUDA device and on a real device."""
 
 from __future__ import annotations
 

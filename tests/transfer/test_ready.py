@@ -33,7 +33,7 @@ def make_pool(slots: int) -> HostPool:
 
 
 def in_memory(pool: HostPool) -> int:
-    """Return how many bytes of the pool the system has given this process."""
+    """Return the number of bytes of the pool that are resident in memory."""
     page = mmap.PAGESIZE
     with Path("/proc/self/pagemap").open("rb") as pagemap:
         pagemap.seek(pool.base // page * ENTRY_BYTES)
@@ -45,7 +45,7 @@ class Rig:
     """A readier, and its reports."""
 
     def __init__(self, slots: int = 64, piece_slots: int = 4, **options: object) -> None:
-        """`options`: arguments of the readier."""
+        """`options` are arguments of the readier."""
         self.pool, self.claimed, self.short = make_pool(slots), list[tuple[int, int]](), list[Headroom]()
         self.done: list[float] = []
         self.refuses = False
@@ -61,7 +61,7 @@ class Rig:
         )
 
     def claim(self, address: int, size: int) -> bool:
-        """Record the first slot and the number of slots. All of them must be resident."""
+        """Record the first slot and the number of claimed slots. All claimed slots must be resident."""
         self.claimed.append(((address - self.pool.base) // SLOT, size // SLOT))
         return not self.refuses
 
@@ -79,7 +79,7 @@ class Rig:
 def test_slots_become_ready_in_order(how: ready.How) -> None:
     """Slots become ready in order, after they are resident and claimed.
 
-    With `start` all are ready when `begin` returns.
+    With `start` all slots are ready when `begin` returns.
     """
     with Rig(slots=66) as rig:
         rig.readier.begin(how)
@@ -91,7 +91,7 @@ def test_slots_become_ready_in_order(how: ready.How) -> None:
 
 
 def test_no_slot_is_touched_if_pages_are_mapped_on_use() -> None:
-    """With `use` every slot counts as ready at once, and is still claimed."""
+    """With `use` every slot counts as ready at once. Every slot is still claimed."""
     with Rig() as rig:
         rig.readier.begin("use")
         assert rig.pool.ready == 64
@@ -114,9 +114,12 @@ def test_a_slot_is_not_touched_once_it_is_ready() -> None:
 
 
 def test_a_pool_that_does_not_fit_stops_growing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without free memory the pool does not grow, one warning is logged, and it grows when memory becomes free."""
+    """Without free memory the pool does not grow, and one warning is logged.
+
+    The pool grows when memory becomes free.
+    """
     monkeypatch.setattr(ready, "SHORT_S", 0.001)
-    keep = GIB // 20  # of a limit of 1 GiB
+    keep = GIB // 20  # the reserve for a limit of 1 GiB
     with Rig(piece_slots=16) as rig:
         rig.readier._room = lambda: (
             rig.room or Headroom(keep + 32 * SLOT - len(rig.claimed) * 16 * SLOT, GIB, "a limit")
@@ -125,7 +128,7 @@ def test_a_pool_that_does_not_fit_stops_growing(monkeypatch: pytest.MonkeyPatch)
         rig.readier.begin("ahead")
         assert eventually(lambda: bool(rig.short))
         assert rig.pool.ready == 32
-        assert in_memory(rig.pool) >= 32 * SLOT  # huge pages, and neighbours, may bring more
+        assert in_memory(rig.pool) >= 32 * SLOT  # huge pages, and neighbours of touched pages, may add resident bytes
         rig.room = PLENTY
         assert eventually(lambda: rig.pool.ready == 64)
         assert [room.where for room in rig.short] == ["a limit"], "told once"
@@ -166,7 +169,7 @@ def test_readier_pauses_on_cores_of_the_forward(busy: bool, monkeypatch: pytest.
 def test_readier_rests_after_each_claim_while_the_engine_is_busy(busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The thread pauses after each claim, because pinning delays every launch.
 
-    After the last piece it does not pause.
+    After the last claim the thread does not pause.
     """
     rests: list[float] = []
     with Rig(manners=Manners(claim_share=0.05, busy=lambda: busy)) as rig:
@@ -179,7 +182,7 @@ def test_readier_rests_after_each_claim_while_the_engine_is_busy(busy: bool, mon
 def test_readier_keeps_its_priority_on_its_own_cores() -> None:
     """The thread runs on the given cores with the process's own priority.
 
-    With a lower priority it would hold up threads that wait for its locks.
+    With a lower priority the thread would delay threads that wait for its locks.
     """
     cpus = frozenset([max(os.sched_getaffinity(0))])
     found: list[tuple[frozenset[int], int]] = []
@@ -219,7 +222,7 @@ def test_slots_are_used_before_they_are_in_memory_where_nothing_is_pinned() -> N
 
 
 def test_slots_used_on_demand_are_bounded_by_the_free_memory() -> None:
-    """The number of usable slots grows with the number of used slots while there is memory."""
+    """While memory is free, the number of usable slots grows with the number of used slots."""
     with Rig(slots=60, demand_bytes_max=GIB) as rig:
         rig.room = Headroom(GIB // 20 + 12 * SLOT, GIB, "a limit")
         rig.readier._claim = lambda *_: rig.readier._at == 0
@@ -253,7 +256,10 @@ def test_slots_are_counted_under_a_lock(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_slots_that_cannot_be_claimed_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots that cannot be claimed are not used. `start` does not wait for them. They are used after a later claim."""
+    """Slots that cannot be claimed are not used. `start` does not wait for them.
+
+    These slots are used after a later claim succeeds.
+    """
     monkeypatch.setattr(ready, "SHORT_S", 0.001)
     with Rig(piece_slots=16) as rig:
         claim = rig.readier._claim
@@ -269,7 +275,7 @@ def test_slots_that_cannot_be_claimed_are_not_used(monkeypatch: pytest.MonkeyPat
 
 
 def test_pages_are_touched_near_the_device() -> None:
-    """Cores near the device touch the pages. Among them, cores that the thread may use come first."""
+    """Cores near the device touch the pages. Among these cores, cores that the thread may use come first."""
     mine = sorted(os.sched_getaffinity(0))
     for near, given in ((mine[:1], mine), (mine[-1:], [])):
         found = set[frozenset[int]]()
@@ -298,7 +304,7 @@ def test_stop_ends_the_readier_in_the_middle() -> None:
 
 
 def test_an_error_is_contained() -> None:
-    """After an error the slots that were ready before are still used."""
+    """After an error, the slots that were ready before the error are still used."""
     with Rig(piece_slots=32) as rig:
 
         def fail(*_: int) -> bool:

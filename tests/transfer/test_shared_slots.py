@@ -1,4 +1,4 @@
-"""A rank's part of shared slots: copies touch it and nothing else, on every engine."""
+"""On every transfer engine, copies touch only the rank's part of shared slots."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def shared_pool(memory: bytearray, part: int) -> HostPool:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("part", [0, PARTS - 1])
 def test_copies_touch_only_the_rank_s_part(kind: str, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A saved chunk is loaded again, and the parts of other ranks stay as they were."""
+    """A saved chunk is loaded again, and the parts of other ranks do not change."""
     size = GEOMETRY.slot_bytes
     memory = bytearray(b"\xee" * (PARTS * size * GEOMETRY.slots))
     monkeypatch.setattr("kvpipe.testing.transfer_worlds.HostPool", lambda _: shared_pool(memory, part))

@@ -1,4 +1,4 @@
-"""Row tables are uploaded through rings: no step allocates memory, and no table is overwritten while it is used."""
+"""Row tables are uploaded through rings: no step allocates memory, and no table is overwritten while a copy uses it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_no_step_allocates(kind: str) -> None:
     choices=st.lists(st.integers(0, 3), min_size=1),
 )
 def test_table_in_use_keeps_its_bytes(sizes: list[int], choices: list[int]) -> None:
-    """Tables in use keep their bytes, however late uploads run, and in whatever order tables are released."""
+    """Tables in use keep their bytes, even if uploads run late and tables are released in another order."""
     device = FakeDevice()
     stream = FakeStream(device, "kernel")
     device.streams.append(stream)
@@ -71,7 +71,7 @@ def test_table_in_use_keeps_its_bytes(sizes: list[int], choices: list[int]) -> N
 
 
 def test_a_table_larger_than_the_ring_has_no_place() -> None:
-    """A table larger than the ring is uploaded without the ring."""
+    """A table that is larger than the ring is uploaded without the ring."""
     device = FakeDevice()
     tables = RowTables(device, device.stream("kernel"), ALIGN_BYTES)
     assert tables.upload(np.zeros(ALIGN_BYTES + 1, np.uint8)) is None

@@ -1,4 +1,4 @@
-"""A ticket is completed once, its sink runs before waiters wake up, and a withdrawn copy never begins."""
+"""A ticket is completed once. The ticket's sink runs before waiters wake up. A withdrawn copy never begins."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_waiter_wakes_after_the_news_is_in_the_inbox() -> None:
 def test_a_ticket_completes_once() -> None:
     """A second completion is a bug of the engine.
 
-    It raises, does not call the sink, and does not change the outcome.
+    The second call raises an error, does not call the sink, and does not change the outcome.
     """
     seen: list[Ticket] = []
     ticket = Ticket(None, 0, 0, seen.append)
@@ -60,7 +60,7 @@ def test_withdrawn_copy_does_not_begin() -> None:
 
 
 def test_begun_copy_cannot_be_withdrawn() -> None:
-    """Such a copy may write to memory until it has ended."""
+    """A copy that has begun may write to memory until the copy ends."""
     ticket = _ticket()
     assert ticket.begin()
     assert not ticket.withdraw()
@@ -95,7 +95,7 @@ def test_every_cell_is_as_in_the_table(state: str, event: str) -> None:
 
 
 def test_only_a_copy_that_is_over_notifies() -> None:
-    """Only `complete` calls the sink, after its own move."""
+    """Only `complete` calls the sink, after it has moved the ticket."""
     assert [name for name, row in m.TICKET.table.items() if row[m.NOTIFY].kind != "reject"] == [m.OVER]
 
 
@@ -113,7 +113,7 @@ class _Noted(Ticket):
 
 @pytest.mark.parametrize("event", CALLS)
 def test_ticket_leaves_the_queue_only_under_the_lock(event: str) -> None:
-    """So no thread begins or completes a ticket while another thread withdraws it."""
+    """Because of the lock, no thread begins or completes a ticket while another thread withdraws the ticket."""
     _Noted.held.clear()
     ticket = _Noted(None, 0, 0, lambda _: None)
     CALLS[event](ticket)
@@ -122,7 +122,7 @@ def test_ticket_leaves_the_queue_only_under_the_lock(event: str) -> None:
 
 
 class _After:
-    """A lock that runs `do` when it is taken, as if another thread had held it just before."""
+    """A lock that runs `do` when it is taken, as if another thread had held the lock just before."""
 
     def __init__(self, do: Callable[[], object]) -> None:
         self._lock, self._do = threading.RLock(), [do]

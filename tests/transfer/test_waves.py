@@ -72,7 +72,7 @@ def queued(w: World) -> int:
 @pytest.mark.parametrize("wave_bytes", [LAYER_BYTES, LAYER_BYTES + 1, 10 * LAYER_BYTES])
 @pytest.mark.parametrize("kind_of_job", [Kind.SAVE, Kind.LOAD_ASYNC])
 def test_a_wave_has_as_many_layers_as_have_the_bytes(kind: str, wave_bytes: int, kind_of_job: Kind) -> None:
-    """A wave is queued when its layers have `wave_bytes`, or include the last layer. Each wave has one event."""
+    """A wave is queued when its layers have `wave_bytes` bytes, or include the last layer. Each wave has one event."""
     with world(kind, wave_bytes=wave_bytes) as w:
         tickets = submit_all(w, kind_of_job)
         w.drain()
@@ -98,7 +98,10 @@ def test_a_plan_that_has_landed_holds_no_device_memory(kind: str) -> None:
 
 @on_devices
 def test_load_with_readers_is_queued_two_waves_ahead(kind: str) -> None:
-    """Two waves are queued ahead of the reader. When the reader enters the newest wave, the next wave is queued."""
+    """Two waves are queued before a reader needs them.
+
+    When the reader enters the newest wave, the next wave is queued.
+    """
     with world(kind) as w:
         tickets = submit_all(w, Kind.LOAD_SYNC)
         lengths = [queued(w)]
@@ -114,7 +117,7 @@ def test_load_with_readers_is_queued_two_waves_ahead(kind: str) -> None:
 @on_devices
 @pytest.mark.parametrize("order", [[2, 1, 0], [2], [1, 2, 0]])
 def test_readers_may_arrive_in_any_order(kind: str, order: list[int]) -> None:
-    """A layer is queued when its reader arrives, in whatever order readers arrive."""
+    """A layer is queued when its reader arrives. Readers may arrive in any order."""
     with world(kind) as w:
         for layer in range(LAYERS):
             for group, slot, page, _ in job_rows(0, TABLE):
@@ -131,7 +134,7 @@ def test_readers_may_arrive_in_any_order(kind: str, order: list[int]) -> None:
 
 @on_devices
 def test_fence_queues_delayed_layers(kind: str) -> None:
-    """The fence queues the delayed layers of a step that ends before a wave is full, or before all layers came."""
+    """The fence queues the delayed layers of a step that ends before a wave is full, or before all layers arrive."""
     with world(kind, wave_bytes=1 << 20) as w:
         tickets = submit_all(w, Kind.SAVE, LAYERS - 1)
         assert not queued(w) or kind in {"fake_staged", "fake_direct"}, "but for the table of rows"
@@ -152,7 +155,10 @@ def test_delayed_copies_are_queued_before_those_of_the_next_plan(kind: str) -> N
 
 @on_devices
 def test_delayed_layer_can_be_given_up(kind: str) -> None:
-    """A given up layer that was not queued touches no memory and fails. Other layers succeed."""
+    """If a layer is given up before it is queued, the layer fails, and its copies touch no memory.
+
+    Other layers succeed.
+    """
     with world(kind) as w:
         tickets = submit_all(w, Kind.LOAD_SYNC)
         before = w.caches[LAYERS - 1].clone()
@@ -168,7 +174,7 @@ def test_delayed_layer_can_be_given_up(kind: str) -> None:
 
 @on_devices
 def test_layer_can_be_given_up_while_it_is_read(kind: str) -> None:
-    """Every ticket completes exactly once, though the watchdog's thread abandons tickets while readers ask for them."""
+    """Every ticket completes exactly once, although the watchdog's thread abandons tickets that readers ask for."""
     for _ in range(50):
         with capture_logs(), world(kind) as w:
             tickets = submit_all(w, Kind.LOAD_SYNC)
@@ -236,7 +242,7 @@ def test_loads_with_readers_are_queued_before_loads_without(kind: str) -> None:
 
 @on_pinned
 def test_a_load_without_readers_can_be_given_up_and_waited_for(kind: str) -> None:
-    """Delayed copies touch no memory after they are given up. A fence queues only the rest of its own plan."""
+    """Delayed copies touch no memory after they are given up. The fence of a plan queues only the rest of this plan."""
     with world(kind) as w:
         first, second, third = (submit_all(w, Kind.LOAD_ASYNC) for _ in range(3))
         assert all(w.engine.abandon(ticket) for ticket in second)
@@ -261,7 +267,7 @@ def test_shutdown_finishes_loads_without_readers(kind: str) -> None:
 def test_copy_that_may_block_is_queued_by_the_submitting_thread() -> None:
     """A copy that may block is queued by the submitting thread.
 
-    The completion thread must not block, because others wait for it.
+    The completion thread must not block, because other threads wait for this thread.
     """
     with world("fake_pageable") as w:
         names = set[str]()
@@ -279,7 +285,7 @@ def test_copy_that_may_block_is_queued_by_the_submitting_thread() -> None:
 
 
 def within(ask: Callable[[], bool]) -> bool:
-    """Return the result of `call`, which must return while the other thread is stuck."""
+    """Return the result of `ask`. The call must return while the other thread is stuck."""
     answers: list[bool] = []
     thread = threading.Thread(target=lambda: answers.append(ask()), daemon=True)
     thread.start()
@@ -292,7 +298,7 @@ def within(ask: Callable[[], bool]) -> bool:
 def stuck(w: World) -> Iterator[list[Ticket]]:
     """Block a thread in the copy of a save, and yield the tickets of a load. At the end the thread continues."""
     entered, gate = threading.Event(), threading.Event()
-    tickets = submit_all(w, Kind.LOAD_SYNC)  # its third is held back
+    tickets = submit_all(w, Kind.LOAD_SYNC)  # the load's third layer is not queued yet
     copy = w.device.copy
 
     def wait(stream: FakeStream, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -317,7 +323,7 @@ def test_giving_up_does_not_wait_for_a_copy_that_blocks() -> None:
         with stuck(w) as tickets:
             assert not within(lambda: w.engine.abandon(tickets[-1]))
             assert not within(lambda: w.engine.abandon(tickets[0]))
-        assert eventually(lambda: w.engine.abandon(tickets[-1]))  # it waits two milliseconds at most
+        assert eventually(lambda: w.engine.abandon(tickets[-1]))  # each call waits for at most two milliseconds
         w.drain()
         assert tickets[-1].failed
 
@@ -338,7 +344,7 @@ def test_shutdown_does_not_wait_for_a_copy_that_blocks(monkeypatch: pytest.Monke
 
 @on_devices
 def test_a_save_waits_for_the_compute_before_its_submission_only(kind: str) -> None:
-    """The event is recorded when the layers are submitted, not when the completion thread queues the copies."""
+    """A save's event is recorded when its layers are submitted, not when the completion thread queues the copies."""
     with world(kind) as w:
         with w.engine._queueing:  # type: ignore[attr-defined]  # the completion thread waits
             w.write_block(0, 0, 7)
@@ -363,7 +369,7 @@ def test_a_save_waits_for_the_compute_before_its_submission_only(kind: str) -> N
 
 @on_devices
 def test_fence_queues_a_save_before_the_completion_thread_does(kind: str) -> None:
-    """Compute that follows the fence waits for the reads of the whole save."""
+    """The fence queues the save. Compute after the fence waits until the whole save has read its blocks."""
     with world(kind) as w, w.engine._queueing:  # type: ignore[attr-defined]
         plan = CopyPlan(Direction.SAVE, [make_job(1, job_rows(0, TABLE))], len(GEOMETRY.groups))
         ticket = Ticket(None, 0, 0, w.completed.append, tuple(range(LAYERS)))

@@ -31,7 +31,10 @@ Caches = dict[str, torch.Tensor]
 
 
 def vllm_caches(order: str, *, windows: bool = False, dtype: torch.dtype = torch.bfloat16) -> Caches:
-    """Return the caches of three layers as vLLM allocates them. `windows`: with a second group of two layers."""
+    """Return the caches of three layers as vLLM allocates them.
+
+    With `windows` there is a second group of two layers.
+    """
     from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec, SlidingWindowSpec
 
@@ -43,7 +46,7 @@ def vllm_caches(order: str, *, windows: bool = False, dtype: torch.dtype = torch
 
 
 def geometry_of(caches: Caches, *names: list[str]) -> Geometry:
-    """Return the geometry of groups of the layers `names`, in chunks of `PAGES` blocks."""
+    """Return the geometry of groups with the layers `names`. A chunk has `PAGES` blocks."""
     sizes = {name: view_pages(name, cache, BLOCKS).page_bytes for name, cache in caches.items()}
     groups = (Group(tuple(Layer(name, sizes[name]) for name in group), 16) for group in names)
     return Geometry(tuple(groups), 16 * PAGES, 1 << 22)
@@ -69,7 +72,7 @@ def page(caches: Caches, name: str, block: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("order", ["BLNHC", "BLHNC"])
 def test_cross_layer_blocks_are_one_copy_in_the_order_page_layer(order: str, dtype: torch.dtype) -> None:
-    """Adjacent blocks are one run of bytes for all layers. The caches are vLLM's own."""
+    """Adjacent blocks are one run of bytes for all layers. VLLM's own code makes the caches."""
     caches = vllm_caches(order, dtype=dtype)
     fill(caches)
     geometry = geometry_of(caches, NAMES)
@@ -97,7 +100,7 @@ def test_cross_layer_blocks_are_one_copy_in_the_order_page_layer(order: str, dty
 
 
 def test_groups_that_overlay_each_other_have_whole_blocks_of_their_own() -> None:
-    """In a group with fewer layers, there is a gap between one block and the next."""
+    """In a group with fewer layers, there is a gap between adjacent blocks."""
     caches = vllm_caches("BLHNC", windows=True)
     geometry = geometry_of(caches, NAMES, ["w.0", "w.1"])
     whole = whole_blocks(geometry, views_of(caches, [*NAMES, "w.0", "w.1"]))
@@ -108,13 +111,16 @@ def test_groups_that_overlay_each_other_have_whole_blocks_of_their_own() -> None
 
 @pytest.mark.parametrize("order", ["LBNHC", "LBHNC"])
 def test_usual_layouts_have_no_whole_blocks(order: str) -> None:
-    """In usual layouts all blocks of a layer come before those of the next layer, so no block is copied whole."""
+    """In usual layouts all blocks of a layer come before the blocks of the next layer, so no block is copied whole."""
     caches = vllm_caches(order)
     assert whole_blocks(geometry_of(caches, NAMES), views_of(caches, NAMES)) is None
 
 
 def test_layers_in_another_order_within_a_block_are_copied_by_layer() -> None:
-    """Such blocks are not copied whole, because a slot would have the layers in another order than the geometry."""
+    """If such blocks were copied whole, a slot would have the layers in another order than the geometry.
+
+    So they are copied by layer.
+    """
     caches = vllm_caches("BLNHC")
     names = ["layer.0", "layer.2", "layer.1"]
     assert whole_blocks(geometry_of(caches, names), views_of(caches, names)) is None
@@ -133,7 +139,7 @@ def test_blocks_with_gaps_or_without_neighbours_are_copied_by_layer() -> None:
 
 
 def test_hooks_keep_the_layers_of_a_block_apart() -> None:
-    """If any layer calls its hook, no layers are merged, because that layer's copies follow its attention."""
+    """If any layer calls its hook, no layers are merged, because the layer's copies follow the layer's attention."""
     caches = vllm_caches("BLNHC", windows=True)
     geometry = geometry_of(caches, NAMES, ["w.0", "w.1"])
     whole = PagedCaches(geometry, caches, BLOCKS, Hooks(frozenset(caches)))

@@ -40,7 +40,7 @@ class Clock:
 
 @contextmanager
 def announcing(shape: Shape = ROOMY, pause_s: int = PAUSE_S) -> Iterator[tuple[Played, Clock]]:
-    """Yield a trial in which the prompt's next request is announced, and memory has dropped the prompt."""
+    """Yield a trial in which the prompt's next request is announced, but the prompt's chunks are not in memory."""
     with in_play(shape) as played:
         clock = Clock(played)
         played.do(("hint", RESUME, pause_s), ADD, ("drain",))
@@ -55,14 +55,14 @@ def steps(played: Played) -> None:
 
 
 def over(played: Played, why: str) -> int:
-    """Return the number of announcements that have ended for a reason."""
+    """Return the number of announcements that have ended for this reason."""
     return played.trial.side.counters.totals().get(f"resumes_over.{why}", 0)
 
 
 @pytest.mark.parametrize("name", ["tier", "two-tiers", "async-scheduler-tier", "tier-hybrid", "pipeline-2"])
 @pytest.mark.parametrize("policy", ["lru", "s3fifo", "sessions"])
 def test_announced_prompt_is_in_memory_before_its_request_arrives(name: str, policy: str) -> None:
-    """The announced request waits for no tier. Nothing is fetched before the announced time is near."""
+    """The announced request does not wait for a tier. No chunk is fetched before the announced time is near."""
     with announcing(SHAPES[name]._replace(pool_slots=32, hints=True, policy=policy)) as (played, clock):
         counters = played.trial.side.counters
         clock.now_s += PAUSE_S * a.TURNS[0] - 1
@@ -77,7 +77,7 @@ def test_announced_prompt_is_in_memory_before_its_request_arrives(name: str, pol
         after = played.run()
         assert after["memory"] - before["memory"] >= 128
         assert all(after.get(tier, 0) == before.get(tier, 0) for tier in played.staging.names)
-        assert counters["tier_lookup"] <= lookups + 1  # at most for the chunk in which the prompt ends
+        assert counters["tier_lookup"] <= lookups + 1  # one more at most, for the chunk in which the prompt ends
         assert counters["prefetch_used"] == brought
         assert over(played, "came") == 1
         assert not played.trial.side.prefetching.announced.prompts
@@ -85,7 +85,7 @@ def test_announced_prompt_is_in_memory_before_its_request_arrives(name: str, pol
 
 @pytest.mark.parametrize("policy", ["lru", "sessions"])
 def test_announced_chunks_use_the_room_of_their_own_quota(policy: str) -> None:
-    """Announced chunks of another quota were never used, so that quota has little room. This changes nothing here."""
+    """Another quota has little room, because its prefetched chunks were never used. The own quota is not limited."""
     with announcing(ROOMY._replace(quotas=True, policy=policy)) as (played, clock):
         side: Any = played.trial.side
         counters, named = side.counters, side.catalog.tenants.named
@@ -153,7 +153,7 @@ def test_evicted_announced_chunks_are_fetched_again() -> None:
 def test_announced_chunks_are_evicted_last_without_hints() -> None:
     """A policy without hints does not know that the announced chunks in memory are needed soon.
 
-    So kvpipe makes them the most recently used.
+    So kvpipe makes these chunks the most recently used chunks.
     """
     with in_play(ROOMY) as played:
         clock, catalog = Clock(played), played.trial.side.catalog
@@ -171,7 +171,7 @@ def test_announced_chunks_are_evicted_last_without_hints() -> None:
 
 @pytest.mark.parametrize("how", ["reset", "weights"])
 def test_reset_forgets_announced_prompts(how: str) -> None:
-    """No chunk from before the reset is found, in tiers neither."""
+    """No chunk from before the reset is found, neither in memory nor in tiers."""
     with announcing() as (played, clock):
         played.do(("reset", True, False) if how == "reset" else ("weights", 1))
         steps(played)
@@ -182,7 +182,7 @@ def test_reset_forgets_announced_prompts(how: str) -> None:
 
 
 def test_announced_prompts_have_no_turns_while_loads_are_off() -> None:
-    """While loads are switched off, announcements do not make the engine step. Afterwards the turns continue."""
+    """While loads are switched off, announcements do not make the engine step. After that the turns continue."""
     with announcing() as (played, clock):
         side: Any = played.trial.side
         clock.now_s += PAUSE_S
@@ -199,7 +199,7 @@ def test_announced_prompts_have_no_turns_while_loads_are_off() -> None:
 def test_engine_that_becomes_idle_fetches_prompts_that_are_announced_for_soon() -> None:
     """An idle engine makes no steps until a request arrives.
 
-    So it fetches these prompts before it stops making steps.
+    So the engine fetches prompts that are announced for soon before it stops making steps.
     """
     with announcing(pause_s=int(a.IDLE_S)) as (played, _):
         side = played.trial.side
@@ -219,7 +219,7 @@ def test_engine_that_becomes_idle_fetches_prompts_that_are_announced_for_soon() 
 
 
 def test_request_does_not_wait_for_an_announced_prefetch() -> None:
-    """A request that comes during the prefetch is scheduled in the same pass, even if the tier does not answer."""
+    """A request that arrives during the prefetch is scheduled in the same pass, even if the tier does not answer."""
     with announcing() as (played, clock):
         clock.now_s += PAUSE_S
         played.do(("hold", True), OTHER, *STEPS * 2, ("add", 3, 20, 0, 3, 0, 0), ("schedule",))
@@ -243,9 +243,9 @@ def test_prompts_of_operators_are_fetched_before_announced_prompts() -> None:
 
 
 def test_announced_chunks_take_no_more_than_their_room() -> None:
-    """The room suffices for the first chunks of the prompt.
+    """The room is enough only for the first chunks of the prompt.
 
-    They are fetched first, because they are useful without the others.
+    These chunks are fetched first, because they are useful without the later chunks.
     """
     with announcing(ROOMY._replace(pool_slots=12)) as (played, clock):
         side = played.trial.side
@@ -262,7 +262,7 @@ def test_announced_chunks_take_no_more_than_their_room() -> None:
 
 
 def test_an_engine_without_hints_remembers_and_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine without hints only reads an empty dict at each request."""
+    """For announcements, an engine without hints only reads an empty dict at each request."""
 
     def called(*_: object, **__: object) -> None:
         raise AssertionError
@@ -306,7 +306,7 @@ def test_aborted_request_announces_nothing() -> None:
 
 
 def test_trace_shows_the_prefetch_of_an_announced_request() -> None:
-    """The trace has the prefetch under the announced request's name, and the time until the announced time."""
+    """The trace has the prefetch with the announced request's name, and the time until the announced time."""
     with announcing() as (played, clock):
         put: list[e.Event] = []
         side: Any = played.trial.side
@@ -360,7 +360,7 @@ def test_one_prompt_is_remembered_once() -> None:
 
 
 def test_announced_prompts_have_their_turns_in_the_order_of_their_times() -> None:
-    """Among due announcements, the earliest time is first. Announcements whose time has passed come last."""
+    """Announcements have their turns in the order of their times. Announcements with a time in the past come last."""
     all_ = Announcements(Counters())
     for name, pause_s in (("late", 50), ("soon", 110), ("then", 111), ("long", 1000)):
         all_.add(remembered(name, pause_s))
@@ -373,7 +373,7 @@ def test_announced_prompts_have_their_turns_in_the_order_of_their_times() -> Non
 
 @pytest.mark.parametrize("pause_s", [0.0, 1.0, 10.0, 1000.0])
 def test_announcement_has_its_turns_and_is_then_forgotten(pause_s: float) -> None:
-    """An announcement has `turns` turns at intervals, the first before the announced time. Then it is forgotten."""
+    """An announcement has `turns` turns, the first before the announced time, and is forgotten after the last turn."""
     all_ = Announcements(Counters())
     all_.add(remembered("a", pause_s, now_s=7.0))
     turns, now_s = list[float](), 7.0
@@ -389,7 +389,7 @@ def test_announcement_has_its_turns_and_is_then_forgotten(pause_s: float) -> Non
 
 
 def test_announced_request_has_arrived_when_a_request_begins_with_the_whole_prompt() -> None:
-    """A request that begins with only a part of the announced prompt is not the announced request."""
+    """A request that shares only the beginning of the announced prompt is not the announced request."""
     all_ = Announcements(Counters())
     one = remembered("a", 30)
     all_.add(one)

@@ -1,4 +1,4 @@
-"""A tenant that announces prompts does not take places or turns from another tenant."""
+"""A tenant that announces prompts takes neither remembered announcements nor turns from another tenant."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def announced_by(played: Played) -> Counter[str]:
 
 
 def test_announcements_of_a_salt_stay_when_another_salt_announces_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The salt with the most announcements loses some of its own, even if they have the earliest times."""
+    """The salt with the most announcements loses some of its own announcements, even the earliest."""
     monkeypatch.setattr(a, "ANNOUNCED_MAX", 3)
     with in_play(ROOMY) as played:
         announce(played, 1, [0], PAUSE_S)
@@ -64,7 +64,7 @@ def test_prompts_of_salts_are_fetched_in_turn_when_one_salt_announces_many(monke
 def test_a_salt_with_a_quota_keeps_its_announcements_when_a_client_invents_salts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The salts without a quota share one quota, which has the most announcements."""
+    """All salts without a quota share one quota. This quota has the most announcements, and loses some."""
     monkeypatch.setattr(a, "ANNOUNCED_MAX", 4)
     all_ = Announcements(Counters(), account=lambda tenant: tenant.salt == "alice")
     for name, salt in (("a", "alice"), ("b", "alice"), ("c", "x1"), ("d", "x2"), ("e", "x3"), ("f", "x4")):
@@ -73,7 +73,7 @@ def test_a_salt_with_a_quota_keeps_its_announcements_when_a_client_invents_salts
 
 
 def test_a_salt_with_few_hashes_keeps_its_prompts_when_another_salt_has_many_hashes() -> None:
-    """A few long prompts take as much memory as many short prompts."""
+    """A few long prompts take as much memory as many short prompts, so hashes are counted instead of prompts."""
     all_ = Announcements(Counters(), hashes_max=40)
     for name, salt, hashes, pause_s in (("a", "alice", 4, 90), ("b", "bob", 16, 50), ("c", "bob", 16, 20)):
         all_.add(remembered(name, pause_s, hashes, tenant=Tenant(salt)))

@@ -1,6 +1,6 @@
 """A consumer's prompt may arrive before its chunks are stored.
 
-The consumer waits for at most the time to compute them.
+The consumer waits at most as long as computing the chunks would take.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvpipe.trace import miss_reasons
 
 @contextmanager
 def _consumer(name: str) -> Iterator[tuple[Trial, Callable[[], None]]]:
-    """Yield a consumer whose tier is empty, and a function that stores everything that the producer has computed."""
+    """Yield a consumer whose tier is empty, and a function that stores all chunks that the producer has computed."""
     trial = Trial(SHAPES[name], 2)
     tier = trial.tiers[0]
     tier.values, kept = {}, dict(tier.values)
@@ -34,7 +34,7 @@ def _consumer(name: str) -> Iterator[tuple[Trial, Callable[[], None]]]:
 def _asks(trial: Trial, times: int) -> bool:
     """Step until tiers were asked `times` more times, or the prompt has ended.
 
-    Return whether they were asked as often.
+    Return True if the tiers were asked so often before the prompt ended.
     """
 
     def step() -> bool:
@@ -46,7 +46,10 @@ def _asks(trial: Trial, times: int) -> bool:
 
 @pytest.mark.parametrize("name", ["consumer", "async-scheduler-consumer"])
 def test_consumer_waits_for_chunks_of_the_producer(name: str) -> None:
-    """The prompt arrives first and hits as soon as it is stored, so nothing is computed twice."""
+    """The prompt arrives before its chunks are stored.
+
+    The prompt hits as soon as its chunks are stored, so no token is computed twice.
+    """
     with _consumer(name) as (trial, store):
         trial.do(("add", 0, -1, 0, 1, 0, 0))
         assert _asks(trial, 3)
@@ -58,7 +61,7 @@ def test_consumer_waits_for_chunks_of_the_producer(name: str) -> None:
 
 
 def test_consumer_computes_when_nothing_is_stored_in_time() -> None:
-    """After the wait the consumer computes the prompt, because the producer may be gone."""
+    """After the wait the consumer computes the prompt, because the producer may have ended."""
     with _consumer("consumer") as (trial, _):
         trial.do(("add", 0, -1, 0, 1, 0, 0))
         assert _asks(trial, 2)
@@ -69,7 +72,10 @@ def test_consumer_computes_when_nothing_is_stored_in_time() -> None:
 
 
 def test_engine_that_stores_waits_for_no_producer() -> None:
-    """An engine that stores chunks usually computes its prompts itself, so a missing chunk is not on its way."""
+    """An engine that stores chunks usually computes its prompts itself.
+
+    So no other engine is about to store a missing chunk.
+    """
     with _consumer("tier") as (trial, _):
         trial.do(("add", 0, -1, 0, 1, 0, 0))
         trial.do(("drain",))

@@ -1,4 +1,4 @@
-"""The scheduler side of tiers in trials of vLLM's real scheduler: which requests wait, how long, and their leases."""
+"""Trials of the scheduler side of tiers: which requests wait, how long they wait, and which leases they have."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvpipe.tiers.base import Key
 
 SHAPE = SHAPES["tier"]._replace(pool_slots=12)
 ADD = ("add", 0, 199, 0, 3, 0, 0)
-"""A request for the whole of document 0: its 200 tokens are a chunk, two blocks of a second chunk, and 8 tokens."""
+"""A request for all 200 tokens of document 0: a chunk, two blocks of a second chunk, and 8 more tokens."""
 
 
 class Played:
@@ -83,7 +83,7 @@ def in_play(shape: Shape = SHAPE) -> Iterator[Played]:
 
 @pytest.mark.parametrize("name", ["tier", "two-tiers", "async-scheduler-tier", "tier-hybrid"])
 def test_evicted_prompt_is_fetched_from_the_tier(name: str) -> None:
-    """A prompt that memory does not hold any more is fetched, and its tokens are counted as hits of the tier."""
+    """If memory holds a prompt no more, the prompt is fetched. Its tokens are counted as hits of the tier."""
     with in_play(SHAPES[name]._replace(pool_slots=24)) as played:
         before = played.run()
         assert before.pop("dict-0") >= 128
@@ -91,7 +91,7 @@ def test_evicted_prompt_is_fetched_from_the_tier(name: str) -> None:
 
 
 def test_fetched_window_is_the_beginning_of_a_chain() -> None:
-    """Nothing before the window is fetched. The policy treats the fetched chunks as the beginning of a chain."""
+    """Chunks before the window are not fetched. The policy treats the fetched chunks as the beginning of a chain."""
     with in_play(SHAPES["window"]._replace(tiers=1, pool_slots=24, policy="sessions")) as played:
         played.trial.documents[0] = [1 + j % 50 for j in range(250)]
         long = ("add", 0, 249, 0, 3, 0, 0)
@@ -106,7 +106,7 @@ def test_fetched_window_is_the_beginning_of_a_chain() -> None:
 
 
 def test_request_does_not_wait_when_tiers_have_nothing() -> None:
-    """A request for which tiers have nothing waits only for the lookup."""
+    """If tiers have no chunk of a request, the request waits only for the lookup."""
     with in_play() as played:
         played.trial.tiers[0].values.clear()
         played.do(ADD, ("schedule",))
@@ -117,7 +117,7 @@ def test_request_does_not_wait_when_tiers_have_nothing() -> None:
 
 
 def test_short_rest_is_not_fetched() -> None:
-    """If less than a chunk is missing in memory, it is computed without a lookup."""
+    """If memory lacks less than a chunk of a prompt, the rest is computed without a lookup in tiers."""
     with in_play() as played:
         played.run()
         lookups = played.trial.side.counters["tier_lookup"]
@@ -160,7 +160,7 @@ def test_tier_with_a_listing_is_notified_of_stored_chunks(monkeypatch: pytest.Mo
 
 
 def test_shares_follow_a_smaller_pool() -> None:
-    """Waiting requests and stores may use shares of the slots of every rank. Ranks report fewer slots, and late."""
+    """Waiting requests and stores use a share of the slots that all ranks have, even if ranks report slots late."""
     with in_play() as played:
         played.trial.side.catalog.reset()
         before, stores = played.staging._held_max, played.staging.stores._max
@@ -191,7 +191,7 @@ def test_waiting_request_uses_the_hit_in_memory_at_lookup_ms_max(when: str) -> N
 @pytest.mark.parametrize("move", [("abort", 0), ("reset", True, False)])
 @pytest.mark.parametrize("steps", range(6))
 def test_a_stage_ends_with_its_request(move: tuple[object, ...], steps: int) -> None:
-    """The leases of a stage end in every state in which its request is aborted or the cache is reset."""
+    """In every state of a stage, its leases end if its request is aborted or the cache is reset."""
     with in_play() as played:
         played.do(ADD, *[("schedule",), ("update",)] * (steps // 2), *[("schedule",)] * (steps % 2), move, ("drain",))
         played.watched.after_drain()
@@ -213,7 +213,7 @@ def test_chunk_lost_after_the_lookup_is_computed(kind: str) -> None:
 
 
 def test_request_does_not_wait_for_a_tier_that_is_down() -> None:
-    """While no tier can be asked, no request waits, and the miss reason says so."""
+    """While no tier can be asked, no request waits. The miss reason says that the tier is down."""
     with in_play() as played:
         played.trial.excused |= {"tier_failed"}
         played.trial.tiers[0].trouble = "down"
@@ -259,7 +259,7 @@ def test_last_partial_chunk_of_a_request_is_stored() -> None:
 
 
 def test_prompt_in_the_prefix_cache_of_vllm_waits_for_no_tier() -> None:
-    """A prompt in vLLM's own prefix cache waits for no tier, though kvpipe's memory has dropped it."""
+    """A prompt in vLLM's own prefix cache waits for no tier, although kvpipe's memory does not hold the prompt."""
     with in_play() as played:
         played.run()
         played.trial.side.catalog.reset()
@@ -269,7 +269,7 @@ def test_prompt_in_the_prefix_cache_of_vllm_waits_for_no_tier() -> None:
 
 
 def test_fetches_wait_for_lanes() -> None:
-    """Ranks get at most as many orders as there are lanes. The waiting chunks of an aborted request are not fetched."""
+    """Ranks have at most one tier order per lane. Chunks of an aborted request that wait for a lane are not fetched."""
     shape = SHAPE._replace(pool_slots=16, blocks=40)
     with in_play(shape) as played:
         played.staging._fetches_max, played.staging._again_s = [1], float("inf")
@@ -291,7 +291,7 @@ def test_fetches_wait_for_lanes() -> None:
 
 
 def test_failed_plan_loses_no_tier_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planning raises in the middle. Planned orders are sent, and the request continues without the others."""
+    """Planning raises in the middle. Planned orders are sent. The request continues without the other chunks."""
     with in_play() as played:
         played.trial.excused |= {"fetch_not_planned", "store_not_planned"}
         reserve = played.staging._reserve
@@ -341,7 +341,7 @@ def test_tiers_on_some_ranks_only() -> None:
 
 
 def test_reason_why_other_layouts_share_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reason that binds chunks to one layout is reported once. The gauge is 1 while the reason applies."""
+    """The reason that binds chunks to one layout is reported once. The reason's gauge is 1 while the reason applies."""
     noted = list[dict[str, Any]]()
     monkeypatch.setattr(scheduler_role, "info", lambda name, **fields: noted.append({"name": name, **fields}))
     trial = Trial(SHAPES["two-tiers"], 2)
@@ -360,7 +360,7 @@ def test_reason_why_other_layouts_share_nothing_is_reported(monkeypatch: pytest.
 
 
 def test_a_producer_stores_chunks_of_adapters() -> None:
-    """Chunks of a LoRA adapter are stored though no request has looked the adapter up before."""
+    """Chunks of a LoRA adapter are stored, although no earlier request has used the adapter in a lookup."""
     with in_play() as played:
         played.trial.side.switches.loads = False
         before = len(played.trial.tiers[0].values)
@@ -369,7 +369,7 @@ def test_a_producer_stores_chunks_of_adapters() -> None:
 
 
 def test_a_reset_before_the_weights_are_known() -> None:
-    """Chunks from before a reset are not found after it, even if the weights were unknown at the reset."""
+    """Chunks from before a reset are not found after the reset, even if the weights were unknown at the reset."""
     with in_play() as played:
         played.trial.tiers[0].values, kept = dict(played.trial.tiers[0].values), played.trial.tiers[0].values
         space = played.staging.space
@@ -384,7 +384,7 @@ def test_a_reset_before_the_weights_are_known() -> None:
 
 
 def test_offers_keep_no_engine_busy_when_stores_are_never_reported() -> None:
-    """Ranks have as many stores as allowed, which never end. The engine makes no steps for the waiting offers."""
+    """Ranks have as many stores as allowed, and none ends. The engine makes no steps for offers that wait."""
     with in_play() as played:
         stores, place = played.staging.stores, (0, "chunk", b"key")
         (queue,) = stores._queues

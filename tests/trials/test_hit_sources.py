@@ -1,4 +1,4 @@
-"""vLLM's metric of hits by source: kvpipe tells vLLM's real scheduler where the tokens of a hit came from."""
+"""vLLM's metric of hits by source: kvpipe tells vLLM's real scheduler the source of a hit's tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from tests.trials.test_fetches import Played, in_play
 
 
 def _run(played: Played) -> tuple[dict[str, int], dict[CacheHitSource, int]]:
-    """Run one request without vLLM's own cache. Returns its hits as kvpipe and as vLLM counted them."""
+    """Run one request without vLLM's own cache.
+
+    Return the request's hits as kvpipe counted them, and as vLLM counted them.
+    """
     scheduler, before = played.trial.scheduler, dict(played.trial.side.tracer.hit_tokens)
     scheduler.connector_prefix_cache_stats = stats = PrefixCacheStats()
     assert scheduler.reset_prefix_cache()
@@ -48,7 +51,7 @@ def test_hits_are_reported_by_source(
 def test_part_of_a_hit_has_the_source_of_its_first_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler may load fewer tokens than were found.
 
-    An error in kvpipe loses only the attribution to a source.
+    If kvpipe raises an error, only the source of the tokens is unknown.
     """
     with in_play() as played:
         connector = played.trial.kvpipe

@@ -1,4 +1,4 @@
-"""Announced prompts do not keep an engine busy, do not use memory for long, and do not count as used too early."""
+"""Announced prompts do not keep an engine busy, do not use memory for long, and are not counted as used too early."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from tests.trials.test_announced import PAUSE_S, STEPS, announcing, over, steps
 
 @pytest.mark.parametrize("begun", [True, False], ids=["begun", "due"])
 def test_idle_engine_may_stop_soon(*, begun: bool) -> None:
-    """The engine may be about to end, or to pause for new weights.
+    """An engine stops although announcements wait or tiers are slow.
 
-    It stops although announcements wait or tiers are slow.
+    The engine may be about to end, or to pause for new weights.
     """
     with announcing() as (played, clock):
         side: Any = played.trial.side
@@ -39,7 +39,7 @@ def test_idle_engine_may_stop_soon(*, begun: bool) -> None:
 def test_fetched_chunks_do_not_count_as_used_before_their_request_arrives() -> None:
     """In a later turn of the prompt, the fetched chunks are found in memory.
 
-    This does not make them used or recently used.
+    The chunks do not become used or recently used by this.
     """
     with announcing() as (played, clock):
         counters, begin_s = played.trial.side.counters, clock.now_s
@@ -56,7 +56,7 @@ def test_fetched_chunks_do_not_count_as_used_before_their_request_arrives() -> N
 
 
 def test_announcement_keeps_only_a_part_of_a_long_name() -> None:
-    """512 announcements may be remembered for 30 days, so only a bounded part of a request's long name is kept."""
+    """512 announcements may be remembered for 30 days, so only the beginning of a long request name is kept."""
     with announcing() as (played, _):
         side: Any = played.trial.side
         (known,) = side.prefetching.announced.prompts.values()

@@ -1,4 +1,4 @@
-"""An engine without requests stores chunks only for a limited time, even if its tiers hang."""
+"""An engine without requests makes steps for stores only for a limited time, even if its tiers hang."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Clock:
 
 @contextmanager
 def storing(patch: pytest.MonkeyPatch) -> Iterator[tuple[Played, Storing, Clock]]:
-    """Yield a trial with two chunks to store, one at a time, in a tier that hangs. No request is left."""
+    """Yield a trial without requests. The trial has two chunks to store, one at a time, in a tier that hangs."""
     clock = Clock()
     patch.setattr(stores, "time", SimpleNamespace(monotonic=lambda: clock.now_s))
     patch.setattr(HeldTier, "exists", DictTier.exists)  # only writes hang
@@ -49,7 +49,7 @@ def storing(patch: pytest.MonkeyPatch) -> Iterator[tuple[Played, Storing, Clock]
 def test_a_slow_tier_does_not_keep_an_idle_engine_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """After the time limit no further store begins.
 
-    The waiting chunks are counted with a reason, and stored in later steps.
+    The chunks that wait are counted with a reason, and are stored in later steps.
     """
     noted = list[dict[str, Any]]()
     with storing(monkeypatch) as (played, one, clock):
@@ -76,7 +76,7 @@ def test_a_slow_tier_does_not_keep_an_idle_engine_up(monkeypatch: pytest.MonkeyP
 def test_a_tier_that_hangs_does_not_keep_an_idle_engine_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that hangs does not keep the engine busy.
 
-    Waiting offers are counted with a reason, and lost when the engine ends.
+    Offers that wait are counted with a reason, and are lost when the engine ends.
     """
     noted = list[dict[str, Any]]()
     with storing(monkeypatch) as (played, one, _):
@@ -95,7 +95,7 @@ def test_a_tier_that_hangs_does_not_keep_an_idle_engine_up(monkeypatch: pytest.M
 
 
 def test_each_idle_stretch_has_its_own_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that compute do not count towards the limit."""
+    """Time in which the engine computes is not a part of the limit."""
     with storing(monkeypatch) as (played, one, clock):
         played.do(("add", 3, 60, 0, 3, 0, 0))
         clock.now_s += 2 * LIMIT_S

@@ -1,4 +1,7 @@
-"""If one part of a call raises, the other parts still work, and reports that ranks send only once are processed."""
+"""If one part of a call raises, the other parts still run.
+
+Ranks send a report only once, and every report is processed.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ def _boom(*_: object, **__: object) -> None:
 
 
 def _connector(world: SchedulerWorld) -> Any:
-    """Return a connector with this scheduler side, without an engine's configuration."""
+    """Return a connector that has only the scheduler side of `world`, and no configuration of an engine."""
     made: Any = object.__new__(KVPipeConnector)
     role: Any = object.__new__(SchedulerRole)
     role.scheduler, role.counters, role.recorder, role.writer = world.side, Counters(), None, None
@@ -52,7 +55,7 @@ def test_reports_of_a_step_are_processed_when_a_request_with_a_failed_load_has_e
 
 
 def test_reports_are_processed_when_invalid_blocks_cannot_be_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank reports a job once. If this call lost the report, the job would count as running for ever."""
+    """Each rank reports a job once. If the scheduler side lost the report, the job would count as running for ever."""
     world = SchedulerWorld()
     request = world.request("one", 2)
     world.admit(request)
@@ -81,7 +84,7 @@ def test_each_failed_load_is_failed_when_another_raises(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("part", ["weighed", "ranks_read", "slots_ready", "adapters"])
 def test_report_is_processed_when_one_part_raises(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All other parts of the report are processed: tallies, rates, slots, adapters. Ranks do not report them again."""
+    """All other parts of the report are processed: tallies, rates, slots, adapters. Ranks do not repeat a report."""
     world = SchedulerWorld()
     request, side, taken = world.request("one", 2), world.side, list[str]()
     world.admit(request)
@@ -106,7 +109,7 @@ def test_report_is_processed_when_one_part_raises(part: str, monkeypatch: pytest
 def test_the_loads_of_a_step_are_sent_when_another_part_of_its_plan_raises(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """VLLM relies on the loads. Without them, attention would read the old content of the blocks."""
+    """VLLM relies on the loads of a step. Without these loads, attention would read the old content of the blocks."""
     world = SchedulerWorld(load="sync")
     world.publish(world.request("old", 4, shared=4))
     request, side = world.request("new", 6, shared=4), world.side
@@ -136,7 +139,7 @@ def test_the_loads_of_a_step_are_sent_when_another_part_of_its_plan_raises(
 
 @pytest.mark.parametrize("part", ["ends", "keys", "drop", "event", "stage", "remedies", "adapters"])
 def test_a_request_ends_when_a_part_of_its_end_raises(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The request is not tracked any more, and its cursor is in its final state."""
+    """After its end the request is not tracked, and its cursor is in a final state."""
     world = SchedulerWorld()
     request, side = world.request("one", 2), world.side
     request.lora_request = SimpleNamespace(lora_int_id=1, lora_path="a", lora_name="a") if part == "adapters" else None
@@ -164,7 +167,7 @@ def test_a_request_ends_when_a_part_of_its_end_raises(part: str, monkeypatch: py
 def test_a_load_is_planned_when_another_part_of_the_admission_raises(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the admission on, VLLM relies on the load."""
+    """After the admission, vLLM relies on the load."""
     world = SchedulerWorld(load="sync")
     world.publish(world.request("old", 4, shared=4))
     request = world.request("new", 6, shared=4)

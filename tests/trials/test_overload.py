@@ -1,4 +1,4 @@
-"""More requests wait than the engine can serve, and tiers hold their chunks (decision 11)."""
+"""More requests wait than the engine can serve, and tiers hold the chunks of the waiting requests (decision 11)."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from tests.trials.test_fetches import ADD, SHAPE, Played, in_play
 
 @contextmanager
 def _busy(played: Played, *, asks: bool) -> Iterator[None]:
-    """Make the engine admit no request.
-
-    `asks` says that the engine still looks requests up, but has no blocks for them.
-    """
+    """Make the engine admit no request. With `asks` the engine still looks requests up, but has no blocks for them."""
     scheduler = played.trial.scheduler
     with pytest.MonkeyPatch.context() as patch:
         if asks:
@@ -31,12 +28,15 @@ STEP = ("schedule",), ("update",)
 
 
 def _brought(played: Played) -> int:
-    """Return the number of hit tokens that came from the tier so far."""
+    """Return the number of hit tokens from the tier so far."""
     return int(played.trial.side.tracer.hit_tokens["dict-0"])
 
 
 def test_chunks_that_arrived_in_time_are_used_by_a_late_lookup() -> None:
-    """A busy engine repeats the lookup only after `lookup_ms_max`. Meanwhile the tier's chunks have arrived."""
+    """A busy engine repeats the lookup only after `lookup_ms_max`.
+
+    Before that lookup, the tier's chunks have arrived.
+    """
     with in_play() as played:
         played.do(ADD, *STEP)
         assert played.waiting == [m.ASKING]
@@ -66,9 +66,9 @@ def test_a_request_that_the_engine_has_no_room_for_is_not_late() -> None:
 
 
 def test_request_is_looked_up_again_when_a_tier_was_late() -> None:
-    """The request gets few chunks.
+    """The request's first lookup finds only a few chunks in time. Then the engine has no free blocks for a long time.
 
-    Then the engine has no free blocks for a long time, in which a second lookup gets the rest.
+    During that time a second lookup gets the other chunks.
     """
     with in_play() as played:
         played.do(("hold", True), ADD, *STEP, ("late",))
@@ -86,7 +86,10 @@ def test_request_is_looked_up_again_when_a_tier_was_late() -> None:
 
 
 def test_request_takes_the_room_of_requests_that_came_later() -> None:
-    """A request takes the room of requests that arrived later. They are looked up again when it has finished."""
+    """A request takes the room of requests that arrived later.
+
+    Those requests are looked up again when the earlier request has finished.
+    """
     with in_play(SHAPE._replace(pool_slots=3)) as played:
         for i in range(2):
             played.do(("add", i, 199, 0, 3, 0, 0), ("drain",))
@@ -149,7 +152,10 @@ class _Searched(set[Stage]):
 
 
 def test_work_of_a_lookup_does_not_grow_with_waiting_requests() -> None:
-    """When waiting requests use all room, a new request does not search them for room. It is not looked up again."""
+    """When waiting requests use all room, a new request does not search their stages for room.
+
+    The new request is not looked up again.
+    """
     with in_play(SHAPE._replace(pool_slots=4)) as played:
         for i in range(2):
             played.do(("add", i, 199, 0, 3, 0, 0), ("drain",))
@@ -180,7 +186,7 @@ def test_work_of_a_lookup_does_not_grow_with_waiting_requests() -> None:
 
 
 def test_a_request_that_was_preempted_keeps_its_turn() -> None:
-    """The preempted request has precedence over requests that arrived later, although its new stage is the newest."""
+    """The preempted request has precedence over requests that arrived later, although its stage is the newest stage."""
     with in_play() as played:
         side = played.trial.side
         with _busy(played, asks=False):
@@ -189,7 +195,7 @@ def test_a_request_that_was_preempted_keeps_its_turn() -> None:
             for tracked in (first, last):
                 side.lookup(tracked.request, 0)
             played.do(*STEP * 4)
-            side.requests.end_stage(first)  # as at its admission
+            side.requests.end_stage(first)  # an admission also ends the stage
             side.catalog.reset()
             side.lookup(first.request, 0)
             assert first.stage is not None

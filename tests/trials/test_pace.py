@@ -15,7 +15,10 @@ PREFILL_S, DECODE_S = 0.4, 0.02
 
 
 def _paced(steps: Sequence[int], *, ahead: bool = False) -> float:
-    """Return the pace after steps with these tokens. `ahead`: each step is planned when the step before begins."""
+    """Return the pace after steps with these tokens.
+
+    With `ahead`, each step is planned when the previous step begins.
+    """
     pace, now_s, before_s = Pace(), 100.0, 0.0
     for tokens in steps:
         pace.step([tokens], now_s)
@@ -29,7 +32,7 @@ def _paced(steps: Sequence[int], *, ahead: bool = False) -> float:
 def test_burst_is_measured_until_the_next_step(prompt: int, *, ahead: bool) -> None:
     """A *burst* is consecutive steps with prompts.
 
-    Whenever the next step is planned, the measured pace is the same. Decoding does not count.
+    The measured pace does not depend on the time at which the next step is planned. Decoding does not count.
     """
     steps = ([DECODE] * 5 + [PREFILL] * prompt) * 9 + [DECODE] * 3
     assert _paced(steps, ahead=ahead) == pytest.approx(
@@ -40,7 +43,7 @@ def test_burst_is_measured_until_the_next_step(prompt: int, *, ahead: bool) -> N
 def test_pace_is_unknown_until_a_prompt_was_computed() -> None:
     """The pace is unknown until a prompt's first step has ended.
 
-    A batch that decodes, with drafts, does not count as a prompt.
+    A large batch that decodes with drafts does not count as a prompt.
     """
     assert _paced([DECODE] * 40) == _paced([]) == _paced([DECODE, PREFILL]) == 0.0
     pace = Pace()
@@ -61,7 +64,7 @@ def test_idle_times_and_hiccups_do_not_count() -> None:
 
 
 def test_pace_follows_a_faster_device() -> None:
-    """If a device becomes faster, the pace becomes that of the new speed after a few bursts."""
+    """If a device becomes faster, the pace becomes the new speed after a few bursts."""
     pace, now_s = Pace(), 0.0
     for takes_s in [0.6] * 20 + [0.2] * BURSTS:
         pace.step([PREFILL], now_s)
@@ -71,7 +74,10 @@ def test_pace_follows_a_faster_device() -> None:
 
 
 def test_the_load_is_the_share_of_time_that_prompts_take() -> None:
-    """The load is one half, whatever steps are in between. After a long pause it is zero."""
+    """If prompts take half of the time, the load is one half, with any other steps.
+
+    After a long pause the load is zero.
+    """
     pace, now_s = Pace(), 0.0
     assert pace.load == 0.0
     while now_s < 10 * LOAD_S:
@@ -94,9 +100,9 @@ def test_an_engine_is_busy_until_a_burst_is_over() -> None:
 
 
 def test_request_waits_for_more_chunks_as_long_as_computing_the_arrived_chunks_takes() -> None:
-    """A token takes ten seconds to compute, and 128 tokens have arrived.
+    """A token takes ten seconds to compute, and 128 tokens have arrived. Computing these tokens would take 21 minutes.
 
-    Computing these tokens would take 21 minutes. So the request waits 21 minutes for more, and not half an hour.
+    So the request waits 21 minutes for more chunks, and not half an hour.
     """
     step = ("schedule",), ("update",)
     with in_play() as played:

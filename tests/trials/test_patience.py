@@ -1,4 +1,7 @@
-"""Some requests wait a limited time for a tier from which a token takes longer to read than to compute."""
+"""A tier is slow if reading a token takes longer than computing it.
+
+Some requests wait a limited time for a slow tier.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def test_tier_is_slow_if_its_known_rate_is_below_the_rate_of_computing(
 
 
 def test_the_busier_an_engine_is_the_slower_a_tier_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy engine accepts a slower tier, because computing a prompt delays other requests."""
+    """A busy engine accepts a slower tier, because computing a prompt would delay other requests."""
     assert _patience(600.0).slow(0)
     monkeypatch.setattr(Pace, "load", 0.5)
     assert not _patience(600.0).slow(0)
@@ -53,7 +56,7 @@ def test_the_busier_an_engine_is_the_slower_a_tier_may_be(monkeypatch: pytest.Mo
 
 
 def test_no_request_skips_a_tier_when_waiting_costs_nothing() -> None:
-    """No request skips a tier while the engine has no room or computes other prompts, or if settings forbid it."""
+    """No request skips a tier while the engine has no room or computes other prompts, or if settings forbid skips."""
     assert _patience().passes(asked=True)
     assert not _patience().passes(asked=False)
     assert not _patience(slow_ms_max=1).passes(asked=True)
@@ -64,7 +67,7 @@ def test_no_request_skips_a_tier_when_waiting_costs_nothing() -> None:
 
 
 def test_some_requests_still_use_a_slow_tier() -> None:
-    """Otherwise no read would show that the tier has become fast again."""
+    """Without these requests, no read would show that the tier has become fast again."""
     patience = _patience()
     assert [patience.passes(asked=True) for _ in range(3 * TRIED_EVERY)].count(False) == 3
 
@@ -82,7 +85,7 @@ def test_wait_is_at_least_the_time_to_compute_the_fetched_tokens() -> None:
 
 
 def test_the_slowest_rank_counts() -> None:
-    """The rate of a tier is the lowest rate of all ranks that have read the tier."""
+    """The rate of a tier is the lowest rate among the ranks that have read the tier."""
     report = Report(tier_rates={0: 5.0, 1: 2.0})
     report.add(Report(tier_rates={0: 3.0, 2: 4.0}))
     assert report.tier_rates == {0: 3.0, 1: 2.0, 2: 4.0}
@@ -90,7 +93,7 @@ def test_the_slowest_rank_counts() -> None:
 
 @contextmanager
 def _slow(shape: Shape = SHAPE) -> Iterator[Played]:
-    """Yield a trial whose tiers have been read and are slow."""
+    """Yield a trial with slow tiers that ranks have already read."""
     with in_play(shape) as played:
         played.run()
         played.forget()
@@ -112,7 +115,7 @@ def test_request_does_not_wait_for_a_slow_tier() -> None:
 
 
 def test_request_that_tries_a_slow_tier_waits_for_one_step() -> None:
-    """Some chunks are ordered, and the wait ends in the next step.
+    """Some chunks are fetched, and the wait ends in the next step.
 
     Chunks that arrive later can serve other requests.
     """
@@ -127,7 +130,7 @@ def test_request_that_tries_a_slow_tier_waits_for_one_step() -> None:
 
 
 def test_request_that_waits_for_blocks_gets_chunks_of_a_slow_tier() -> None:
-    """The chunks are fetched while the request waits for blocks. When there are blocks, the chunks are loaded."""
+    """The chunks are fetched while the request waits for blocks. When blocks are free, the chunks are loaded."""
     with _slow() as played:
         before = _brought(played)
         played.do(ADD, *STEP)
@@ -139,7 +142,7 @@ def test_request_that_waits_for_blocks_gets_chunks_of_a_slow_tier() -> None:
 
 
 def test_requests_wait_for_a_slow_tier_during_a_burst_of_prompts() -> None:
-    """During a burst of prompts, requests wait for a slow tier. After the burst, no request waits for it any more."""
+    """During a burst of prompts, requests wait for a slow tier. After the burst, no request waits for the tier."""
     with _slow() as played:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Pace, "busy", True)

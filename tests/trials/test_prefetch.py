@@ -29,7 +29,7 @@ def warm(played: Played, index: int = -1, seconds: float = 0, **more: Any) -> Or
 
 
 def warmed(order: Order) -> WarmedPrompt:
-    """Return the result of an order that is over."""
+    """Return the result of an order that has ended."""
     assert order.over
     assert not order.refused
     assert isinstance(order.result, WarmedPrompt)
@@ -61,7 +61,8 @@ def test_warmed_prompt_is_a_hit_in_memory(name: str) -> None:
         assert {name: after.get(name, 0) - before.get(name, 0) for name in played.staging.names} == dict.fromkeys(
             played.staging.names, 0
         )
-        assert counters["tier_lookup"] <= lookups + 1  # at most for the chunk in which the prompt ends
+        # the one additional lookup may ask for the chunk in which the prompt ends
+        assert counters["tier_lookup"] <= lookups + 1
         assert 0 < counters["prefetch_used"] <= counters["chunks_prefetched"]
 
 
@@ -100,7 +101,7 @@ def test_warmed_prompt_stays_in_memory_until_its_pin_ends() -> None:
 
 
 def test_request_does_not_wait_for_a_prefetch() -> None:
-    """A request that comes during the prefetch is scheduled in the same pass, even if the tier does not answer."""
+    """A request that arrives during the prefetch is scheduled in the same pass, even if the tier does not answer."""
     with in_play(ROOMY) as played:
         played.do(("hold", True))
         order = warm(played)
@@ -151,7 +152,7 @@ def test_prefetch_ends_when_a_tier_does_not_answer() -> None:
 
 
 def test_an_engine_that_has_nothing_to_do_begins_with_its_next_step() -> None:
-    """The operators' thread may carry out orders, but a fetch begins only in a step of the ranks."""
+    """The operators' thread may carry out orders, but a fetch begins only in a step, in which ranks get tier orders."""
     with in_play(ROOMY) as played:
         side = played.trial.side
         assert not side.pending
@@ -188,7 +189,7 @@ def test_prefetch_ends_with_the_chunks_before_a_failed_fetch(kind: str) -> None:
 
 
 def test_prefetch_keeps_to_its_share_of_the_pool() -> None:
-    """The prefetch begins with the prompt's first chunk. It uses no more lanes than there are."""
+    """The prefetch begins with the prompt's first chunk. The prefetch uses at most all lanes."""
     for slots, tokens in ((4, 128), (24, 192)):
         with in_play(SHAPE._replace(pool_slots=slots)) as played:
             played.staging._fetches_max = [1]
@@ -201,7 +202,7 @@ def test_prefetch_keeps_to_its_share_of_the_pool() -> None:
 
 
 def test_prefetch_ends_when_a_waiting_request_needs_its_room() -> None:
-    """If there is no room for both, the waiting request's chunks are fetched and the prefetch ends."""
+    """If a request and a prefetch do not both have room, the request's chunks are fetched and the prefetch ends."""
     with in_play(SHAPE._replace(pool_slots=8)) as played:
         order = warm(played)
         played.do(
@@ -222,7 +223,7 @@ def test_prefetch_ends_when_a_waiting_request_needs_its_room() -> None:
 def test_prompts_are_prefetched_one_after_the_other() -> None:
     """A limited number of prefetches wait, and any further prefetch is refused.
 
-    Other orders are carried out meanwhile.
+    Other orders are carried out while prefetches wait.
     """
     with in_play(ROOMY) as played:
         played.trial.side.orders.slice_s_max = float("inf")

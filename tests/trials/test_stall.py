@@ -26,14 +26,14 @@ GEOMETRY = Geometry((Group((Layer("a", 100), Layer("b", 100)), block_tokens=4),)
 
 @pytest.mark.parametrize(("mine", "other", "slowest"), [(0, 5, 5), (5, 0, 5), (7, 5, 5), (0, 0, 0)])
 def test_the_slowest_rank_counts(mine: float, other: float, slowest: float) -> None:
-    """Ranks that have loaded nothing yet report no rate."""
+    """The rate is that of the slowest rank. Ranks that have not loaded yet report no rate."""
     report = Report({1: Tally(1, 0)}, rate=mine)
     report.add(Report({1: Tally(1, 0)}, rate=other))
     assert report.rate == slowest
 
 
 def test_the_rate_is_that_of_copies_not_of_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bus rate is measured between landings of queued copies, because the first wave may wait for compute."""
+    """The bus rate is measured between landings of queued copies, because the first wave may wait for the device."""
     rig = Rig()
     now = [1_000_000_000]
     monkeypatch.setattr("time.monotonic_ns", lambda: now[0])
@@ -43,7 +43,7 @@ def test_the_rate_is_that_of_copies_not_of_waiting(monkeypatch: pytest.MonkeyPat
         for layer in range(rig.layers):  # each layer is queued in its own wave
             rig.pipeline._submit(rig.pipeline._async, layer)  # type: ignore[arg-type]
             now[0] += 1000
-        now[0] += wait_ns  # time of compute that was queued before the copies
+        now[0] += wait_ns  # the compute that was queued before the copies takes this time
         for _ in range(rig.layers):
             rig.engine.complete(Direction.LOAD)
             rig.settle()
@@ -55,7 +55,7 @@ def test_the_rate_is_that_of_copies_not_of_waiting(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_wave_lands_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers that were queued together share the time since the landing of the wave before."""
+    """Layers that were queued together share the time since the previous wave has landed."""
     rig = Rig()
     now = [1_000_000_000]
     monkeypatch.setattr("time.monotonic_ns", lambda: now[0])
@@ -97,30 +97,33 @@ def _kinds(world: SchedulerWorld, *requests: Any) -> list[Kind]:
 
 
 def test_loads_of_one_step_share_the_longest_allowed_wait() -> None:
-    """A single hit is loaded within its step. If other requests run, all such loads together must be fast enough."""
+    """A single hit is loaded within its step.
+
+    If other requests run, all sync loads of the step together must be fast enough.
+    """
     world = SchedulerWorld(load="auto")
     page_bytes = 64
     saved = world.request("saved", 8, shared=8)
     world.admit(saved)
-    world.succeed(*world.step(saved))  # this request runs, so it would wait
+    world.succeed(*world.step(saved))  # this request runs, so a sync load would delay it
     world.side.reported(Report(rate=8 * page_bytes / 0.03))  # a hit of eight units takes 30 ms
     hits = [world.request(f"hit{i}", 9, shared=8) for i in range(3)]
     assert _kinds(world, *hits) == [SYNC, ASYNC, ASYNC]
 
 
 def test_a_hit_alone_is_loaded_in_its_step_however_large() -> None:
-    """Only the request itself waits for the load."""
+    """If no other request runs, only the request itself waits for the load."""
     world = SchedulerWorld(load="auto")
     saved = world.request("saved", 8, shared=8)
     world.admit(saved)
     world.succeed(*world.step(saved))
     world.side.reported(Report(rate=1.0))
-    world.step()  # no request runs any more
+    world.step()  # after this step no request runs
     assert _kinds(world, world.request("hit", 9, shared=8)) == [SYNC]
 
 
 def test_a_step_that_computes_nothing_waits_for_a_load() -> None:
-    """An empty step waits after another empty step if a request waits for its load, and no request computes."""
+    """The second of two empty steps waits for a load, if a request waits for the load and no request computes."""
     world = SchedulerWorld(load="async", waits_idle=True)
     world.publish(world.request("old", 4, shared=4))
     world.step()
@@ -146,7 +149,7 @@ def test_a_step_that_computes_nothing_waits_for_a_load() -> None:
 def test_stages_do_not_wait() -> None:
     """A stage has nothing to compute while another stage still computes the step before.
 
-    The next step needs both, so no stage may wait for a load.
+    The next step needs both stages, so no stage may wait for a load.
     """
     facts = EngineFacts(hash_tokens=4, ranks=2, saves=True, loads=True, waits_idle=True)
     plans = []
@@ -161,7 +164,10 @@ def test_stages_do_not_wait() -> None:
 
 @pytest.mark.parametrize("load", ["auto", "async"])
 def test_stages_load_between_steps(load: str) -> None:
-    """Before vLLM learns that a load within a step has failed, it computes further steps and uses their output."""
+    """Stages load only between steps.
+
+    If a load within a step failed, vLLM would compute and use further steps before it learned of the failure.
+    """
     facts = EngineFacts(hash_tokens=4, ranks=2, saves=True, loads=True)
     waits = []
     for stages in (1, 2):
@@ -181,7 +187,10 @@ def _loading(rig: Rig, number: int) -> None:
 
 
 def test_a_rank_waits_until_a_load_has_landed() -> None:
-    """The rank waits for the oldest load, because copies land in order. It does not wait for a load that has landed."""
+    """The rank waits for the oldest load, because copies land in order.
+
+    The rank does not wait for a load that has landed.
+    """
     rig = Rig()
     for number in (1, 2):
         _loading(rig, number)
@@ -197,7 +206,7 @@ def test_a_rank_waits_until_a_load_has_landed() -> None:
     rig.pipeline.async_loads._batches[0].last = cast("Any", double)
     rig.pipeline.async_loads.await_one(WAIT_S)
     assert [outcome.job.id for outcome in rig.pipeline.copies.outbox] == [1]
-    rig.pipeline.async_loads.await_one(WAIT_S)  # this would land the other load
+    rig.pipeline.async_loads.await_one(WAIT_S)  # if this call waited, it would land the other load
     assert [outcome.job.id for outcome in rig.pipeline.collect()] == [1]
     rig.engine.complete_all()
     rig.pipeline.async_loads.await_one(WAIT_S)
@@ -248,7 +257,7 @@ def test_all_waits_of_a_step_have_one_limit(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_rank_that_has_something_to_report_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A refused or landed load is reported in this step, even if other loads are still running."""
+    """A rank reports a refused or landed load in the same step, even if other loads are still under way."""
     rig, waited = Rig(), list[float]()
     _loading(rig, 1)
     _loading(rig, 2)

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 SHAPE = SHAPES["tier"]._replace(pool_slots=12, ranks=2)
 FIRST, SECOND = ("add", 0, 199, 0, 3, 0, 0), ("add", 1, 199, 0, 3, 0, 0)
-"""Requests for documents of 200 tokens: a whole chunk, and a part of a second chunk."""
+"""Requests for documents of 200 tokens, which are a whole chunk and the beginning of a second chunk."""
 
 
 class Routed:
     """A trial whose router receives the events of its tiers. No invariant may break."""
 
     def __init__(self, trial: Trial, only: str = "") -> None:
-        """Start without requests. If `only` is given, it is the only invariant that is checked."""
+        """Start without requests. If `only` is not "", it names the only invariant that is checked."""
         self.trial, self.watched = trial, Watched(trial, only)
         assert trial.router is not None
         self.router: Router = trial.router
@@ -44,7 +44,7 @@ class Routed:
             assert not self.watched.broken
 
     def run(self, *requests: tuple[object, ...]) -> None:
-        """Run requests to their ends, and the stores that follow."""
+        """Run requests and their stores to their ends."""
         for one in requests:
             self.do(one, ("drain",))
 
@@ -82,7 +82,7 @@ class Routed:
 
     @property
     def known(self) -> TierBlocks:
-        """The chunks that the engine expects the router to know."""
+        """The chunks that, as the engine expects, the router knows."""
         assert self.trial.side.staging is not None
         blocks = self.trial.side.staging.tier_blocks
         assert blocks is not None
@@ -129,7 +129,10 @@ def test_a_chunk_is_announced_when_the_last_rank_has_stored_it() -> None:
 
 
 def test_a_lost_value_is_withdrawn_at_the_next_lookup() -> None:
-    """The tier has dropped one rank's part of every chunk. No lookup asks for the chunk after a missing chunk."""
+    """The tier has dropped one rank's part of every chunk.
+
+    A lookup asks for no chunk after a missing chunk, so only the first missing chunk is withdrawn.
+    """
     with routed() as played:
         played.run(FIRST)
         held = played.believed()
@@ -174,7 +177,7 @@ def test_a_reset_withdraws_everything_and_announces_no_store_in_flight() -> None
 
 
 def test_routers_that_forget_all_blocks_learn_those_of_tiers_again() -> None:
-    """The event of vLLM for a reset of its own cache names no medium."""
+    """VLLM's event for a reset of its own cache names no medium, so routers forget blocks of all media."""
     with routed() as played:
         played.run(FIRST)
         held = played.believed()
@@ -184,7 +187,7 @@ def test_routers_that_forget_all_blocks_learn_those_of_tiers_again() -> None:
 
 
 def test_the_oldest_chunk_is_withdrawn_when_too_many_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory for known chunks is bounded. The withdrawn chunk can still be found."""
+    """The memory for known chunks is bounded. A lookup can still find the withdrawn chunk."""
     with routed(only="tiers_are_announced_truly") as played:
         played.run(FIRST)
         first = played.believed()
@@ -197,7 +200,7 @@ def test_the_oldest_chunk_is_withdrawn_when_too_many_are_known(monkeypatch: pyte
 
 
 def test_a_chunk_that_another_engine_stored_is_announced_when_it_was_fetched() -> None:
-    """So a router learns the used part of the chunks that a tier has kept over a restart."""
+    """After a restart, a router learns those chunks of a tier that are used."""
     with routed() as played:
         played.run(FIRST)
         held = played.believed()
@@ -209,7 +212,10 @@ def test_a_chunk_that_another_engine_stored_is_announced_when_it_was_fetched() -
 
 
 def test_a_miss_does_not_withdraw_a_chunk_that_was_stored_meanwhile() -> None:
-    """A lookup begins before a store has ended, and its miss arrives later. The stored chunk stays announced."""
+    """A lookup begins before a store has ended, and the lookup's miss arrives after the store.
+
+    The stored chunk stays announced.
+    """
     with routed() as played:
         played.run(FIRST)
         staging, held = played.trial.side.staging, played.believed()
@@ -249,7 +255,7 @@ def test_noticed_chunks_are_withdrawn_together_and_a_few_in_each_step(monkeypatc
 
 
 def test_a_reset_ends_all_stages_when_the_withdrawal_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stage that did not end would load KV from before the reset."""
+    """If a stage did not end, its request would load KV from before the reset."""
 
     def boom() -> None:
         raise RuntimeError("boom")

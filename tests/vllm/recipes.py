@@ -1,4 +1,4 @@
-"""Checks for each public recipe whether kvpipe would start, with the checks of an engine's start.
+"""Runs the checks of an engine's start for each public recipe: would kvpipe start?
 
 Run `python -m tests.vllm.recipes`.
 """
@@ -32,7 +32,10 @@ MATCH_UNIT: Final = "prefix-match-unit"
 
 
 class Family(NamedTuple):
-    """One model's recipes. The shape `shape` has its kinds of cache groups. `rests_on` names the evidence."""
+    """The recipes of one model. `shape` names a shape with the model's kinds of cache groups.
+
+    `rests_on` names the evidence.
+    """
 
     names: tuple[str, ...]
     shape: str
@@ -51,7 +54,10 @@ FAMILIES: Final = {
 
 
 class Recipe(NamedTuple):
-    """One recipe of a model. `needs` are the features of vLLM that it uses; `drafts:METHOD` is one of them."""
+    """One recipe of a model.
+
+    `needs` names the features of vLLM that the recipe uses, among them the drafter as `drafts:METHOD`.
+    """
 
     family: str
     needs: frozenset[str]
@@ -116,7 +122,7 @@ def _configured(recipe: Recipe) -> tuple[VllmConfig, KVCacheConfig]:
 
 
 def answer(recipe: Recipe) -> str:
-    """Return whether kvpipe would start, or the reason why it would not."""
+    """Return whether kvpipe would start, or the reason why kvpipe would refuse."""
     why = refusal(recipe)
     return f"no: {why}" if why else "yes"
 

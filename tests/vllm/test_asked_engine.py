@@ -19,7 +19,7 @@ def _check(capsys: pytest.CaptureFixture[str], extra: Mapping[str, str | int], *
 
 
 def test_check_shows_the_chunks_of_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
-    """The block size is vLLM's option, and options of vLLM's server are named as not checked."""
+    """The block size comes from vLLM's option. The output names options of vLLM's server as not checked."""
     model = str(make_model("llama"))
     status, printed, _ = _check(capsys, {"chunk_tokens": 100}, model, "--block_size=64", "--port", "8000")
     assert status == 0
@@ -50,7 +50,7 @@ def test_check_refuses_an_engine_in_one_line(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The reason is the sentence with which the engine would stop, from vLLM or from kvpipe."""
+    """The reason is the message, of vLLM or of kvpipe, with which the engine would stop."""
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     tmp_path.chmod(0o700)
     there = {key: value.format(tmp=tmp_path) for key, value in extra.items()}

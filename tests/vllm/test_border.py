@@ -1,4 +1,4 @@
-"""No exception inside kvpipe reaches vLLM, and if one part fails to shut down, the other parts still do."""
+"""No exception inside kvpipe reaches vLLM, and if one part fails to shut down, the other parts shut down."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def connector() -> Any:
 
 @pytest.fixture
 def scheduler_connector() -> Any:
-    """Return the scheduler's connector of an engine without configuration. Its scheduler side raises nothing."""
+    """Return the scheduler's connector of an engine without configuration. The fake scheduler side raises nothing."""
     made: Any = object.__new__(KVPipeConnector)
     role: Any = object.__new__(SchedulerRole)
     role.counters, role.recorder, role.writer, role._ends = Counters(), None, None, ExitStack()
@@ -78,7 +78,7 @@ def test_a_forwards_hook_that_raises_is_counted(connector: Any, rig: Rig, hook: 
 
 @pytest.mark.parametrize("jobs", [(), (job(1),)], ids=["none", "one"])
 def test_a_rank_without_caches_has_nothing_to_do(connector: Any, jobs: tuple[Job, ...]) -> None:
-    """A rank answers all calls before vLLM has registered caches.
+    """Before vLLM has registered caches, a rank answers all calls.
 
     Jobs for such a rank are a fault of the scheduler side.
     """
@@ -129,7 +129,10 @@ def test_shutdown_continues_when_one_part_raises(request: pytest.FixtureRequest,
 
 
 def test_a_call_of_the_other_role_is_counted(connector: Any, scheduler_connector: Any) -> None:
-    """The caller gets the result of a cache miss, and the log names both roles. vLLM makes no such call."""
+    """The caller gets the result of a cache miss, and the log names both roles.
+
+    VLLM itself does not call the other role.
+    """
     said = list[str]()
     for one in (connector, scheduler_connector):
         one.counters.watcher = lambda _, fields: said.append(fields["error"])
@@ -143,7 +146,7 @@ def test_a_call_of_the_other_role_is_counted(connector: Any, scheduler_connector
 
 
 def test_hooks_of_a_layer_do_not_reach_the_role_while_the_step_is_idle(connector: Any) -> None:
-    """The hooks are called for every layer of every step, so each further call would cost time."""
+    """The hooks are called for every layer of every step, so each call to the role would cost time."""
     connector.worker_role.worker = None
     connector.wait_for_layer_load("layer")
     connector.save_kv_layer("layer", None, None)
@@ -152,7 +155,7 @@ def test_hooks_of_a_layer_do_not_reach_the_role_while_the_step_is_idle(connector
 
 @pytest.mark.parametrize("taken", ["connector", "scheduler_connector"])
 def test_vllm_sees_one_class(request: pytest.FixtureRequest, taken: str) -> None:
-    """All checks that vLLM makes of a connector's class see `KVPipeConnector`, whatever its role."""
+    """All checks that vLLM makes of a connector's class see `KVPipeConnector`, in both roles."""
     connector = request.getfixturevalue(taken)
     assert isinstance(connector, KVConnectorBase_V1)
     assert supports_hma(connector)

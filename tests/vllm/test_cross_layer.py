@@ -22,7 +22,7 @@ CHILD = {
 
 
 def engine(extra: dict[str, Any] = EXTRA, **text: Any) -> Any:
-    """Return the configuration of an engine on a GPU. `text`: fields of the model's configuration."""
+    """Return the configuration of an engine on a GPU. `text` has fields of the model's configuration."""
     from vllm.config import KVTransferConfig
 
     return SimpleNamespace(
@@ -84,7 +84,7 @@ def test_models_with_several_kinds_of_layers_are_left_to_vllm(text: dict[str, An
 
 
 def test_other_engines_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reasons: a CPU's backend, a block size that the user has set, layers of several types, states, drafters."""
+    """The cases: a CPU's backend, a block size from the user, layers of several types, states, and a drafter."""
     for place, field, value in (
         ("cache_config", "user_specified_block_size", True),
         ("cache_config", "kv_cache_dtype_skip_layers", ["0"]),
@@ -100,8 +100,8 @@ def test_other_engines_are_left_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None
     assert asks(engine()) is None
 
 
-def test_staged_copies_are_left_to_vllm() -> None:
-    """A block of all layers may not fit a bay, and then the engine would not start."""
+def test_no_layout_is_requested_when_the_mover_is_staged() -> None:
+    """A block of all layers may not fit a bay. Then the engine would not start."""
     assert asks(engine(EXTRA | {"mover": "staged"})) is None
 
 
@@ -129,7 +129,7 @@ def test_multi_connector_asks_for_no_layout() -> None:
 def test_vllm_takes_the_layout_if_it_can(
     supported: list[str], given: str | None, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layouts are resolved by vLLM itself: backends and the user decide, and an engine starts in any case."""
+    """VLLM itself resolves layouts: backends and the user decide. The engine starts with any layout."""
     if given is not None:
         monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", given)
     assert resolve_kv_cache_layout(engine(), [supported]).name == layout

@@ -1,4 +1,4 @@
-"""vLLM replays whole CUDA graphs if and only if no layer hook is needed, for every way to configure the mode."""
+"""vLLM replays whole CUDA graphs if and only if no layer hook is needed. The mode may be configured in every way."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ASKS = KVPipeConnector.requires_piecewise_for_cudagraph
     [({}, False), ({"mode": "auto"}, False), ({"mode": "layerwise"}, True), ({"mode": "step"}, False)],
 )
 def test_flag_of_the_graphs_is_read(extra: dict[str, Any], piecewise: bool) -> None:
-    """The mode in vLLM's flag decides, or the default mode if the flag has none."""
+    """The mode in vLLM's flag decides. Without a mode in the flag, the default mode decides."""
     assert ASKS(extra) is piecewise
 
 
@@ -41,7 +41,7 @@ def test_mode_from_the_environment_is_read(mode: str, piecewise: bool, monkeypat
 def test_mode_from_a_file_is_read(
     by: str, mode: str, piecewise: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mode in a YAML file that the flag or the environment names decides."""
+    """If the flag or the environment names a YAML file, the mode in this file decides."""
     path = tmp_path / "kvpipe.yaml"
     path.write_text(f"mode: {mode}\n")
     if by == "environment":
@@ -88,7 +88,7 @@ def test_layerwise_is_accepted_when_hooks_are_called(
     breakable: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Layers are copied by their hooks in engines without graphs, and with graphs of pieces.
+    """Hooks copy layers in engines without CUDA graphs, and in engines with piecewise CUDA graphs.
 
     Layers without hooks are copied after the forward.
     """
@@ -112,7 +112,7 @@ def test_layerwise_is_accepted_when_hooks_are_called(
 def test_layerwise_is_refused_when_no_hook_is_called(
     graphs: CUDAGraphMode, splitting: list[str] | None, stated: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With `auto`, steps in which no hook is called are copied after the forward.
+    """With `auto`, a step's layers are copied after the forward if no hook is called in the step.
 
     `layerwise` is refused in one sentence.
     """
@@ -141,10 +141,10 @@ def test_which_steps_are_replayed() -> None:
 
 
 def test_layerwise_is_refused_with_fused_attention() -> None:
-    """`layerwise` is refused with attention fused with quantisation, because vLLM then chooses whole graphs."""
+    """`layerwise` is refused with attention fused with quantisation, because then vLLM chooses whole CUDA graphs."""
     config = CompilationConfig(
         mode=CompilationMode.VLLM_COMPILE,
-        cudagraph_mode=CUDAGraphMode.PIECEWISE,  # vLLM sets this for a connector that needs pieces
+        cudagraph_mode=CUDAGraphMode.PIECEWISE,  # vLLM sets this mode for a connector that needs piecewise graphs
         pass_config=PassConfig(fuse_attn_quant=True, eliminate_noops=True),
         use_inductor_graph_partition=False,
     )
@@ -156,6 +156,6 @@ def test_layerwise_is_refused_with_fused_attention() -> None:
 
 
 def test_a_wrong_mode_stops_the_engine_there() -> None:
-    """A wrong mode is refused instead of ignored, because vLLM reads the mode before anything has started."""
+    """A wrong mode is refused instead of ignored. vLLM reads the mode before any part of the engine has started."""
     with pytest.raises(ConfigError, match="mode='layer'"):
         ASKS({"mode": "layer"})

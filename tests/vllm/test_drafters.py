@@ -1,4 +1,4 @@
-"""Tests of which drafting methods are served, and on how many later tokens the drafter's KV depends."""
+"""Tests of the drafting methods that are served, and of the number of later tokens on which a drafter's KV depends."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def config(method: str | None, *, modules: int = 1, drafts: int = 3, dynamic: bo
     ],
 )  # fmt: skip
 def test_tokens_ahead_are_one_per_module_or_none(method: str | None, modules: int, drafts: int, ahead: int) -> None:
-    """The number is None for drafters without hidden states, or with hidden states of the position itself.
+    """The number is None if the drafter reads no hidden states, or only those of its own position.
 
     Otherwise the number is one per module.
     """
@@ -69,14 +69,20 @@ def test_untested_drafting_method_is_refused(method: str) -> None:
 
 
 def test_gaps_in_a_drafters_kv_are_refused() -> None:
-    """If the number of drafts depends on the batch size, a step without drafts computes no KV of the drafter."""
+    """If the number of drafts depends on the batch size, some steps have no drafts.
+
+    The drafter computes no KV in such a step.
+    """
     with pytest.raises(UnsupportedError, match=r"num_speculative_tokens_per_batch_size.*; unset it"):
         drafters.check_drafter(config("eagle", dynamic=True))
     drafters.check_drafter(config("ngram", dynamic=True))
 
 
 def test_layers_of_a_step_with_a_drafter_have_no_hooks() -> None:
-    """A drafter's layers run several times per step. A user who requires hooks gets a message."""
+    """A drafter's layers run several times per step.
+
+    If the configuration requires hooks, the engine is refused with a message.
+    """
     made = config("eagle")
     made.compilation_config = SimpleNamespace(cudagraph_mode=None, static_forward_context={}, splitting_ops=())
     assert hooks.unhooked(made, ["a", "b"], "auto") == {"a", "b"}
@@ -86,7 +92,10 @@ def test_layers_of_a_step_with_a_drafter_have_no_hooks() -> None:
 
 @pytest.mark.parametrize(("ahead", "hash_tokens"), [(0, 16), (1, 16), (17, 16), (1, 8)])
 def test_a_key_covers_the_tokens_ahead(ahead: int, hash_tokens: int) -> None:
-    """A unit has a key when the next hash is known. So the key decides which units can be saved and found."""
+    """A unit has a key only when the hash after the unit is known.
+
+    So the key decides which units can be saved and found.
+    """
     geometry = Geometry((Group((Layer("l", 64),), 16),), 64, 1 << 20, ahead)
     hashes: Sequence[bytes] = [bytes([i]) for i in range(160 // hash_tokens)]
     prefixes = Prefixes(Catalog(4, 1, make_policy("lru", 4), Counters()), geometry, hash_tokens, lambda _: hashes)
@@ -100,13 +109,13 @@ def test_a_key_covers_the_tokens_ahead(ahead: int, hash_tokens: int) -> None:
     assert prefixes.units_within(160) == units
     assert prefixes.units_within(15) == 0
     assert prefixes.units_within(prefixes.computed_tokens(request, units + 1)) == units + 1
-    assert prefixes.computed_tokens(request, 2) == 32  # the tokens ahead of these are known
+    assert prefixes.computed_tokens(request, 2) == 32  # the tokens ahead of these 32 tokens are known
     assert prefixes.state_keys(request)[1] == prefixes.state_key(hashes, 2) == hashes[32 // hash_tokens - 1]
     assert prefixes.state_units(request, 160) == 10
 
 
 def test_drafters_with_missing_kv_are_refused() -> None:
-    """Runner V1 runs only the first of several modules, so the KV of the others is missing.
+    """Runner V1 runs only the first of several modules, so the KV of the other modules is missing.
 
     A drafter with another vocabulary changes the tokens of a prefix.
     """
@@ -121,7 +130,10 @@ def test_drafters_with_missing_kv_are_refused() -> None:
 
 
 def test_drafts_beside_recurrent_states() -> None:
-    """A drafter that has states itself is refused, and so is a state that a repeated prompt would never find."""
+    """A drafter with states of its own is refused.
+
+    An engine is also refused if a repeated prompt would never find a state.
+    """
     for method in (None, "mtp", "eagle", "eagle3", "dflash", "dspark"):
         drafters.check_states(config(method))
     for method in ("ngram", "draft_model"):
@@ -135,7 +147,7 @@ def test_drafts_beside_recurrent_states() -> None:
     kept.speculative_config.disable_eagle_block_drop = True
     with pytest.raises(UnsupportedError, match=r"disable_eagle_block_drop .*unset it"):
         drafters.check_states(kept)
-    kept.speculative_config.method = "dspark"  # its KV depends on no later token
+    kept.speculative_config.method = "dspark"  # the KV of this drafter depends on no later token
     drafters.check_states(kept)
     for method in (None, "mtp"):
         behind = config(method)
@@ -145,7 +157,7 @@ def test_drafts_beside_recurrent_states() -> None:
 
 
 def test_states_of_answers_beside_drafts_in_stages_are_refused() -> None:
-    """A stage that is not the last gets these states some steps after vLLM finds and offers them."""
+    """A stage before the last stage gets an answer's states some steps after vLLM finds and offers these states."""
     for method, stages, interval in (("mtp", 2, 0), ("dspark", 2, 0), ("mtp", 1, None), ("mtp", 1, 64), (None, 2, 64)):
         made = config(method)
         made.parallel_config.pipeline_parallel_size = stages
@@ -170,7 +182,7 @@ def test_states_of_answers_beside_drafts_in_stages_are_refused() -> None:
     ],
 )
 def test_method_tested_on_schedulers_only_is_reported(method: str | None, stated: str, *, v2: bool) -> None:
-    """The result names the method if it was tested only on vLLM's schedulers.
+    """If a method was tested only on vLLM's schedulers, the result names the method.
 
     DFlash with runner V1 was tested on an engine.
     """
@@ -205,7 +217,10 @@ def test_the_type_of_a_drafters_cache_is_a_fact() -> None:
     ],
 )
 def test_facts_of_two_drafters_differ_when_one_field_differs(fact: str, field: str, value: object) -> None:
-    """Such drafters compute different KV. Each field is changed alone, so that no other fact hides a missing fact."""
+    """Drafters with different fields compute different KV.
+
+    The test changes one field at a time, so that no other fact hides a missing fact.
+    """
     one, other = config("eagle", modules=3), config("eagle", modules=3)
     *owners, name = field.split(".")
     setattr(functools.reduce(getattr, owners, other.speculative_config), name, value)

@@ -1,6 +1,6 @@
 """Ranks send their first report with an engine's first step.
 
-The first prompt loses nothing, and remote prefills are not delayed.
+The first prompt is looked up and saved like later prompts, and remote prefills are not delayed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.rigs.scheduler_world import UNIT, SchedulerWorld
 
 @contextmanager
 def _new_engine(shape: Shape, *, unmet: bool = True) -> Iterator[Trial]:
-    """Yield an engine that has made no step. If `unmet`, its ranks have not reported yet."""
+    """Yield an engine that has made no step. If `unmet`, the engine's ranks have not reported yet."""
     trial = Trial(shape._replace(unmet=unmet), 2)
     try:
         yield trial
@@ -35,7 +35,10 @@ def _new_engine(shape: Shape, *, unmet: bool = True) -> Iterator[Trial]:
 
 @pytest.mark.parametrize("name", ["sibling-behind", "two-siblings"])
 def test_ranks_leave_the_handshake_to_other_connectors(name: str) -> None:
-    """In either order, the other connector gets the handshakes of all its ranks. kvpipe's reports come with a step."""
+    """In either order, the other connector gets the handshakes of all ranks.
+
+    kvpipe's first reports come with a step.
+    """
     with _new_engine(SHAPES[name]) as trial:
         assert all(rank.kvpipe.get_handshake_metadata() is None for rank in trial.ranks)
         trial.do(("drain",))
@@ -44,7 +47,7 @@ def test_ranks_leave_the_handshake_to_other_connectors(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["two-tiers", "pipeline-2", "async-scheduler-tier"])
 def test_idle_engine_steps_until_its_ranks_have_reported(name: str) -> None:
-    """No request has arrived, and these steps compute nothing."""
+    """No request has arrived. The steps before the reports compute nothing."""
     with _new_engine(SHAPES[name]) as trial:
         side: Any = trial.side
         assert not side.staging.space.name
@@ -58,7 +61,7 @@ def test_idle_engine_steps_until_its_ranks_have_reported(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["consumer", "async-scheduler-consumer"])
 def test_first_prompt_hits_a_tier(name: str) -> None:
-    """The prompt arrives before the first step. Its first lookup is postponed until the ranks have reported."""
+    """The prompt arrives before the first step. Its first lookup is put off until the ranks have reported."""
     found = []
     for unmet in (False, True):
         with _new_engine(SHAPES[name], unmet=unmet) as trial:
@@ -73,7 +76,7 @@ def test_first_prompt_hits_a_tier(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["two-ranks", "async-scheduler", "either-load"])
 def test_first_prompt_is_saved_whole(name: str) -> None:
-    """Nothing is saved before the ranks have reported. Everything is saved afterwards."""
+    """No save is planned before the ranks have reported. After the reports, all units of the prompt are saved."""
     saved = []
     for unmet in (False, True):
         with _new_engine(SHAPES[name], unmet=unmet) as trial:
@@ -85,7 +88,7 @@ def test_first_prompt_is_saved_whole(name: str) -> None:
 
 
 def test_lookups_miss_when_ranks_never_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After some steps lookups do not wait any more. Nothing is found or saved, and the fault is counted."""
+    """After some steps lookups stop waiting. Lookups then miss, nothing is saved, and the fault is counted."""
     with _new_engine(SHAPES["sync"]) as trial:
         monkeypatch.setattr(trial.ranks[0].connector, "build_connector_worker_meta", lambda: None)
         trial.excused |= {"weights_not_on_all_ranks"}
@@ -103,7 +106,10 @@ def test_lookups_miss_when_ranks_never_report(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_rank_with_another_pool_is_named_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its jobs fail, so the engine serves without a cache. One line says so, and says nothing of tiers."""
+    """The jobs of such a rank fail, so the engine serves without a cache.
+
+    One line of the log says that, without a word about tiers.
+    """
     lines = list[dict[str, Any]]()
     monkeypatch.setattr("kvpipe.connectors.vllm.scheduler_role.warn", lambda _, **fields: lines.append(fields))
     with _new_engine(SHAPES["two-ranks"]) as trial:
@@ -117,7 +123,7 @@ def test_rank_with_another_pool_is_named_in_the_log(monkeypatch: pytest.MonkeyPa
 
 
 def test_introductions_of_all_ranks_are_added_up() -> None:
-    """Reports are added up as vLLM does it, in any order."""
+    """Reports are added up in any order, with vLLM's own code for adding up reports."""
     ranks = [Introduction(rank, "layout", f"w{rank}", 8 - rank) for rank in range(3)]
     metas = [ReportMetadata(Report(ready={one.rank: one.slots}), (one,)) for one in ranks]
     metas[2].aggregate(metas[0]).aggregate(metas[1])
@@ -142,7 +148,7 @@ def test_remote_prefill_is_read_from_the_parameters(parameters: Any, elsewhere: 
 
 @pytest.mark.parametrize(("held", "hit"), [(8, 8 * UNIT - 1), (7, 7 * UNIT), (6, 0), (0, 0)])
 def test_hit_beside_a_remote_prefill_has_all_but_the_last_unit(held: int, hit: int) -> None:
-    """The prompt has eight units. A hit that is shorter than all but the last unit is a miss with its own reason."""
+    """The prompt has eight units. A hit of fewer than seven units is a miss with its own reason."""
     world = SchedulerWorld()
     if held:
         first = world.request("first", held, shared=held)
@@ -157,7 +163,7 @@ def test_hit_beside_a_remote_prefill_has_all_but_the_last_unit(held: int, hit: i
 
 
 def test_remote_prefill_is_never_put_off() -> None:
-    """A lookup is not postponed even while the weights are in doubt, because the prefill engine's lease ends."""
+    """A lookup is not put off even while the weights are in doubt, because the prefill engine's lease would end."""
     world = SchedulerWorld()
     world.side.weights.suspect()
     first, second = world.request("first", 4), world.request("second", 4)

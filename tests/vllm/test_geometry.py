@@ -45,7 +45,7 @@ def _cache(chunk: int) -> KVCacheConfig:
 
 
 def test_chunks_of_local_attention_are_whole_units() -> None:
-    """Blocks before the last multiple are not read. A multiple within a block is refused, with the remedy."""
+    """Blocks before the last multiple of `attention_chunk_size` are not read. A multiple within a block is refused."""
     full, local = make_geometry(_cache(96), load_settings()).groups
     assert (local.window_tokens, local.local, full.window_tokens, full.local) == (96, True, None, False)
     with pytest.raises(UnsupportedError, match=r"attention_chunk_size=100 with blocks of 32 tokens .*divisor"):
@@ -67,7 +67,7 @@ def test_chunk_tokens_are_rounded_up_to_whole_blocks_of_all_groups(given: int, u
 
 
 def test_states_need_the_attention_up_to_them() -> None:
-    """The attention ends within a chunk. Without partial chunks a repeated prompt would never be found."""
+    """A state may lie within a chunk of attention. Without partial chunks a repeated prompt would never find it."""
     full = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32)
     state = MambaSpec(
         block_size=32, shapes=((32,), (32,)), dtypes=(torch.float32, torch.float32), mamba_cache_mode="align"
@@ -81,7 +81,7 @@ def test_states_need_the_attention_up_to_them() -> None:
 
 
 def test_state_behind_its_boundary_is_refused() -> None:
-    """With ReplaySSM a block holds an older state and the later inputs."""
+    """With ReplaySSM a block holds an older state, and the inputs after that state."""
     shapes, dtypes = ((32,),) * 5, (torch.float32,) * 5
     state = MambaSpec(block_size=32, shapes=shapes, dtypes=dtypes, mamba_cache_mode="align")
     cache = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["state"], state)])
@@ -90,7 +90,7 @@ def test_state_behind_its_boundary_is_refused() -> None:
 
 
 def _shape(dcp: int, interleave: int = 1) -> tuple[dict[str, object], int]:
-    """Return the facts of the chunks of a context parallel engine, and the tokens of its blocks."""
+    """Return the facts of the chunks of a context parallel engine, and the number of tokens in its blocks."""
     shape = SHAPES["context-parallel"]
     config, cache = copy.deepcopy(make_configs(shape))
     config.parallel_config.decode_context_parallel_size = dcp
@@ -100,7 +100,7 @@ def _shape(dcp: int, interleave: int = 1) -> tuple[dict[str, object], int]:
 
 
 def test_a_block_is_as_long_as_all_ranks_shares_of_it() -> None:
-    """Under decode context parallelism, the tokens of a block that a rank has are a fact of its bytes."""
+    """A rank has only some tokens of a block. The bytes of the rank's block depend on which tokens these are."""
     (alone, block), (two, blocks), (other, _) = _shape(1), _shape(2), _shape(2, 4)
     assert (block, blocks) == (16, 32)
     assert "context_parallel" not in alone
@@ -108,7 +108,10 @@ def test_a_block_is_as_long_as_all_ranks_shares_of_it() -> None:
 
 
 def test_a_rank_reports_which_tokens_it_holds() -> None:
-    """VLLM changes the setting of consecutive tokens per rank only on ranks (`adjust_dcp_kv_cache_interleave_size`)."""
+    """The setting is the number of consecutive tokens per rank.
+
+    VLLM changes it only on ranks (`adjust_dcp_kv_cache_interleave_size`).
+    """
 
     def noted(dcp: int, interleave: int) -> list[object]:
         config, _ = copy.deepcopy(make_configs(SHAPES["context-parallel"]))
@@ -121,7 +124,7 @@ def test_a_rank_reports_which_tokens_it_holds() -> None:
 
 
 def test_a_state_is_found_within_blocks_of_attention() -> None:
-    """A unit is a block of states and one hash of vLLM. Every second unit ends a block of attention."""
+    """A unit is one block of states and one hash of vLLM. A block of attention has two units."""
     config, cache = make_configs(SHAPES["states-context-parallel"])
     geometry = make_geometry(cache, load_settings({"chunk_tokens": 128}), dcp=2)
     blocks, hashes = resolve_kv_cache_block_sizes(cache, config)
@@ -145,7 +148,7 @@ WITHIN = [name for name, shape in SHAPES.items() if shape.states and shape.hashe
 
 @pytest.mark.parametrize("shape", WITHIN)
 def test_a_unit_is_a_hash_where_states_are_kept_within_blocks(shape: str) -> None:
-    """With drafts or exported states, vLLM keeps no states at the ends of blocks, and its hits end at any hash."""
+    """With drafts or exported states, vLLM keeps no states at the ends of blocks. VLLM's hits may end at any hash."""
     config, cache = copy.deepcopy(make_configs(SHAPES[shape]))
     config.cache_config.prefix_match_unit = cache.hash_block_size
     settings, back = load_settings({"chunk_tokens": 128}), drafters.states_back(config)
@@ -163,7 +166,7 @@ def test_a_unit_is_a_hash_where_states_are_kept_within_blocks(shape: str) -> Non
 def test_states_within_blocks_at_which_no_hit_ends_are_refused(
     states_back: int, checkpoints: int, shape: str, aligned: int
 ) -> None:
-    """States within blocks are refused beside a window, and where vLLM's hits end only with blocks.
+    """States within blocks are refused if the model also has a window, or if vLLM's hits end only with blocks.
 
     The same states are accepted with one hash per block (`hash_block_size` 32).
     """
@@ -187,7 +190,7 @@ def test_states_within_blocks_at_which_no_hit_ends_are_refused(
 def test_useless_remedy_is_not_recommended(states_back: int, remedy: str) -> None:
     """Short blocks of a window also make hashes short.
 
-    Then the remedy does not name `prefix_match_unit`, which is not set.
+    In this case the message does not recommend to change `prefix_match_unit`, because it is not set.
     """
     cache = copy.deepcopy(make_cache(SHAPES["window-and-states"]))
     window, states = cache.kv_cache_groups[1:]
@@ -201,7 +204,7 @@ def test_useless_remedy_is_not_recommended(states_back: int, remedy: str) -> Non
 
 
 def test_a_load_never_begins_within_a_block() -> None:
-    """The beginning of the block is shared and computed, so vLLM asks kvpipe only from the end of the block on."""
+    """VLLM shares and computes the block's beginning. So vLLM asks kvpipe only for tokens after the block's end."""
     trial = Trial(SHAPES["states-context-parallel"])
     try:
         assert "block_aligned_local = (" in inspect.getsource(Scheduler.schedule)
@@ -233,7 +236,7 @@ def test_a_prompt_is_found_as_far_as_its_last_state(tokens: int) -> None:
 def test_a_prompt_is_found_as_far_as_its_last_state_with_drafts(scheduler: str, kind: str, tokens: int) -> None:
     """The prompt is found up to an earlier boundary than without drafts.
 
-    The drafter's KV may be divided, or whole on every rank.
+    The drafter's KV may be divided over ranks, or whole on every rank.
     """
     trial = Trial(SHAPES[f"{scheduler}states-context-parallel-{kind}"])
     watched, trial.documents[0] = Watched(trial), list(range(200))
@@ -251,9 +254,9 @@ def test_a_prompt_is_found_as_far_as_its_last_state_with_drafts(scheduler: str, 
 
 @pytest.mark.parametrize("shape", [name for name, shape in SHAPES.items() if shape.undropped])
 def test_a_repeated_prompt_is_found_as_far_as_its_last_state_where_none_is_dropped(shape: str) -> None:
-    """VLLM drops no block of a hit here.
+    """In this engine vLLM drops no block of a hit.
 
-    It keeps the last state before the prompt's last token, so a hit ends there.
+    VLLM keeps the last state before the prompt's last token, so a hit ends at that state.
     """
     trial = Trial(SHAPES[shape])
     watched, unit = Watched(trial), trial.side.geometry.unit_tokens
@@ -275,9 +278,9 @@ def test_a_repeated_prompt_is_found_as_far_as_its_last_state_where_none_is_dropp
 
 @pytest.mark.parametrize(("branches", "found"), [(True, 56), (False, 32)])
 def test_state_is_found_where_prompts_branch(branches: bool, found: int) -> None:
-    """The second prompt makes vLLM notice the branch, and the third hits there.
+    """The second prompt makes vLLM notice the branch, and the third prompt hits at the branch.
 
-    The state is within a block, or at the end of the block before if vLLM keeps none within.
+    The state is within a block. If vLLM keeps no states within blocks, the state is at the end of the previous block.
     """
     trial = Trial(SHAPES["states-masks"]._replace(hashes=8, dense=False, branches=branches))
     watched = Watched(trial)
@@ -295,7 +298,7 @@ def test_state_is_found_where_prompts_branch(branches: bool, found: int) -> None
 
 
 def test_a_drafter_that_every_rank_holds_whole_has_blocks_of_its_own_length() -> None:
-    """The model's blocks are as long as all ranks' parts, so two blocks of the drafter are a unit."""
+    """A block of the model has as many tokens as the parts of both ranks, so a unit is two blocks of the drafter."""
     config, cache = make_configs(SHAPES["async-scheduler-context-parallel-masks"])
     geometry = make_geometry(cache, load_settings({"chunk_tokens": 128}), dcp=2)
     assert [(group.block_tokens, group.ranks) for group in geometry.groups] == [(64, 2), (32, 1)]
@@ -316,7 +319,7 @@ def test_drafters_of_the_first_runner_are_refused_under_context_parallelism() ->
 
 
 def _facts(**changed: object) -> dict[str, object]:
-    """Return the facts of the chunks of an engine with LoRA adapters and with `changed` settings."""
+    """Return the facts of the chunks of an engine with LoRA adapters and with the settings `changed`."""
     config, cache = copy.deepcopy(make_configs(SHAPES["context-parallel"]))
     config.lora_config = LoRAConfig(lora_dtype=config.model_config.dtype)
     for name, value in changed.items():
@@ -333,13 +336,13 @@ def _facts(**changed: object) -> dict[str, object]:
     ],
 )  # fmt: skip
 def test_use_of_adapters_is_part_of_the_identity(changed: dict[str, object]) -> None:
-    """An adapter's files make another model if the engine leaves out some of its modules or reads them differently."""
+    """The same adapter files make another model if the engine ignores some modules or reads the files differently."""
     assert _facts(**changed) != _facts()
     assert _facts(max_loras=4) == _facts() == _facts(lora_dtype="auto")
 
 
 def test_requested_quantization_is_part_of_the_identity() -> None:
-    """A change to the quantization of activations changes the identity. The weights do not show this change."""
+    """A change to the quantization of activations changes the identity. The weights alone do not show this change."""
     config, cache = copy.deepcopy(make_configs(SHAPES["context-parallel"]))
     geometry, noted = make_geometry(cache, load_settings()), list[dict[str, object]]()
     for wanted in (None, {"linear": {"activation": "fp8"}}, {"linear": {"activation": "fp4"}}):
@@ -367,7 +370,7 @@ def test_variables_that_change_results_are_part_of_the_identity(
 ) -> None:
     """Such variables draw experts at random, or change the precision of activations or the order in a block.
 
-    Default values do not count.
+    A variable with its default value does not count.
     """
     monkeypatch.delenv(name, raising=False)
     plain = _facts()
@@ -390,7 +393,7 @@ def test_quantization_of_queries_is_part_of_the_identity() -> None:
 
 
 def test_release_of_vllm_is_part_of_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
-    """VLLM's release counts, but not its build."""
+    """VLLM's release is part of the identity, but not the build of the release."""
     plain = _facts()
     for found, same in (("0.99.1", False), (f"{vllm.__version__}+cpu", True)):
         monkeypatch.setattr(compat, "installed_version", lambda found=found: found)

@@ -44,7 +44,7 @@ class Manager:
 
 
 class Loads:
-    """Loads of one adapter by vLLM. A function of the test replaces vLLM's reading."""
+    """Loads of one adapter by vLLM. A function of the test replaces vLLM's code that reads the files."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Write the adapter's files, and record vLLM's loads from now on."""
@@ -81,7 +81,7 @@ class Loads:
 
     @property
     def on_disk(self) -> bytes:
-        """Return the digest of the present files."""
+        """Return the digest of the files as they are now."""
         return AdapterFiles().read(str(self._folder)).digest
 
 
@@ -92,7 +92,7 @@ def loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Loads:
 
 
 def test_loaded_adapter_has_the_digest_of_its_files(loads: Loads) -> None:
-    """Each load digests the files again."""
+    """The rank digests the files again at each load."""
     first = loads.load()
     assert first == loads.on_disk
     loads.write(b"other")
@@ -100,7 +100,7 @@ def test_loaded_adapter_has_the_digest_of_its_files(loads: Loads) -> None:
 
 
 def test_loaded_adapter_is_unique_when_it_is_replaced_while_vllm_reads_it(loads: Loads) -> None:
-    """Such an adapter shares KV with no other: vLLM may have read the old weights, the new weights or a mixture."""
+    """The adapter's KV is never shared, because vLLM may have read the old weights, the new weights or a mixture."""
     first = loads.on_disk
     digests = [loads.load(lambda: loads.write(b"other")), loads.load(lambda: loads.write(b"third"))]
     assert len({first, loads.on_disk, *digests}) == 4

@@ -1,4 +1,4 @@
-"""Hints in vLLM's requests: an envelope, a parameter, or a value of another type in their place."""
+"""Hints in vLLM's requests: an envelope, a parameter, or a value of another type instead."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _envelope(count: int = 1) -> KvHintsEnvelope:
 
 
 def test_request_without_hints_has_none() -> None:
-    """There are also no hints if other connectors' parameters come with the request, or if the request is pooled."""
+    """A request with only other connectors' parameters, and a request for pooling, have no hints either."""
     pooled = Request("r", [1, 2, 3], None, PoolingParams())
     others = {"kv_transfer_params": {"do_remote_prefill": False}}
     assert [hints_of(one) for one in (_request(), _request({"other": 1}), _request(others), pooled)] == [None] * 4
@@ -69,11 +69,11 @@ def test_parameters_of_an_http_request_arrive_unchanged(kind: Any) -> None:
 def test_value_that_is_no_envelope_is_passed_on(
     extra: dict[str, Any] | None, envelope: Any, raw: RawHints | None
 ) -> None:
-    """In vLLM's own process nothing checks the value, so it is passed on unchanged."""
+    """In vLLM's own process no code checks the value, so the value is passed on unchanged."""
     assert hints_of(_request(extra, envelope)) == raw
 
 
 def test_an_endless_envelope_is_not_walked() -> None:
-    """An envelope with too many actions is passed on without reading all of them."""
+    """An envelope with too many actions is passed on before all actions are read."""
     envelope = _envelope(ACTIONS_MAX + 1)
     assert hints_of(_request(None, envelope)) == RawHints(envelope.actions, None)

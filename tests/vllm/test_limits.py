@@ -30,7 +30,10 @@ def _read(**parameters: Any) -> tuple[Any, list[str]]:
 
 @pytest.mark.parametrize("value", TOKENS, ids=str)
 def test_limit_of_tokens_is_that_of_vllm(value: Any) -> None:
-    """The class of vLLM reads the same parameters. An invalid value is counted, and None is valid."""
+    """The expected limit is that of vLLM's class for the same parameters. An invalid value is counted.
+
+    None, for no limit, is valid.
+    """
     limits, ignored = _read(**{LOAD_TOKENS: value, SAVE_TOKENS: value})
     config: Any = SimpleNamespace(kv_group_configs=())
     request: Any = SimpleNamespace(request_id="r", kv_transfer_params={LOAD_TOKENS: value, SAVE_TOKENS: value})
@@ -43,7 +46,7 @@ def test_limit_of_tokens_is_that_of_vllm(value: Any) -> None:
 
 @pytest.mark.parametrize("value", TIERS, ids=str)
 def test_matchers_choose_the_tiers_that_they_choose_in_vllm(value: Any) -> None:
-    """Tiers of kvpipe are storage. Both known localities and an unknown locality are tried."""
+    """Tiers of kvpipe are storage. The cases have both known localities and an unknown locality."""
     limits, _ = _read(**{LOAD_TIERS: value})
     theirs = offloading._create_req_context(  # type: ignore[arg-type]
         SimpleNamespace(request_id="r", kv_transfer_params={LOAD_TIERS: value}, kv_hints=None)
@@ -55,14 +58,14 @@ def test_matchers_choose_the_tiers_that_they_choose_in_vllm(value: Any) -> None:
 
 
 def test_every_invalid_matcher_is_counted() -> None:
-    """Valid matchers in the list still apply. A list of invalid matchers only is no limit."""
+    """Valid matchers in the list still apply. A list with only invalid matchers sets no limit."""
     assert _read(kv_load_tiers=[CPU, None, {"medium": 1}])[1] == [LOAD_TIERS] * 2
     assert _read(kv_load_tiers="CPU")[1] == [LOAD_TIERS]
     assert _read(kv_load_tiers=[None])[0].load_tiers is None
 
 
 def test_long_list_of_matchers_is_ignored_as_a_whole() -> None:
-    """There is no such bound in vLLM, but nine matchers can express every choice of tiers."""
+    """Nine matchers can express every choice of tiers, so kvpipe reads no longer lists. VLLM has no such bound."""
     assert _read(kv_load_tiers=[STORAGE] * MATCHERS_MAX)[0].load_tiers is not None
     limits, ignored = _read(kv_load_tiers=[STORAGE] * (MATCHERS_MAX + 1))
     assert (limits.load_tiers, ignored) == (None, [LOAD_TIERS])
@@ -70,6 +73,6 @@ def test_long_list_of_matchers_is_ignored_as_a_whole() -> None:
 
 @pytest.mark.parametrize("parameters", [None, "x", ["max_load_tokens"], 3], ids=repr)
 def test_parameters_that_are_no_mapping_have_no_limits(parameters: Any) -> None:
-    """The connector replaces such parameters by None before vLLM reads them."""
+    """The connector replaces such parameters by None, and vLLM then sees a request without parameters."""
     request: Any = SimpleNamespace(kv_transfer_params=parameters)
     assert limits_of(request, pytest.fail) == (None, None, None)

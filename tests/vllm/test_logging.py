@@ -21,7 +21,7 @@ VLLM = logging.getLogger("vllm")
 
 @pytest.fixture(autouse=True)
 def _kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Restore vLLM's and kvpipe's loggers afterwards."""
+    """Restore vLLM's and kvpipe's loggers after the test."""
     monkeypatch.setattr(VLLM, "handlers", VLLM.handlers[:])
     monkeypatch.setattr(VLLM, "propagate", VLLM.propagate)
     monkeypatch.setattr(vllm.logger, "_vllm_process_info", ("EngineCore", os.getpid()))
@@ -33,7 +33,7 @@ def _kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def lines(capsys: pytest.CaptureFixture[str], **config: Any) -> list[str]:
-    """Configure vLLM's log, write two lines, and return the output, which is only on vLLM's stream."""
+    """Configure vLLM's log, write two lines, and return the output. All output must be on vLLM's stream."""
     vllm.logger.configure_logging(LoggingConfig(configure_logging=True, **{"pylogging_config_file": None} | config))
     capsys.readouterr()
     log.configure("info")
@@ -53,7 +53,7 @@ def test_lines_have_vllms_prefix_by_default(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_level_of_vllm_drops_lines_of_kvpipe(capsys: pytest.CaptureFixture[str]) -> None:
-    """VLLM_LOGGING_LEVEL sets this level."""
+    """The variable VLLM_LOGGING_LEVEL sets this level."""
     (odd,) = lines(capsys, log_level="WARNING")
     assert odd.endswith("odd why='no space'")
 
@@ -66,7 +66,7 @@ def test_json_lines_of_vllm_have_the_fields(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_logging_file_of_the_host_receives_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """VLLM_LOGGING_CONFIG_PATH names the file. A level for kvpipe's logger alone is kept, too."""
+    """VLLM_LOGGING_CONFIG_PATH names the file. The file may also set a level for kvpipe's logger alone."""
     file = tmp_path / "logging.json"
     config: dict[str, Any] = {
         "version": 1,

@@ -122,7 +122,7 @@ WAYS: list[Any] = [
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_part_of_a_processor_counts(tmp_path: Path, processor: SimpleNamespace, way: Any) -> None:
-    """Parts that are objects of unknown classes count, too. Equal parts give equal facts."""
+    """Even a part of an unknown class is in the facts. Equal parts give equal facts."""
     message = []
     for mean in (0, 1, 1):
         processor.one = Normalize(way(mean))
@@ -131,7 +131,7 @@ def test_every_part_of_a_processor_counts(tmp_path: Path, processor: SimpleNames
 
 
 def test_a_tokenizer_does_not_count(tmp_path: Path, processor: SimpleNamespace) -> None:
-    """A tokenizer does not change the facts, because tokens are already in every key."""
+    """A tokenizer does not change the facts, because a key already includes the tokens."""
     message = set()
     for mean in (0, 1):
         processor.one = Normalize(PreTrainedTokenizerBase(mean))
@@ -140,7 +140,7 @@ def test_a_tokenizer_does_not_count(tmp_path: Path, processor: SimpleNamespace) 
 
 
 def test_engine_starts_with_deep_and_broken_processors(tmp_path: Path, processor: SimpleNamespace) -> None:
-    """The engine starts, whatever a processor consists of."""
+    """The engine starts even if its processor has deep, odd or broken parts."""
 
     class Broken:
         @property
@@ -188,7 +188,7 @@ def test_every_process_shows_the_same() -> None:
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("name", ["preprocessor_config.json", "processing_some.py", "image_processor.py"])
 def test_files_count_beside_a_processor(tmp_path: Path, processor: SimpleNamespace, name: str, known: bool) -> None:
-    """The contents of a processor's files and code are part of the identity, even if the processor cannot be made."""
+    """The contents of a processor's files and code are part of the identity, even if creating it fails."""
     processor.one = Normalize(1) if known else None
     file = tmp_path / name
     file.write_text("size = 224", encoding="utf-8")
@@ -219,15 +219,15 @@ def test_the_commit_of_a_hub_counts(processor: SimpleNamespace) -> None:
 
 
 def test_settings_that_change_inputs_count(tmp_path: Path) -> None:
-    """Settings that only limit the accepted inputs do not count."""
+    """Settings that only limit the accepted inputs are not part of the identity."""
     plain = media_facts(engine(tmp_path / "org" / "model"))
     assert media_facts(engine(tmp_path / "org" / "model", limit_per_prompt={"image": 2})) == plain
     assert media_facts(engine(tmp_path / "org" / "model", video_pruning_rate=0.5)) != plain
 
 
 def test_models_whose_images_attend_in_both_directions_have_a_namespace_of_their_own(tmp_path: Path) -> None:
-    """Older versions stored KV that was computed over images that a step had divided.
+    """Older versions of kvpipe stored KV of images that a step had divided.
 
-    Other models keep their namespace.
+    Therefore these models have a new namespace. Other models keep their old namespace.
     """
     assert media_facts(engine(tmp_path, both_directions=True)) != media_facts(engine(tmp_path))

@@ -24,5 +24,5 @@ _JOB = Job(1, 0, "r", 1, b"\0" * 16)
     ids=lambda plan: str(plan.step),
 )
 def test_plan_arrives_complete_in_few_bytes(plan: StepPlan) -> None:
-    """The plan arrives complete, in few bytes, and with only one class of kvpipe."""
+    """All fields of the plan arrive, in few bytes, and the message names only one class of kvpipe."""
     assert pickle.loads(pickle.dumps(PlanMetadata(plan))).plan == plan  # noqa: S301

@@ -23,7 +23,7 @@ RULES = Path(__file__).parents[2] / "deploy" / "prometheus" / "kvpipe.rules.yml"
 
 
 def test_a_meter_reports_differences(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counters are reported as differences, and gauges as values, only if they have changed.
+    """A counter is reported as a difference, a gauge as a value, and each only if it has changed.
 
     Metrics that are expensive to read are read less often than others.
     """
@@ -55,7 +55,7 @@ def test_a_meter_reports_differences(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_changes_wait_for_a_later_step_that_can_report_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adding up all metrics in every step would cost a fast engine several percent of its time."""
+    """Metrics are not added up in every step, because this would cost a fast engine several percent of its time."""
     now, later = [100.0], [True]
     monkeypatch.setattr("kvpipe.connectors.vllm.metrics.time.monotonic", lambda: now[0])
     hits, calls = [0], list[int]()
@@ -82,7 +82,7 @@ def test_changes_wait_for_a_later_step_that_can_report_them(monkeypatch: pytest.
 
 
 def test_a_meter_takes_the_durations_since_the_last_call() -> None:
-    """Durations are lists of values, because the process that serves `/metrics` puts them into buckets."""
+    """Durations are lists of values, because the process that serves `/metrics` sorts the values into buckets."""
     durations = Durations()
     meter = Meter(dict, durations=durations.take)
     durations.of(LOAD, "disk")(0.25)
@@ -95,7 +95,7 @@ def test_a_meter_takes_the_durations_since_the_last_call() -> None:
 
 
 def test_unread_durations_are_bounded() -> None:
-    """An engine without statistics never takes the durations."""
+    """An engine without statistics never reads the durations, so their number is limited."""
     durations = Durations()
     for at in range(KEPT_MAX + 3):
         durations.of(LOAD, "disk")(at)
@@ -122,7 +122,7 @@ def test_stats_add_up() -> None:
 
 
 def test_stats_keep_a_bounded_number_of_durations() -> None:
-    """A program that embeds the engine may never log the stats, and so never reset them."""
+    """If a program that embeds the engine never logs the stats, the durations are never reset."""
     stats = KVPipeStats({"load_seconds": {"disk": [0.0] * KEPT_MAX}})
     stats.aggregate(KVPipeStats({"load_seconds": {"disk": [1.0, 2.0]}}))
     kept = stats.data["load_seconds"]["disk"]
@@ -163,7 +163,7 @@ def prom() -> tuple[KVPipeProm, CollectorRegistry]:
 
 
 def test_reported_metrics_are_served(prom: tuple[KVPipeProm, CollectorRegistry]) -> None:
-    """Metrics are served by engine and label. Metrics of another version are left out."""
+    """Metrics are served by engine and label. Metrics that this version does not know are left out."""
     reported, registry = prom
     reported.observe({"hit_tokens": {"memory": 64}, "leases": {"": 2}, "from_tomorrow": {"": 1}}, 1)
     reported.observe({"hit_tokens": {"memory": 36}, "leases": {"": 0}}, 1)
@@ -243,10 +243,7 @@ def test_the_dashboard_asks_for_metrics_that_exist(prom: tuple[KVPipeProm, Colle
 
 
 def test_an_empty_panel_is_seen(prom: tuple[KVPipeProm, CollectorRegistry], tmp_path: Path) -> None:
-    """This test shows that the test of a server does not accept every dashboard.
-
-    Before the first hit, times are missing.
-    """
+    """The test of a server must be able to fail. Before the first hit, the panels of load times are empty."""
     reported, registry = prom
     query = (
         'histogram_quantile(0.9, sum by (le) (rate(vllm:kvpipe_load_seconds_bucket{pod=~"$pod"}[$__rate_interval])))'
@@ -259,7 +256,10 @@ def test_an_empty_panel_is_seen(prom: tuple[KVPipeProm, CollectorRegistry], tmp_
 
 
 def test_the_dashboard_has_variables_that_need_no_label() -> None:
-    """`All` also chooses engines without the label `pod`. The data source is a variable: a file can be provisioned."""
+    """`All` also chooses engines without the label `pod`.
+
+    The data source is also a variable, so that Grafana can provision the file.
+    """
     board = json.loads(promtool.DASHBOARD.read_text(encoding="utf-8"))
     source, *others = board["templating"]["list"]
     assert (source["name"], source["type"], source["query"]) == ("datasource", "datasource", "prometheus")

@@ -39,7 +39,7 @@ def _hashes(
 
 
 def test_hashes_cover_tokens_and_used_embeddings() -> None:
-    """Hashes differ from the first block in which tokens differ, or embeddings that are used.
+    """Hashes differ from the first block on in which tokens or used embeddings differ.
 
     Unused embeddings do not count.
     """
@@ -58,7 +58,7 @@ def test_hashes_cover_the_type_of_embeddings() -> None:
 
 
 def test_prompts_of_tokens_are_hashed_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A router that knows vLLM's own hashes finds these prompts."""
+    """The hashes equal vLLM's own hashes, so a router finds these prompts."""
     remedied = _hashes(None, range(len(ROWS)))
     wrapped = kv_cache_utils._gen_prompt_embeds_extra_hash_keys
     monkeypatch.setattr(kv_cache_utils, "_gen_prompt_embeds_extra_hash_keys", wrapped.__wrapped__)

@@ -1,4 +1,4 @@
-"""The statements of vLLM's configuration about prefixes decide which models kvpipe serves."""
+"""vLLM's configuration states how a model treats prefixes. These statements decide whether kvpipe serves the model."""
 
 from __future__ import annotations
 
@@ -92,14 +92,17 @@ def _cache(*non_causal: bool) -> Any:
 
 @pytest.mark.parametrize("tags", [(True,), (False, True), (True, False)])
 def test_one_layer_that_looks_ahead_is_enough(tags: tuple[bool, ...]) -> None:
-    """A non-causal layer is found, both alone and in a group with several specifications."""
+    """A non-causal layer is found alone, and in a group with other layers."""
     models.check_specs(_cache(*(False for _ in tags)))
     with pytest.raises(UnsupportedError, match="non-causal attention"):
         models.check_specs(_cache(*tags))
 
 
 def test_batch_invariance_is_refused_with_hits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Backends that are batch invariant only without hits are refused if batch invariance is switched on."""
+    """Some backends are batch invariant only without hits.
+
+    Such backends are refused if batch invariance is switched on.
+    """
     models.check_backends(["FLASHINFER", "TRITON_MLA"])
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     models.check_backends(["FLASH_ATTN", "CPU_ATTN", ""])

@@ -28,7 +28,10 @@ from kvpipe.connectors.vllm.trial.shapes import SHAPES, make_configs
 from kvpipe.errors import UnsupportedError
 
 BLOCK, EXPERTS = 32, (2, 4)
-"""The number of tokens per block. The numbers of layers, and of experts per token in each layer."""
+"""The number of tokens per block.
+
+Then a pair: the number of layers, and the number of experts per token in each layer.
+"""
 
 
 def _config() -> Any:
@@ -86,7 +89,7 @@ def _step(rank: AuxOutputWorkerConnector, request: str, computed: int, scheduled
 
 
 def test_vllm_fails_when_it_lacks_the_experts_of_a_hit() -> None:
-    """The connector of vLLM has experts only of tokens that this engine has computed.
+    """The connector of vLLM knows experts only of tokens that this engine has computed.
 
     When this test fails, hits can be served in such engines.
     """

@@ -51,7 +51,7 @@ def _of(change: Callable[[Any], object]) -> Computed:
     ids=["additional_config", "attention", "compilation", "kernels", "model_impl", "cache"],
 )
 def test_a_field_counts_when_it_changes_what_is_computed(change: Callable[[Any], object]) -> None:
-    """A field of a nested configuration counts, too."""
+    """This includes a field of a nested configuration."""
     assert _of(change).alone != settings(_config()).alone
 
 
@@ -76,7 +76,7 @@ def test_a_field_does_not_count_when_it_is_irrelevant(change: Callable[[Any], ob
 def test_sums_over_ranks_are_part_of_the_namespace_of_one_layout() -> None:
     """Settings of the sums over ranks are left out of the common namespace.
 
-    Engines with other numbers of ranks add up in another order anyway.
+    Engines with another number of ranks always add up in another order.
     """
     changed = _of(lambda config: setattr(config.compilation_config.pass_config, "fuse_allreduce_rms", True))
     plain = settings(_config())
@@ -85,7 +85,7 @@ def test_sums_over_ranks_are_part_of_the_namespace_of_one_layout() -> None:
 
 
 def test_a_field_counts_when_it_is_unknown() -> None:
-    """A newer vLLM has fields that are not reviewed yet."""
+    """A newer vLLM may have fields that were not reviewed. Such a field is part of the namespace."""
     made = dataclasses.make_dataclass("Newer", [("new", int, 1)], bases=(CacheConfig,))
 
     def change(config: Any) -> None:
@@ -165,7 +165,7 @@ def test_one_other_bit_of_a_result_counts(name: str, monkeypatch: pytest.MonkeyP
 
 
 def test_an_operation_that_fails_counts_by_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine starts, and finds chunks of engines in which the operation fails in the same way."""
+    """The engine starts. The engine shares chunks with engines in which the operation fails with the same error."""
 
     def fails(*_: object, error: type[Exception]) -> torch.Tensor:
         raise error(str(object()))
@@ -179,7 +179,7 @@ def test_an_operation_that_fails_counts_by_its_error(monkeypatch: pytest.MonkeyP
 
 
 def _spaces(*how: str, memory: str = "m") -> str:
-    """Return the namespace of an engine with one rank per entry of `how`, which is the rank's result."""
+    """Return the namespace of an engine with one rank per entry of `how`. Each entry is the rank's result."""
     config, cache = copy.deepcopy(make_configs(SHAPES["sync"]))
     config.parallel_config.world_size = len(how)
     geometry = make_geometry(cache, load_settings())
@@ -190,7 +190,7 @@ def _spaces(*how: str, memory: str = "m") -> str:
 
 
 def test_ranks_with_equal_results_share_a_namespace() -> None:
-    """Ranks with equal results share chunks with engines of any number of ranks."""
+    """If all ranks have equal results, an engine shares chunks with engines of any number of ranks."""
     assert _spaces("a") == _spaces("a") == _spaces("a", "a")
     assert _spaces("a") != _spaces("b")
 
@@ -203,7 +203,10 @@ def test_ranks_that_differ_share_with_their_own_layout_only() -> None:
 
 
 def test_the_first_hash_is_seeded_for_every_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hash chains begin with this hash. An environment variable decides which engines share, also with sha256."""
+    """Hash chains begin with this hash.
+
+    Its seed is an environment variable, so this variable decides which engines share, also with sha256.
+    """
     monkeypatch.setattr(kv_cache_utils, "NONE_HASH", b"", raising=False)
     monkeypatch.setattr(kv_cache_utils, "_NONE_HASH_SEED", None)
     for algorithm in ("sha256", "xxhash"):

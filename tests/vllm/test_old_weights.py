@@ -1,4 +1,4 @@
-"""No request reuses KV or embeddings of old weights, and vLLM keeps none of them."""
+"""No request reuses KV or embeddings of old weights, and vLLM keeps no such KV and embeddings."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def _living(*names: str, prompt: int = 40) -> list[Any]:
 def test_requests_with_old_kv_are_stale_until_their_kv_is_computed_again() -> None:
     """A *stale* request has KV of old weights.
 
-    A request that reuses its blocks is stale, too. A preempted request is not, because its KV is computed again.
+    A request that reuses blocks of a stale request is stale, too. A preempted request is not stale, because its KV is
+    computed again.
     """
     stale, manager = Stale([32]), _Manager()
     blocks = ManagedBlocks(manager)  # type: ignore[arg-type]
@@ -80,7 +81,7 @@ def test_requests_with_old_kv_are_stale_until_their_kv_is_computed_again() -> No
 
 
 def test_last_block_of_a_stale_prompt_is_evicted() -> None:
-    """With hashes shorter than blocks, vLLM offers this block in every step.
+    """If hashes are shorter than blocks, vLLM offers this block to other requests in every step.
 
     A request that reuses the block gets a copy of the block.
     """
@@ -102,7 +103,10 @@ def _copy(source: int, copy: int) -> tuple[Any, Any]:
 
 
 def test_failed_load_is_reported_when_stale_blocks_cannot_be_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step's early reads are reported although stale blocks are not evicted; the next step evicts the blocks."""
+    """The failed loads of a step are reported although stale blocks could not be evicted.
+
+    The next step evicts the blocks.
+    """
     geometry, manager, counters = geometry_of_windows((None,), 16, 8), _Manager(), Counters()
     remedies = Remedies(geometry, LoadAdmission(geometry, 64, 64))
     remedies.bind(ManagedBlocks(manager), counters)  # type: ignore[arg-type]
@@ -123,9 +127,9 @@ def test_failed_load_is_reported_when_stale_blocks_cannot_be_evicted(monkeypatch
 
 
 def test_nothing_is_kept_of_requests_with_embeddings_of_old_weights() -> None:
-    """Until vLLM drops them, nothing is kept of requests with images, or of requests that reuse their blocks.
+    """Until vLLM drops old embeddings, kvpipe keeps no KV of requests with images.
 
-    Requests with text only are kept.
+    Neither is KV kept of requests that reuse the blocks of such requests. KV of requests with text only is kept.
     """
     geometry, manager = geometry_of_windows((None,), 16, 8), _Manager()
     remedies = Remedies(geometry, LoadAdmission(geometry, 64, 64))
@@ -155,13 +159,13 @@ def test_nothing_is_kept_of_requests_with_embeddings_of_old_weights() -> None:
     assert not admitted("late", 6)
     remedies.encoded.reset()
     remedies.weights_changed(["late"])
-    assert admitted("late", 7)  # the request has brought its own image
+    assert admitted("late", 7)  # this request still has its own image of the old weights
 
 
 def test_embeddings_since_weights_were_doubted() -> None:
     """VLLM may drop its embeddings before or after the doubt begins.
 
-    In both cases, embeddings after that are new. Ranks answer the doubt only in steps.
+    In both cases, later embeddings are of the new weights. Ranks answer the doubt only in steps.
     """
     for before, after in ((True, False), (False, True), (True, True), (False, False)):
         encoded = Encoded()
@@ -183,7 +187,10 @@ def test_embeddings_since_weights_were_doubted() -> None:
 
 
 def test_embeddings_of_an_adapters_encoder() -> None:
-    """Such embeddings are cached by the adapter's name, even if its bytes change. So the request's KV is not kept."""
+    """VLLM caches such embeddings by the adapter's name, even if the adapter's bytes change.
+
+    So the request's KV is not kept.
+    """
     geometry, manager = geometry_of_windows((None,), 16, 8), _Manager()
     for adapts in (False, True):
         remedies = Remedies(geometry, LoadAdmission(geometry, 64, 64), adapts_encoder=adapts)
@@ -200,7 +207,7 @@ def test_embeddings_of_an_adapters_encoder() -> None:
 
 
 def test_an_image_in_a_later_input_of_a_session() -> None:
-    """If vLLM still has the image of old weights, nothing more of the session is kept by kvpipe or vLLM."""
+    """If vLLM still has the image's embeddings of old weights, kvpipe and vLLM keep no later KV of the session."""
     trial = Trial(SHAPES["sync"])
     assert trial.kvpipe is not None
     encoded, pool = trial.kvpipe.scheduler_role._remedies.encoded, trial.scheduler.kv_cache_manager.block_pool
@@ -237,7 +244,10 @@ def test_images_that_are_numbered() -> None:
 
 @pytest.mark.parametrize("consumes", [True, False])
 def test_embeddings_that_another_engine_makes(*, consumes: bool) -> None:
-    """The other engine's weights may change while this engine's weights stay, so this engine is refused with tiers."""
+    """The other engine's weights may change while this engine's weights do not.
+
+    So with tiers this engine is refused.
+    """
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(multimodal_config=None),
         cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"),

@@ -1,4 +1,4 @@
-"""VLLM offers a state under the key of a boundary at which no step has ended."""
+"""VLLM may offer a state under the key of a boundary at which no step has ended."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GEOMETRY = Geometry(
 def test_step_beyond_a_boundary_leaves_no_state(
     start: int, scheduled: int, tokens: int, prompt: int, *, wrong: bool
 ) -> None:
-    """The step left no state at the boundary."""
+    """A prefill step that ran over a boundary has left no state at the boundary."""
     computed = start + (1 if start == 31 else scheduled)
     request: Any = SimpleNamespace(
         request_id="one", num_computed_tokens=start, num_prompt_tokens=prompt, num_tokens=max(prompt, computed)

@@ -1,4 +1,4 @@
-"""Requests whose `kv_transfer_params` are not a dict: a front end other than vLLM's own may pass anything."""
+"""Requests whose `kv_transfer_params` are not a dict. A front end other than vLLM's own may pass any value."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_invalid_parameters_do_not_end_the_engine(parameters: object) -> None:
     )
     try:
         init_none_hash(sha256)
-        scheduler.connector.scheduler.weights.awaited = False  # no rank runs here that could report
+        scheduler.connector.scheduler.weights.awaited = False  # in this test no rank runs that could report
         hasher, params = get_request_block_hasher(BLOCK, sha256), SamplingParams(max_tokens=1)
         params.extra_args = {"kv_transfer_params": parameters}
         scheduler.add_request(Request("r", [*range(BLOCK + 1)], params, None, block_hasher=hasher))

@@ -1,4 +1,4 @@
-"""Every vLLM process of an environment runs the plugin, which refuses unsupported engines before they start."""
+"""Every vLLM process of an environment runs the plugin, and so refuses unsupported engines before they start."""
 
 from __future__ import annotations
 
@@ -32,10 +32,13 @@ def _plugged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Config(SimpleNamespace):
-    """An engine's configuration, whose constructor reads the executor's class as vLLM's does."""
+    """An engine's configuration.
+
+    Its constructor reads the executor's class, like the constructor of vLLM's configuration.
+    """
 
     def __init__(self, transfer: object) -> None:
-        """Set `async_scheduling`, which is set by the user, from the beginning."""
+        """Set `async_scheduling` as the user does, before `__post_init__` runs."""
         super().__init__(kv_transfer_config=transfer, scheduler_config=SimpleNamespace(async_scheduling=True))
         self.__post_init__()
 
@@ -49,7 +52,7 @@ def _transfer(*names: str) -> Any:
 
 
 def test_an_engine_is_checked_when_its_configuration_is_made() -> None:
-    """The check does not run within the constructor, because the configuration is not complete there."""
+    """The check does not run within the constructor, because the constructor has not completed the configuration."""
     config: Any = Config(_transfer(plugin.NAME))
     assert config.chosen is CHOSEN
     with pytest.raises(UnsupportedError, match="kvpipe: no"):
@@ -87,12 +90,15 @@ def _raises(_: object) -> bool:
     ids=["another connector", "none", "older", "raises", "no such field"],
 )
 def test_engine_without_kvpipe_is_not_changed(config: Any) -> None:
-    """A vLLM with another configuration, or one that raises on access, is also not changed."""
+    """The configuration of an engine without kvpipe is not changed.
+
+    The same is true for a configuration of another vLLM, and for one that raises on access.
+    """
     assert Executor.get_class(config) is CHOSEN
 
 
 def test_check_that_raises_refuses_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connector repeats the check when it is made."""
+    """The check runs again when vLLM makes the connector."""
     monkeypatch.setattr(support, "check_engine", _raises)
     config: Any = SimpleNamespace(kv_transfer_config=_transfer(plugin.NAME))
     assert Executor.get_class(config) is CHOSEN
@@ -107,7 +113,7 @@ def test_check_that_raises_refuses_no_engine(monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_a_vllm_that_lacks_a_module_starts(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
-    """The registration does everything that is possible without the missing module."""
+    """The plugin registers everything that does not need the missing module."""
     monkeypatch.setattr(KVConnectorFactory, "_registry", {})
     monkeypatch.setitem(sys.modules, module, None)  # type: ignore[arg-type]
     plugin.register()
@@ -126,7 +132,7 @@ def test_a_vllm_that_lacks_a_module_starts(monkeypatch: pytest.MonkeyPatch, modu
 def test_setting_of_embeddings_from_clients_is_not_changed(
     connector: str, encoder: Any, *, taken: bool, wanted: bool
 ) -> None:
-    """With kvpipe as the only connector, the user decides.
+    """With kvpipe as the only connector, the user's setting decides.
 
     If an engine gets all KV or all embeddings from elsewhere, vLLM lets clients leave out tokens.
     """
@@ -155,7 +161,10 @@ def _offloading(connector: str | None, pool: Any = None, ranks: int = 1, **cache
 
 
 def _pool(config: Any) -> Any:
-    """Return kvpipe's `pool_bytes_max` in vLLM's configuration. The connector is still the user's."""
+    """Return kvpipe's `pool_bytes_max` in vLLM's configuration.
+
+    The function also checks that the connector is still the connector that the user has named.
+    """
     transfer = config.kv_transfer_config
     extra = transfer.kv_connector_extra_config
     if transfer.kv_connector == "MultiConnector":
@@ -180,7 +189,7 @@ def test_offloading_size_sets_the_pool_of_each_rank(connector: str) -> None:
 
 
 def test_offloading_size_leaves_the_users_dictionary_unchanged() -> None:
-    """The user may start a second engine with the dictionary and another size."""
+    """The user may start a second engine with the same dictionary and another size."""
     config = _offloading(plugin.NAME, "1.5GiB")
     extra = config.kv_transfer_config.kv_connector_extra_config
     VllmConfig._post_init_kv_transfer_config(config)
@@ -203,7 +212,7 @@ def test_offloading_size_leaves_the_users_dictionary_unchanged() -> None:
     ids=["another pool", "zero", "nan", "inf", "lmcache"],
 )
 def test_offloading_size_is_refused_when_it_cannot_be_the_pool(connector: str, wrong: dict[str, Any], why: str) -> None:
-    """Otherwise vLLM would silently use its own connector, whichever connector the user has named."""
+    """Without the refusal, vLLM would silently replace the user's connector by its own connector."""
     with pytest.raises(ConfigError, match=f"^kvpipe: {why}"):
         VllmConfig._post_init_kv_transfer_config(_offloading(connector, **wrong))
 
@@ -215,7 +224,10 @@ def test_offloading_size_is_refused_when_it_cannot_be_the_pool(connector: str, w
 def test_failed_loads_that_end_requests_are_warned_of(
     policy: Any, role: Any, warned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The warning has the JSON to add. An engine that loads nothing needs no policy."""
+    """The warning shows the JSON that the user can add.
+
+    An engine that loads nothing needs no policy for failed loads.
+    """
     monkeypatch.setattr(support, "check_engine", lambda _: None)
     transfer = KVTransferConfig(kv_connector=plugin.NAME, kv_role=role, kv_load_failure_policy=policy)
     config: Any = SimpleNamespace(kv_transfer_config=transfer, parallel_config=SimpleNamespace(data_parallel_size=1))

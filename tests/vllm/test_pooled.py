@@ -20,7 +20,7 @@ from kvpipe.errors import UnsupportedError
 def test_engine_whose_hashes_differ_uses_a_private_pool(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine with `pool_or_private` uses a private pool.
 
-    Without it, the error names the pool, because there are no tiers.
+    Without `pool_or_private`, the error names the pool, because there are no tiers.
     """
     config, cache = copy.deepcopy(make_configs(SHAPES["sync"]))
     config.cache_config.prefix_caching_hash_algo = "xxhash"
@@ -47,7 +47,10 @@ def test_engine_on_cuda_may_use_the_node_s_memory(monkeypatch: pytest.MonkeyPatc
 
 
 def test_engine_that_only_loads_has_a_stock_for_chunks_of_tiers() -> None:
-    """Without tiers it takes no slots, so it keeps none."""
+    """Without tiers the engine takes no slots from the node, so it keeps no stock.
+
+    With tiers the engine has a stock.
+    """
     config, cache = make_configs(SHAPES["sync"])
     transfer = KVTransferConfig(kv_connector="KVPipe", kv_role="kv_consumer")
     stocks = list[bool]()

@@ -33,7 +33,7 @@ QUOTAS = [
 
 
 class _Pool:
-    """A catalog of `SLOTS` slots, and the chunks that were saved."""
+    """A catalog with `SLOTS` slots, and the chunks that the test has saved."""
 
     def __init__(self, quotas: list[dict[str, Any]] = QUOTAS, make: Callable[[int], Policy] = Lru) -> None:
         self.accounts = Accounts(parse_quotas(quotas), SLOTS, make)
@@ -60,7 +60,10 @@ class _Pool:
 
 
 def test_quota_furthest_above_its_share_loses_slots() -> None:
-    """Free slots go to any quota. Then the quota furthest above its share loses slots, down to its share."""
+    """Any quota may take free slots.
+
+    When no slot is free, the quota furthest above its share loses slots, until it has only its share.
+    """
     pool = _Pool()
     pool.put(EVE, SLOTS)
     assert pool.used == {"alice": 0, "bob": 0, "others": SLOTS}
@@ -76,7 +79,7 @@ def test_quota_furthest_above_its_share_loses_slots() -> None:
 
 
 def test_quota_within_its_share_loses_no_slot_to_another_quota() -> None:
-    """If all others are within their shares, a quota loses its own chunk or gets no slot."""
+    """If all other quotas are within their shares, a quota loses its own chunk or gets no slot."""
     pool = _Pool([{"name": "alice", "salt": "a", "share": 0.5}, {"name": "bob", "salt": "b", "share": 0.5}])
     first = pool.put(ALICE, 4)
     pool.put(BOB, 4)
@@ -90,7 +93,7 @@ def test_quota_within_its_share_loses_no_slot_to_another_quota() -> None:
 def test_limit_of_a_quota_is_not_exceeded() -> None:
     """At its limit a quota loses its own chunk even if slots are free.
 
-    If all its chunks are held, the quota gets no slot.
+    If all its chunks are leased, the quota gets no slot.
     """
     pool = _Pool()
     assert len(pool.put(BOB, 6)) == 6
@@ -107,7 +110,7 @@ def test_limit_of_a_quota_is_not_exceeded() -> None:
 def test_held_chunks_count_as_used_slots() -> None:
     """Leased chunks, and chunks that are being written, count as used and are not evicted.
 
-    An evicted chunk counts until its reader has ended.
+    An evicted chunk counts until the copy that reads it has ended.
     """
     pool = _Pool()
     held = pool.put(EVE, 4, land=False)
@@ -150,7 +153,7 @@ def test_shares_follow_the_size_of_the_pool() -> None:
 
 
 def test_shares_are_of_the_ready_slots() -> None:
-    """While only a part of the pool is ready, shares are of the ready slots."""
+    """While only some slots are ready, a share is a share of the ready slots."""
     late = SharedCatalog(SLOTS, 1, Accounts(parse_quotas(QUOTAS), SLOTS, Lru), Counters(), ready=4)
     for tenant, puts in ((ALICE, 4), (BOB, 2)):
         for put in range(puts):
@@ -181,7 +184,10 @@ class _Told(Lru):
 
 
 def test_each_quota_has_its_own_policy() -> None:
-    """Each policy is notified of its own chunks only. Before that it gets the time and the request's end."""
+    """Each policy is notified of its own chunks only.
+
+    Before a notification, the policy gets the time and the end of the request.
+    """
     pool = _Pool(make=_Told)
     noted: dict[str, _Told] = {one.spec.name: one.policy for one in pool.accounts.all}  # type: ignore[misc]
     assert [one.slots for one in noted.values()] == [8, 4, 8]
@@ -201,7 +207,7 @@ def test_each_quota_has_its_own_policy() -> None:
 
 
 def test_a_policy_that_wants_no_hints_gets_none() -> None:
-    """With and without quotas, a client's hints are reported as ignored if the policy takes no hints."""
+    """If the policy takes no hints, a client's hints are reported as ignored. This is so with and without quotas."""
     assert not _Pool().catalog.takes_hints
     assert _Pool().catalog._request is None
     assert _Pool().catalog._answered is None
@@ -236,10 +242,7 @@ def test_scheduler_keeps_quotas(states: tuple[int, ...], monkeypatch: pytest.Mon
 
 
 def test_quotas_are_reported_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Metrics have one series per quota and one for all other salts, for any number of salts.
-
-    No series shows a salt.
-    """
+    """Metrics have one series per quota, and one series for all other salts together. No series shows a salt."""
     monkeypatch.setenv("KVPIPE_QUOTAS", '[{"name": "alice", "salt": "SECRET", "share": 0.5, "limit": 0.75}]')
     world = SchedulerWorld(chunk_units=4, slots=16)
     side, size = world.side, world.side.geometry.slot_bytes
@@ -261,7 +264,7 @@ def test_quotas_are_reported_by_their_names(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_refusals_are_counted_by_quota() -> None:
-    """A slot is refused at a quota's limit, or if no quota has an evictable chunk."""
+    """A slot is refused if the quota is at its limit, or if no quota has a chunk that can be evicted."""
     pool = _Pool()
     pool.put(BOB, 5, land=False)
     pool.put(EVE, 6, land=False)
@@ -304,7 +307,10 @@ def test_bad_quota_is_refused_without_its_salt(name: str) -> None:
 
 
 def test_salts_are_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Printed settings and error messages show no salt. A variable's name may be a salt, too."""
+    """Printed settings and error messages show no salt.
+
+    The name of a variable in the configuration may also be a salt.
+    """
     monkeypatch.setenv("ALICE_SALT", "SECRET")
     one, two = {"name": "alice", "salt_env": "ALICE_SALT"}, {"name": "bob", "salt": "SECRET"}
     settings = load_settings({"quotas": [one, two]})
@@ -325,7 +331,7 @@ def test_salts_are_shown_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_chunks_dropped_by_a_reset_are_evicted_first(others: str) -> None:
     """A chunk that a reset has dropped may still occupy its slot.
 
-    This slot is used first, so no chunk that can be found is evicted.
+    The pool uses this slot first, so no chunk that can be found is evicted.
     """
     accounts = Accounts(parse_quotas([{"name": "a", "salt": "a"}]), 4, Lru)
     catalog = SharedCatalog(4, 1, accounts, Counters())

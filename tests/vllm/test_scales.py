@@ -22,7 +22,7 @@ def _impl(*, scaled: bool) -> TritonAttentionImpl:
 
 
 def _cache(order: str) -> torch.Tensor:
-    """Return a cache of four blocks of 16 tokens of 2 heads, with heads or tokens first in memory."""
+    """Return a cache of four blocks. A block has 16 tokens and 2 heads, with heads or tokens first in memory."""
     content = 2 * (HEAD_SIZE + SCALE_BYTES)
     if order == "HND":
         return torch.zeros(4, 2, 16, content, dtype=torch.int8)
@@ -37,7 +37,7 @@ def _load(cache: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("order", ["HND", "NHD"])
 def test_kv_loaded_before_the_first_step_keeps_its_scales(order: str) -> None:
-    """The layer attends later and finds the loaded scales."""
+    """The layer attends for the first time after the load, and finds the loaded scales."""
     impl, cache = _impl(scaled=True), _cache(order)
     set_scales({"layer": SimpleNamespace(impl=impl)}, {"layer": cache})
     assert cache.any()

@@ -1,4 +1,4 @@
-"""Tests of how KV is divided over ranks. KV with an unknown division is shared only with engines of the same layout."""
+"""Tests of how KV is divided over ranks. If the division is unknown, only engines of one layout share the KV."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class World:
         return Geometry((Group((Layer("a", self.spec.page_size_bytes),), TOKENS),), 64, 1 << 20)
 
     def found(self) -> tuple[Share, ...]:
-        """Return how the layer's KV is divided."""
+        """Return how the layer's KV is divided over ranks."""
         parallel = SimpleNamespace(
             tensor_parallel_size=self.ranks, world_size=self.world, rank=self.rank,
             decode_context_parallel_size=self.dcp, prefill_context_parallel_size=self.pcp,
@@ -100,7 +100,7 @@ def test_latents_count_as_one_head() -> None:
     ids=lambda some: f"{some[0]} heads, {some[1]} ranks",
 )
 def test_the_facts_of_every_number_of_ranks_are_the_same(total_ranks: tuple[int, int]) -> None:
-    """Engines with other layouts, but equal order and encoding, have the same names for the same bytes."""
+    """If order and encoding are equal, engines with different layouts have the same names for the same bytes."""
     total, ranks = total_ranks
     assert World(total, ranks, ranks - 1).facts() == World(total, 1, 0).facts() != {}
     assert World(total, ranks, ranks - 1, "LBNHC").facts() != World(total, 1, 0).facts()
@@ -151,7 +151,7 @@ def _unknown_order(world: World) -> None:
 
 
 def _another_order(world: World) -> None:
-    world.order = "LBNHC"  # by the setting; the cache has heads first
+    world.order = "LBNHC"  # this is the setting's order; the cache has heads first
 
 
 def _gaps(world: World) -> None:
@@ -174,7 +174,7 @@ def _of_no_model(world: World) -> None:
 def test_group_with_an_unknown_layout_is_shared_with_one_layout_only(spoil: Any) -> None:
     """If kvpipe does not recognise how a layer divides its heads, only engines of one layout share the group's chunks.
 
-    Then the layer has no facts for the common namespace.
+    Such a layer has no facts for the common namespace.
     """
     world = World()
     spoil(world)
@@ -183,7 +183,10 @@ def test_group_with_an_unknown_layout_is_shared_with_one_layout_only(spoil: Any)
 
 
 def test_engines_with_batch_invariance_share_with_equal_layouts_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several ranks add up in another order than one rank. So with batch invariance only equal layouts share."""
+    """Several ranks add up in another order than one rank.
+
+    So with batch invariance, engines share only if their layouts are equal.
+    """
     monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True)
     assert World().facts() == {}
     assert World().found() == (Share(4, (1,)),)
@@ -206,7 +209,7 @@ def _config(*, ranks: int = 2, world: int = 2, lora: object = None, quantization
 
 
 def test_reason_for_sharing_with_one_layout_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each reason has a name and a sentence. The first reason in the list that applies is reported."""
+    """Each reason has a name and a sentence. If several reasons apply, the first reason in the list is reported."""
     noted = {
         bound_by(_config(world=4), "", "s"),
         bound_by(_config(lora=object()), "", ""),

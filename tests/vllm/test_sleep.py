@@ -49,7 +49,10 @@ class _Executor(UniProcExecutor):
 
 
 class _Core(EngineCore):
-    """An engine core without a model. `kept` has, for each reset, whether kvpipe keeps its chunks."""
+    """An engine core without a model.
+
+    For each reset, `kept` has True if kvpipe keeps its chunks and False otherwise.
+    """
 
     def __init__(self, worker: _Worker) -> None:
         self.vllm_config: Any = worker.vllm_config
@@ -94,7 +97,7 @@ BEFORE = ["synchronize_device"]
 def test_ranks_release_before_memory_is_freed_and_return_when_it_is_restored(
     core: _Core, worker: _Worker, level: int, more: list[str]
 ) -> None:
-    """At level 2 adapters are lost with the weights. The weights are read only after all memory is restored."""
+    """At level 2 adapters and weights are lost. kvpipe reads the weights again only after all memory is restored."""
     core.sleep(level)
     assert worker.take() == [*BEFORE, RELEASES, *more, "sleep"]
     assert core.weights.doubtful
@@ -112,7 +115,7 @@ def test_ranks_release_before_memory_is_freed_and_return_when_it_is_restored(
 
 
 def test_ranks_release_when_only_their_kv_caches_are_freed(core: _Core, worker: _Worker) -> None:
-    """The weights and adapters stay in memory."""
+    """In this case the weights and adapters stay in memory."""
     core.sleep(0)
     core.release_kv_cache_memory()
     assert worker.take() == [*BEFORE, RELEASES, "discard"]
@@ -124,7 +127,7 @@ def test_ranks_release_when_only_their_kv_caches_are_freed(core: _Core, worker: 
 
 
 def test_calls_of_workers_past_the_executor_count(core: _Core, worker: _Worker) -> None:
-    """Some training frameworks call the workers directly, with or without the names of the memory."""
+    """Some training frameworks call the workers directly, with or without the names of the memory to free."""
     for args, kwargs, lost in [((), {}, 0), ((2,), {}, 1), ((), {"level": 2}, 1)]:
         core.collective_rpc("sleep", None, args, kwargs)
         assert worker.take() == [RELEASES, *["lose"] * lost, "sleep"]
@@ -154,7 +157,10 @@ def test_calls_of_workers_name_memory_as_its_allocator_does(
 
 
 def test_only_the_reset_of_a_sleep_keeps_chunks(core: _Core) -> None:
-    """A pause that clears caches drops chunks, also after a failed sleep or a sleep that unmaps no memory."""
+    """A pause that clears caches drops chunks.
+
+    This is so also after a failed sleep, or after a sleep that unmaps no memory.
+    """
     core.pause_scheduler(clear_cache=True)
     core.sleep(0)
     core.pause_scheduler(clear_cache=True)
@@ -167,7 +173,7 @@ def test_only_the_reset_of_a_sleep_keeps_chunks(core: _Core) -> None:
 
 
 def test_a_sleep_that_waits_for_requests_keeps_chunks(core: _Core, monkeypatch: pytest.MonkeyPatch) -> None:
-    """VLLM's own process resets its caches later, when the last request has ended."""
+    """VLLM's engine process resets its caches later, when the last request has ended."""
     idle = Future[None]()
     monkeypatch.setattr(core, "pause_scheduler", lambda **_: idle)
     asleep = core.sleep(1, "wait")
@@ -181,7 +187,10 @@ def test_a_sleep_that_waits_for_requests_keeps_chunks(core: _Core, monkeypatch: 
 
 
 def test_a_sleep_that_is_asked_for_twice_keeps_chunks(core: _Core, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client sleeps again while requests end. VLLM resets the caches once per call, and both resets keep chunks."""
+    """A client asks for the sleep a second time while requests end.
+
+    VLLM resets the caches once per call, and both resets keep chunks.
+    """
     monkeypatch.setattr(core, "pause_scheduler", lambda **_: Future[None]())
     for _ in range(2):
         core.sleep(1, "wait")
@@ -191,7 +200,7 @@ def test_a_sleep_that_is_asked_for_twice_keeps_chunks(core: _Core, monkeypatch: 
 
 
 def test_a_sleep_that_fails_wakes_kvpipe(core: _Core, worker: _Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """VLLM continues as if it were awake, so ranks copy again and weights are read again."""
+    """VLLM continues as if it were awake, so ranks copy again, and kvpipe reads the weights again."""
 
     def refused(*_: object, **__: object) -> None:
         raise ValueError("no such weights")
@@ -212,9 +221,9 @@ def test_rank_follows_calls_of_its_own_engine_only(core: _Core) -> None:
 
 
 def test_a_process_that_becomes_a_snapshot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process sleeps at level 2 while its image is taken.
+    """Such a process sleeps at level 2 while vLLM writes its memory to an image.
 
-    `vllm snapshot create` makes the executor before anything else.
+    `vllm snapshot create` makes the executor before all other parts.
     """
     config = copy.deepcopy(make_configs(SHAPES["sync"])[0])
     plugin.register()

@@ -1,4 +1,7 @@
-"""The source of a model's weights is the digest of the whole tensors that were loaded. In doubt there is no source."""
+"""The source of a model's weights is the digest of the whole tensors that were loaded.
+
+If there is a doubt, the weights have no source.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ TENSORS = {"a.weight": torch.arange(12.0).reshape(3, 4), "b": torch.ones(5), "of
 
 
 class _Model(torch.nn.Module):
-    """A model that takes its part of each tensor, like one of several ranks."""
+    """A model that takes its part of each tensor, like a model on one of several ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +91,10 @@ def _loaded(
 
 
 def test_equal_tensors_give_an_equal_source() -> None:
-    """Equal tensors give an equal source, in any order and number of calls. Another byte, name or type does not."""
+    """Equal tensors give an equal source, in any order and number of calls.
+
+    If a byte, a name or a type differs, the source differs.
+    """
     whole = _loaded()
     assert whole
     assert whole == _loaded(dict(reversed(TENSORS.items()))) == _loaded(calls=2)
@@ -160,7 +166,7 @@ def test_failed_reading_makes_later_content_unknown(monkeypatch: pytest.MonkeyPa
 
 
 def test_ranks_with_different_tensors_have_no_source() -> None:
-    """Ranks have no common source if they were loaded from different tensors, or if the source of one is unknown."""
+    """Ranks have no common source if they loaded different tensors, or if the source of one rank is unknown."""
     assert loaded_from("m0=s:m1=s") == LoadedFrom("m0:m1", "s")
     for noted in ("m0=s:m1=t", "m0=s:m1", "m0:m1"):
         assert loaded_from(noted) == LoadedFrom("m0:m1", "")

@@ -25,7 +25,10 @@ CHUNK = 4 * BLOCK
 
 @pytest.fixture(params=[True, False], ids=["both directions", "causal"])
 def trial(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Yield a trial of a model with images, as on a GPU. With `whole` the images attend in both directions."""
+    """Yield a trial of a model with images, as on a GPU.
+
+    With `whole` the tokens of an image attend in both directions.
+    """
     shape = SHAPES["sync"]._replace(blocks=40, seqs_max=2)
     monkeypatch.setattr(ModelConfig, "is_mm_prefix_lm", request.param)
     monkeypatch.setattr(make_configs(shape, KVPIPE)[0].scheduler_config, "disable_chunked_mm_input", request.param)
@@ -40,7 +43,7 @@ def trial(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def _add(trial: Any, name: str, tokens: int, *, first: int = FIRST, length: int = LENGTH, text: int = 0) -> Request:
-    """Add a request with an image, or without one if `length` is 0. Equal `text` means equal tokens."""
+    """Add a request with an image, or without an image if `length` is 0. Equal `text` means equal tokens."""
     prompt = [(text + at) % 500 for at in range(tokens)]
     one = trial.live[name] = Live(name, trial._sequence(prompt, 0, 0), 1, 0, 0)
     trial._remember(one, one.sequence, 1)
@@ -87,7 +90,10 @@ def test_a_hit_ends_before_an_image_that_it_would_cut(trial: Any) -> None:
 
 
 def test_nothing_of_an_image_is_saved_that_vllm_has_cut(trial: Any) -> None:
-    """VLLM's own hit ends inside the image. Another request leaves too little room in the step for the image's rest."""
+    """VLLM's own hit ends inside the image.
+
+    Because of another request, the step has no room for the rest of the image.
+    """
     first = _add(trial, "first", 200)
     trial.do(("drain",))
     trial.side.reset()
@@ -126,5 +132,5 @@ def test_sound_is_no_span() -> None:
 
 
 def test_a_causal_model_has_no_spans() -> None:
-    """A causal model needs no spans, so the function is None."""
+    """A causal model needs no whole spans, so the function that finds whole spans is None."""
     assert spans_of(SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=False))) is None  # type: ignore[arg-type]

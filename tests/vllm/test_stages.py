@@ -22,7 +22,7 @@ SHAPE = SHAPES["pipeline-2"]
 
 @pytest.mark.parametrize("prefault", ["ahead", "use"])
 def test_the_catalog_is_as_large_as_the_smallest_pool(prefault: str) -> None:
-    """A stage with more layers has larger and fewer slots. A slot that some rank does not have is not used."""
+    """A stage with more layers has larger and fewer slots. If one rank lacks a slot, the slot is not used."""
     trial = Trial(SHAPE, connector=KVPIPE._replace(extra=f'{{"prefault": "{prefault}"}}'))
     first, last = (rank.kvpipe.geometry for rank in trial.ranks)
     catalog = trial.side.catalog
@@ -36,7 +36,7 @@ def test_the_catalog_is_as_large_as_the_smallest_pool(prefault: str) -> None:
 
 
 def test_chunk_is_found_when_the_last_stage_has_saved_it() -> None:
-    """The first stage has landed and reported its save, but the second stage has not. So the chunk is not found."""
+    """In this test only the first stage has landed and reported its save. So the chunk is not found."""
     trial = Trial(SHAPE._replace(device=True), 1)
     try:
         index, jobs = trial.side.catalog.index(0), trial.side.jobs.in_flight
@@ -79,16 +79,19 @@ def _engine(**changes: Any) -> Any:
     ids=str,
 )
 def test_stages_that_would_not_be_followed_are_refused(changes: dict[str, Any], wording: str) -> None:
-    """Runner V1 does not end the steps of a first stage that drafts.
+    """With drafts, runner V1 does not end the connector's steps on the first stage.
 
-    vLLM's first Ray executor is notified last.
+    With vLLM's first Ray executor, only the last stage reports.
     """
     with pytest.raises(UnsupportedError, match=wording):
         check_engine(_engine(**changes))
 
 
 def test_a_state_that_an_earlier_stage_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """States of answers are offered by vLLM before the first stage has moved them, so keeping them is refused."""
+    """VLLM offers the states of answers before the first stage has moved these states.
+
+    So the setting that keeps such states is refused.
+    """
     monkeypatch.setattr(drafters, "check_states", lambda _: None)
     shape = SHAPES["async-scheduler-pipeline-2-states-drafter"]
     moves = [("embed", 0, 0, 0, 31), ("probe",)]

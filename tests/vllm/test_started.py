@@ -19,7 +19,7 @@ RANDOM = "4fa8270b-6c4e-4ab0-9d7e-0f9f0d8f6f3a"
 
 
 def test_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the scheduler side logs the line, and not each rank."""
+    """Only the scheduler side logs the line. Ranks do not log it."""
     lines: list[dict[str, Any]] = []
     monkeypatch.setattr(started, "info", lambda event, **fields: lines.append({"event": event, **fields}))
     trial = Trial(SHAPES["two-tiers"], 2)

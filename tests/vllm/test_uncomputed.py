@@ -1,4 +1,7 @@
-"""Blocks to which vLLM has given a key for a step that does not compute them are removed from its cache."""
+"""VLLM may give a block a key for a step that never computes the block.
+
+Kvpipe removes such blocks from vLLM's cache.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,15 @@ from kvpipe.connectors.vllm.trial.trial import Trial
 from kvpipe.trace.log import Counters
 
 FIRST, SHORT, LAST = 29, 2, 1
-"""The lengths of the answers minus one. Priorities follow from these lengths."""
+"""The lengths of three answers, minus one token. The lengths also decide the priorities."""
 
 
 def _preempted_when_scheduled() -> Trial:
-    """Return a trial in which a prefill was preempted in the pass that had scheduled two more blocks of it.
+    """Return a trial with a preempted prefill.
 
-    The cache has 14 blocks: a first request holds 5, the prefill 6 and a short request 1. The prefill takes the last 2
-    blocks. Then the short request, which runs behind the prefill and finishes in this step, needs another block.
+    The pass that preempted the prefill had scheduled two more of its blocks. The cache has 14 blocks: a first request
+    holds 5, the prefill 6 and a short request 1. The prefill takes the last 2 blocks. Then the short request, which
+    runs behind the prefill and finishes in this step, needs another block.
     """
     trial = Trial(SHAPES["priorities-long-prefills"])
     trial.documents[:3] = [list(range(at, at + tokens)) for at, tokens in ((0, 150), (200, 250), (10, BLOCK - 1))]
@@ -41,7 +45,7 @@ def _preempted_when_scheduled() -> Trial:
 
 
 def test_prefix_cache_keeps_no_block_that_no_step_has_computed() -> None:
-    """If a request is preempted in the pass that scheduled it, the prefix cache keeps only its computed blocks."""
+    """If a pass schedules and preempts a request, the prefix cache keeps only the request's computed blocks."""
     trial = _preempted_when_scheduled()
     try:
         manager, watched = trial.scheduler.kv_cache_manager, Watched(trial)
@@ -70,7 +74,7 @@ def test_vllm_keeps_blocks_that_no_step_has_computed(monkeypatch: pytest.MonkeyP
 
 
 def test_exception_while_uncomputed_blocks_are_evicted_is_contained() -> None:
-    """The failure is counted as a fault, and the blocks are freed. Blocks of finished requests are left alone."""
+    """The failure is counted as a fault, and the blocks are freed. Blocks of finished requests are not touched."""
     from vllm.v1.request import RequestStatus
 
     freed, asked, counters = list[str](), list[set[int]](), Counters()

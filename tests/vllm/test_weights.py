@@ -1,4 +1,4 @@
-"""An engine's weights are digested in memory, are in doubt after a possible change, and are then digested again."""
+"""An engine's weights are digested in memory, are in doubt after a possible change, and are digested again."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Model(torch.nn.Module):
 def test_the_model_is_found() -> None:
     """The module that holds an engine's attention layers is its model.
 
-    Parts of this model, and other engines' models, are not.
+    Parts of this model, and other engines' models, are not its model.
     """
     mine, other, reported = _Model(), _Model(), list[int]()
     loaded = LoadedModel(mine.layers, lambda: reported.append(1))
@@ -65,7 +65,7 @@ def test_the_model_is_found() -> None:
 
 
 def test_code_of_plugins_and_transformers_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`code` covers a plugin, Transformers and the model's own folder. vLLM's models have no other code."""
+    """`code` covers a plugin, Transformers and the model's own folder. For vLLM's own models, `code` is empty."""
 
     def code(folder: str, text: str, module: str = "folder.modeling", release: str = "1") -> str:
         file = tmp_path / folder / "modeling.py"
@@ -189,7 +189,10 @@ def _asked(weights: Weights) -> int:
 
 
 def test_weights_are_in_doubt_until_every_rank_has_answered() -> None:
-    """Weights stay in doubt until every rank has answered the last question. Each answer shows whether they changed."""
+    """Weights stay in doubt until every rank has answered the last question.
+
+    Each answer shows whether the weights changed.
+    """
     weights = Weights(2, Counters())
     assert not weights.know(["b", "a"])
     assert weights.know(["a", "b"])
@@ -211,7 +214,7 @@ def test_weights_are_in_doubt_until_every_rank_has_answered() -> None:
 
 @pytest.mark.parametrize("noted", [{0: "a"}, {0: "a", 1: ""}, {0: "b", 1: "a"}])
 def test_answers_that_are_not_the_same(noted: dict[int, str]) -> None:
-    """A rank that does not answer, a rank without a digest, and two ranks with exchanged weights count as a change."""
+    """A rank without an answer or a digest counts as a change of weights. So do two ranks with exchanged weights."""
     weights = Weights(2, Counters())
     weights.know(["a", "b"])
     weights.suspect()
@@ -221,7 +224,7 @@ def test_answers_that_are_not_the_same(noted: dict[int, str]) -> None:
 
 
 def test_calls_of_the_executor() -> None:
-    """A call to vLLM's workers that is not known to be harmless puts the weights of that engine alone in doubt."""
+    """A call to vLLM's workers that is not known to be harmless puts only that engine's weights in doubt."""
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
     class Executor(UniProcExecutor):

@@ -11,7 +11,10 @@ from tests.rigs.pipeline_rig import Rig
 
 @pytest.fixture
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
-    """Yield a layerwise pipeline over a fake engine, with the parameter's options. No transition may be illegal."""
+    """Yield a layerwise pipeline over a fake engine, with the test parameter's options.
+
+    No transition may be illegal.
+    """
     made = Rig(**getattr(request, "param", {}))
     yield made
     made.pipeline.shutdown()

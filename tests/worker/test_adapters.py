@@ -1,4 +1,4 @@
-"""The adapters that a rank holds, without an engine."""
+"""Tests of the adapters that a rank holds, without an engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from tests.rigs.pipeline_rig import job, plan
 def test_job_fails_when_its_adapter_was_another_since_the_claimed_step(
     digests: tuple[bytes, ...], stands: bool
 ) -> None:
-    """The rank holds the claimed bytes in both cases, but KV of a step in between may be of other bytes."""
+    """In both cases the rank held the claimed bytes at the claimed step, and holds them now.
+
+    If the rank held other bytes between, KV may be of those bytes.
+    """
     held = HeldAdapters(Counters())
     held.now = lambda: {7: b"a"}
     for step, digest in enumerate(digests):
@@ -26,7 +29,10 @@ def test_job_fails_when_its_adapter_was_another_since_the_claimed_step(
 
 
 def test_adapters_are_not_held_after_their_bytes_are_gone() -> None:
-    """The engine still lists such adapters. The rank holds an adapter again only when the adapter is loaded again."""
+    """The engine still lists adapters whose bytes are gone.
+
+    The rank holds an adapter again only when the adapter is loaded again.
+    """
     held = HeldAdapters(Counters())
     held.now = lambda: {7: b"a", 8: b"b"}
     for number, digest in held.now().items():

@@ -1,4 +1,4 @@
-"""The pipeline over an engine whose waits run on the device, so that completions may arrive after the step."""
+"""Tests of the pipeline over an engine whose waits run on the device. Completions may arrive after the step."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def run_step(w: World, p: Pipeline, *, waits: bool = True) -> Reads:
 
 
 def collect(p: Pipeline, count: int, w: World | None = None) -> list[tuple[int, bool]]:
-    """Collect `count` outcomes as (job, ok), in the order of the reports. Meanwhile the device of `w` may run."""
+    """Collect `count` outcomes as (job, ok), in the order of the reports. During the call the device of `w` may run."""
     got: list[Outcome] = []
 
     def enough() -> bool:
@@ -103,7 +103,7 @@ def collect(p: Pipeline, count: int, w: World | None = None) -> list[tuple[int, 
 @settings(max_examples=40, deadline=None)
 @given(schedule=schedules)
 def test_a_step_is_right_whenever_its_copies_land(kind: str, schedule: list[int], *, layerwise: bool) -> None:
-    """Whichever copies land before the confirmation, bytes are right and each job is reported as good once."""
+    """Any copies may land before the confirmation. Bytes are right, and each job is reported as good once."""
     with world(kind, schedule=schedule) as w, pipeline_over(w, layerwise=layerwise) as p:
         reads = run_step(w, p)
         w.drain_all()
@@ -142,7 +142,7 @@ def test_an_async_load_does_not_wait_for_its_steps_forward(kind: str) -> None:
         w.device.compute.wait_event(before)
         p.begin(StepPlan(1, (make_job(LOAD, job_rows(0, LOADED), Kind.LOAD_ASYNC),)))
         w.device.compute.wait_event(forward)
-        p.start_loads()  # called after the forward was queued, as in vLLM's runners
+        p.start_loads()  # the test calls this after the forward was queued, as vLLM's runners do
         p.end_step()
         while w.device.step(0):
             pass
@@ -155,7 +155,7 @@ def test_an_async_load_does_not_wait_for_its_steps_forward(kind: str) -> None:
 
 @on_devices
 def test_readers_call_for_layers_however_fast_copies_are(kind: str) -> None:
-    """A layer is queued before its reader arrives, also if the layers before it have landed long ago."""
+    """A layer is queued before its reader arrives, even if all earlier layers have landed long ago."""
     with world(kind) as w, pipeline_over(w) as p, running(w.device):
         p.begin(StepPlan(1, (make_job(LOAD, job_rows(0, LOADED), Kind.LOAD_SYNC),)))
         p.start_loads()
@@ -186,7 +186,7 @@ def test_sync_loads_are_queued_before_async_loads(kind: str) -> None:
 
 @on_devices
 def test_a_layer_read_without_waiting_is_never_trusted(kind: str) -> None:
-    """A step whose layers did not wait fails its load and its save, however late the copies land."""
+    """If the layers of a step did not wait, the step's load and save fail, even if the copies land late."""
     with capture_logs(), world(kind) as w, pipeline_over(w) as p:
         run_step(w, p, waits=False)
         assert p.collect() == [], "the copies may still touch slots and blocks"
@@ -217,8 +217,8 @@ def test_a_load_that_cannot_be_queued_is_reported_in_its_step(kind: str, copies:
 def test_a_load_that_fails_on_the_device_is_reported_before_the_save(kind: str, layer: int) -> None:
     """A load fails after its step.
 
-    The save that was computed from it is reported as failed, or after the load's failure. In the second case the
-    scheduler side can drop the save.
+    The save that was computed from the load is reported as failed, or is reported after the load's failure. In the
+    second case the scheduler side can drop the save.
     """
     with capture_logs(), world(kind) as w, pipeline_over(w) as p:
         p.begin(PLAN)

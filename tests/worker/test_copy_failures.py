@@ -1,4 +1,7 @@
-"""Copies that fail, land late or out of order, and plans that cannot be carried out. Each fails only its own jobs."""
+"""Copies that fail, land late or out of order, and plans that cannot be carried out.
+
+Each failure fails only its own jobs.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,10 @@ def test_a_failed_save_is_reported_after_its_last_copy(rig: Rig) -> None:
 
 
 def test_a_save_that_takes_too_long(rig: Rig) -> None:
-    """A wait that times out fails the save. The save is reported when its copies are over, and the next step works."""
+    """A wait that times out fails the save.
+
+    The save is reported when its copies have ended, and the next step works.
+    """
     rig.engine.waiting = Waiting.STUCK
     rig.pipeline.begin(plan(job(1)))
     rig.save_all()
@@ -96,7 +102,7 @@ def test_a_failed_sync_load_fails_the_steps_saves(rig: Rig) -> None:
 
 @pytest.mark.parametrize("started", [True, False], ids=["layers read without waiting", "never started"])
 def test_saves_that_landed_before_the_load_turned_out_bad(rig: Rig, *, started: bool) -> None:
-    """Saves that have landed fail if a load of their step was not waited for."""
+    """Saves that have landed fail if their step did not wait for its load."""
     p = rig.pipeline
     p.begin(plan(job(1), job(2, SYNC)))
     if started:
@@ -110,7 +116,10 @@ def test_saves_that_landed_before_the_load_turned_out_bad(rig: Rig, *, started: 
 
 
 def test_a_failed_sync_load_is_reported_in_its_own_step(rig: Rig) -> None:
-    """`collect` after `end_loads` returns bad blocks, so that the engine learns of them in the step that read them."""
+    """After `end_loads`, `collect` returns bad blocks.
+
+    So the engine learns of bad blocks in the step that read them.
+    """
     rig.engine.waiting = Waiting.DEVICE
     rig.engine.failing = _fail_the_load
     rig.pipeline.begin(plan(job(2, SYNC)))
@@ -121,7 +130,7 @@ def test_a_failed_sync_load_is_reported_in_its_own_step(rig: Rig) -> None:
 
 
 def test_a_sync_load_that_takes_too_long(rig: Rig) -> None:
-    """A load that did not land in time fails, and the saves computed from it fail, too."""
+    """A load that did not land in time fails. The saves that were computed from the load also fail."""
     rig.engine.waiting = Waiting.STUCK
     rig.pipeline.begin(plan(job(1), job(2, SYNC)))
     rig.pipeline.start_loads()
@@ -135,7 +144,7 @@ def test_a_sync_load_that_takes_too_long(rig: Rig) -> None:
 def test_a_sync_load_confirmed_before_it_lands(rig: Rig) -> None:
     """If the device waits, the step may end before its sync load lands.
 
-    The load is reported as good once it has landed.
+    The load is reported as good when it has landed.
     """
     rig.engine.waiting = Waiting.DEVICE
     rig.pipeline.begin(plan(job(1, SYNC)))
@@ -161,7 +170,7 @@ def test_an_async_load_is_reported_after_all_its_copies(rig: Rig, bad: int | Non
 
 
 def test_completions_out_of_order_fail_the_job() -> None:
-    """If an engine completes a later layer first, the job fails, and nothing raises."""
+    """If an engine completes a later layer first, the job fails, and no call raises an error."""
     rig = Rig()
     rig.pipeline.begin(plan(job(1)))
     rig.save_all()
@@ -206,7 +215,7 @@ def test_a_poisoned_job_is_refused_alone(rig: Rig, poison: Job) -> None:
 
 
 def test_a_load_that_was_planned_to_fail_is_no_fault(rig: Rig) -> None:
-    """The scheduler's side has counted the reason. The rank reports the load as failed, and copies nothing."""
+    """The scheduler's side has already counted the reason. The rank reports the load as failed, and copies nothing."""
     rig.pipeline.begin(plan(job(1, SYNC, [(0, BROKEN, 0, 5), (0, 1, 1, 6)])))
     assert rig.news() == {1: False}
     assert rig.engine.layers_of(1) == []
@@ -245,7 +254,10 @@ def _raising(engine: FakeEngine, call: str) -> FakeEngine:
 
 @pytest.mark.parametrize("call", CALLS)
 def test_an_engine_of_another_package_that_raises(call: str) -> None:
-    """Loads that did not land fail, and each job is reported. Later jobs fail, and no call waits forever."""
+    """If such an engine raises, loads that did not land fail, and each job is reported.
+
+    Later jobs fail, and no call waits forever.
+    """
     faults: list[str] = []
     engine = FakeEngine()
     engine.waiting = Waiting.STUCK if call == "abandon" else Waiting.OBEDIENT
@@ -274,7 +286,10 @@ def test_an_engine_of_another_package_that_raises(call: str) -> None:
 
 
 def test_transfer_engine_that_raises_loses_no_report(rig: Rig) -> None:
-    """Blocks that were read without waiting are reported although the engine raises. The step's saves are withdrawn."""
+    """Blocks that were read without a wait are reported although the transfer engine raises.
+
+    The step's saves are withdrawn.
+    """
     guard_read = rig.engine.guard_read
     _raising(rig.engine, "guard_read")
     pipeline = rig.pipeline

@@ -1,4 +1,7 @@
-"""The rate of loads over time. The sums of bytes and of time are halved together, so that older copies count less."""
+"""Tests of the rate of loads over time.
+
+The sums of bytes and of time are halved together, so that older copies count less.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,15 @@ RATE = SIZE * 1e9 / TOOK_NS
 
 
 class Bus:
-    """A bus on which layers land one after the other, each queued before the layer before it has landed."""
+    """A bus on which layers land one after the other, and each layer is queued before the previous layer has landed."""
 
     def __init__(self) -> None:
-        """Let the first layer land, which gives no measurement."""
+        """Let the first layer land. The first landing gives no measurement."""
         self.rate, self.now_ns, self._queued_ns = LoadRate(), TOOK_NS, 0
         self.land(TOOK_NS)
 
     def land(self, took_ns: int) -> float:
-        """Let a layer land that took `took_ns`, and return the rate."""
+        """Let a layer land that took `took_ns` nanoseconds, and return the rate."""
         self.now_ns, self._queued_ns = self.now_ns + took_ns, self._queued_ns + 1
         ticket: Any = SimpleNamespace(begun_ns=self._queued_ns, done_ns=self.now_ns)
         self.rate.landed(ticket, SIZE)
@@ -39,7 +42,7 @@ def test_rate_of_an_even_bus_stays_when_its_sums_are_halved() -> None:
 
 
 def test_rate_follows_a_bus_that_becomes_faster() -> None:
-    """After copies of four times `RATE_BYTES`, earlier copies change the rate by less than a tenth."""
+    """After copies of four times `RATE_BYTES` bytes, earlier copies change the rate by less than a tenth."""
     bus = Bus()
     for _ in range(200):
         bus.land(TOOK_NS)
@@ -70,7 +73,10 @@ def test_rate_is_right_when_the_landings_of_several_loads_are_noticed_together()
 
 
 def test_rate_of_a_load_that_was_queued_behind_layers_counts_from_their_landing() -> None:
-    """The layers of another load landed while this load was queued."""
+    """Layers of another load landed while this load was queued.
+
+    The time of this load counts from the last of these landings.
+    """
     bus = Bus()
     ticket: Any = SimpleNamespace(begun_ns=bus.now_ns - 1, done_ns=bus.now_ns + TOOK_NS)
     bus.rate.landed(ticket, SIZE, alone=True)

@@ -46,7 +46,7 @@ def test_all_jobs_of_a_kind_share_one_copy_per_layer(rig: Rig) -> None:
 def test_rank_whose_bytes_another_rank_saves_copies_loads_only() -> None:
     """This rank's saves are reported without copies.
 
-    They fail if a load of their step fails, because this KV depends on that load.
+    Such saves fail if a load of their step fails, because the KV depends on the load.
     """
     rig = Rig(saves=False)
     p = rig.pipeline
@@ -69,7 +69,7 @@ def test_rank_whose_bytes_another_rank_saves_copies_loads_only() -> None:
 
 
 def test_layers_may_be_submitted_in_any_order(rig: Rig) -> None:
-    """The machine counts layers in the order of their submission, not by their number."""
+    """The job's state machine counts layers in the order of their submission, not by their number."""
     rig.pipeline.begin(plan(job(1)))
     for layer in (2, 0, 1):
         rig.pipeline.save_layer(layer)
@@ -104,7 +104,10 @@ def test_completions_from_another_thread() -> None:
 
 
 def test_loads_are_in_place_a_layer_ahead(rig: Rig) -> None:
-    """A layer's hook is called after its new token was written, perhaps into a block that is being loaded."""
+    """A layer's hook is called after the layer has written its new token, perhaps into a block that is being loaded.
+
+    So the block must be loaded one layer earlier.
+    """
     guarded: list[int] = []
     guard = rig.engine.guard_read
 
@@ -194,12 +197,12 @@ def test_begin_without_the_earlier_steps_end(rig: Rig) -> None:
     p.begin(plan(job(4)))
     rig.save_all()
     p.end_step()
-    assert rig.news() == {1: False, 2: False, 3: False, 4: True}  # job 3 would have begun at the step's end
+    assert rig.news() == {1: False, 2: False, 3: False, 4: True}  # job 3 would begin only at the step's end
     assert rig.counters["step_never_ended"] == 1
 
 
 def test_a_withdrawn_job_is_reported_after_its_copies(rig: Rig) -> None:
-    """A withdrawn step is reported only when its copies are over."""
+    """The jobs of a withdrawn step are reported only when their copies have ended."""
     rig.engine.waiting = Waiting.STUCK
     rig.pipeline.begin(plan(job(1), job(2, ASYNC)))
     rig.save_all()
@@ -212,7 +215,7 @@ def test_a_withdrawn_job_is_reported_after_its_copies(rig: Rig) -> None:
 
 
 def test_repeated_hooks_submit_once(rig: Rig) -> None:
-    """A layer's save or load is submitted once, however often its hooks run."""
+    """A layer's save or load is submitted once, even if the layer's hooks run several times."""
     p = rig.pipeline
     p.begin(plan(job(1), job(2, SYNC), job(3, ASYNC)))
     for _ in range(3):
@@ -249,7 +252,7 @@ def test_loads_that_were_never_started(rig: Rig) -> None:
 
 
 def test_a_wait_starts_the_loads(rig: Rig) -> None:
-    """If the loads were not started, the first layer's wait starts them, in time for every reader."""
+    """If the step's loads were not started, the first layer's wait starts the loads, in time for every reader."""
     rig.pipeline.begin(plan(job(1, SYNC)))
     rig.wait_all()
     rig.pipeline.end_step()
@@ -271,7 +274,7 @@ def test_second_end_loads_does_nothing(rig: Rig) -> None:
 
 
 def test_the_fence_is_set_when_the_step_ends(rig: Rig) -> None:
-    """The next step's first call may come too late: runner V2 zeroes blocks before that call."""
+    """The fence cannot wait for the next step's first call, because runner V2 zeroes blocks before that call."""
     rig.pipeline.begin(plan(job(1)))
     rig.save_all()
     rig.pipeline.end_step()
@@ -281,7 +284,7 @@ def test_the_fence_is_set_when_the_step_ends(rig: Rig) -> None:
 def test_the_next_steps_first_hook_sets_the_fence() -> None:
     """With runner V1 on a GPU, the step's end does not wait for saves.
 
-    The next step's first hook waits for all of them.
+    The next step's first hook waits for all saves.
     """
     rig = SideRig(fences_late=True)
     side = rig.side
@@ -299,7 +302,7 @@ def test_the_next_steps_first_hook_sets_the_fence() -> None:
 def test_a_step_whose_loads_are_settled_needs_no_end(rig: Rig, kind: int) -> None:
     """After `end_loads`, the engine clears the metadata or begins the next step without `end_step`.
 
-    This counts no fault.
+    This is not counted as a fault.
     """
     p = rig.pipeline
     for number, end in ((1, p.clear), (2, lambda: p.begin(EMPTY_PLAN))):
@@ -316,7 +319,7 @@ def test_a_step_whose_loads_are_settled_needs_no_end(rig: Rig, kind: int) -> Non
 
 @pytest.mark.parametrize("where", ["fence", "shutdown"])
 def test_a_shutdown_that_raises_ends_the_thread(rig: Rig, where: str) -> None:
-    """The loop thread ends although the copy engine raises."""
+    """The loop thread ends although the transfer engine raises."""
     p = rig.pipeline
     p.begin(plan(job(1)))
     rig.save_all()

@@ -1,4 +1,4 @@
-"""The end of a pipeline with copies in flight, with an engine that never finishes, and with a dead loop thread."""
+"""Tests of a pipeline's end with copies in flight, with an engine that never finishes, and with a dead loop thread."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_lost_loop_does_not_change_reported_outcomes(rig: Rig) -> None:
 
 @killed_loop
 def test_a_job_that_was_reported_as_lost_is_not_reported_again(rig: Rig) -> None:
-    """A completion thread that has the turn still handles its items after the loop thread has died."""
+    """If a completion thread has the turn when the loop thread dies, the completion thread still handles its items."""
     rig.pipeline.begin(plan(job(1, ASYNC)))
     rig.pipeline.start_loads()
     rig.settle()

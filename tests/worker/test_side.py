@@ -1,4 +1,4 @@
-"""The worker side, without an engine of vLLM."""
+"""Tests of the worker side, without an engine of vLLM."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def whole() -> Iterator[SideRig]:
 
 
 def test_metrics_that_were_put_off_are_reported_with_the_last_job(whole: SideRig) -> None:
-    """Metrics that were put off because of a save in flight are reported in the later step that reports the save."""
+    """Metrics that were put off because of a save in flight are reported in the step that reports the save."""
     side, whole.engine.waiting = whole.side, Waiting.DEVICE
     assert not side.puts_off_metrics(), "no job is in flight, so no later step is known"
     side.bind(plan(job(1)))
@@ -66,7 +66,10 @@ def test_metrics_that_were_put_off_are_reported_with_the_last_job(whole: SideRig
 
 
 def test_a_side_that_exists_is_whole(whole: SideRig) -> None:
-    """A new side has all its parts. An attribute is None because of the rank or the step. No call adds a part."""
+    """A new side has all its parts. If an attribute is None, the rank or the step is the reason.
+
+    No call adds a part.
+    """
     side = whole.side
     parts = set(vars(side))
     assert {name for name in parts if getattr(side, name) is None} == set(NONE)
@@ -92,7 +95,7 @@ def test_a_side_that_exists_is_whole(whole: SideRig) -> None:
     ("part", "method"), [(Pipeline, "__init__"), (WorkerSide, "_make_readier"), (Readier, "begin")]
 )
 def test_a_side_that_cannot_be_made_leaves_nothing(part: type, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception from an early or a late part leaves no thread, and the copy engine is shut down."""
+    """If an early or a late part raises an exception, no thread is left, and the transfer engine is shut down."""
     engine, before = FakeEngine(), set(threading.enumerate())
     tiers = guarded([("t", DictSpec.model_validate({}), DictTier())], (READ, WRITE))
     monkeypatch.setattr(part, method, _boom)
@@ -125,11 +128,11 @@ def test_side_is_lost_when_its_loop_has_ended(whole: SideRig) -> None:
 
 
 def test_side_reports_the_digest_of_its_weights_once_when_it_is_asked(whole: SideRig) -> None:
-    """The scheduler's side shares no chunks until every rank has answered its question."""
+    """Until every rank has answered the question for its digest, the scheduler's side shares no chunks."""
     side, answered = whole.side, []
     for question in (3, 0):
         side.bind(plan()._replace(question=question))
-        side.adapters.changes = 1  # so that there is a report in any case
+        side.adapters.changes = 1  # this change makes the side report in any case
         side.adapters.now = {7: bytes([question])}.copy
         report = side.take_report()
         assert report is not None
@@ -139,7 +142,7 @@ def test_side_reports_the_digest_of_its_weights_once_when_it_is_asked(whole: Sid
 
 
 def test_side_reports_nothing_when_nothing_has_happened_since_its_last_report(whole: SideRig) -> None:
-    """The number of ready slots is reported once, and again when it has changed."""
+    """The number of ready slots is reported once, and again only if the number has changed."""
     side = whole.side
     reports = [side.take_report(), side.take_report()]
     side._ready_reported -= 1
@@ -148,7 +151,7 @@ def test_side_reports_nothing_when_nothing_has_happened_since_its_last_report(wh
 
 
 def test_caches_name_the_device_that_they_lie_on() -> None:
-    """The worker side compares the device's name, because the limit of the pool differs on a CPU."""
+    """The worker side compares the device's name, because the pool has another limit on a CPU."""
     assert CACHES.device == "cpu"
 
 
@@ -158,7 +161,7 @@ def test_side_counts_in_the_counters_that_it_was_given(whole: SideRig) -> None:
 
 
 def test_side_that_gives_up_reports_open_jobs(whole: SideRig) -> None:
-    """Open jobs are reported, jobs of later steps fail, and the pool is reported as lost."""
+    """After the side gives up, open jobs are reported, jobs of later steps fail, and the pool is reported as lost."""
     side = whole.side
     side.bind(plan(job(1), job(2, Kind.LOAD_ASYNC, [(0, 0, 0, 7)])))
     side.start_loads()
@@ -182,7 +185,7 @@ def _boom(*_: object, **__: object) -> None:
 
 
 def _begin_raises(where: str, rig: Rig, side: WorkerSide, patch: pytest.MonkeyPatch) -> None:
-    """Let the next `bind` raise. Job 9 belongs to the step before, if there is one."""
+    """Let the next `bind` raise. Job 9, if given, belongs to the previous step."""
     if where == "checked":
         patch.setattr(side.adapters, "checked", _boom)
     elif where == "orders":
@@ -203,7 +206,10 @@ def _begin_raises(where: str, rig: Rig, side: WorkerSide, patch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("where", ["checked", "orders", "fence", "withdraw", "limits", "LOAD"])
 def test_a_step_that_cannot_be_begun_loses_no_job(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every job is reported as failed, and blocks of sync loads in their own step. Wrong tier orders fail no job."""
+    """Every job is reported as failed. Blocks of sync loads are reported in the step of the load.
+
+    Wrong tier orders fail no job.
+    """
     rig = SideRig(fences_late=True)
     side, good = rig.side, where == "orders"
     with monkeypatch.context() as patch:
@@ -242,7 +248,8 @@ def test_a_step_that_cannot_be_begun_loses_no_job(where: str, monkeypatch: pytes
 def test_blocks_of_a_load_are_late_when_it_fails_after_its_step(late: bool, whole: SideRig) -> None:
     """The device waits for the load, so the step ends before the load fails.
 
-    By then another request may have the blocks, so they are reported as late.
+    By then another request may have the blocks. So `take_bad_blocks` returns the blocks only if `late` is true, and the
+    report has the failed job in both cases.
     """
     side, whole.engine.waiting = whole.side, Waiting.DEVICE
     side.bind(plan(job(1, Kind.LOAD_SYNC, [(0, 0, 0, 7)])))
@@ -271,7 +278,7 @@ def test_blocks_of_a_load_are_late_when_it_fails_after_its_step(late: bool, whol
 
 
 def test_blocks_of_a_load_are_reported_once_when_it_was_given_up_in_its_step(whole: SideRig) -> None:
-    """The blocks were reported in the load's step. They are not reported again as late when the copies end."""
+    """The blocks were reported in the load's step. The blocks are not reported again as late when the copies end."""
     side, whole.engine.waiting = whole.side, Waiting.STUCK
     side.bind(plan(job(1, Kind.LOAD_SYNC, [(0, 0, 0, 7)])))
     side.start_loads()
@@ -334,6 +341,6 @@ def test_tallies_are_reported_when_adapters_cannot_be(whole: SideRig, monkeypatc
 
 @pytest.mark.parametrize(("device", "share"), [("cpu", 1.0), ("cuda", 0.0125)])
 def test_ranks_share_the_time_that_pinning_may_take(whole: SideRig, device: str, share: float) -> None:
-    """All ranks together pin for 5 % of a busy engine's time, because a pin delays the launches of all ranks."""
+    """All ranks together pin for 5 % of a busy engine's time, because pinning delays the launches of all ranks."""
     whole.side.context = dataclasses.replace(whole.side.context, ranks=4)
     assert whole.side._make_readier(whole.engine, device)._manners.claim_share == pytest.approx(share)

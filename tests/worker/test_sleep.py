@@ -1,4 +1,4 @@
-"""The memory of a rank's caches is released and restored, as in vLLM's sleep mode. No copy touches released memory."""
+"""The memory of a rank's caches is released and restored, as by vLLM's sleep mode. No copy touches released memory."""
 
 from __future__ import annotations
 
@@ -94,7 +94,10 @@ def test_nothing_is_copied_during_a_sleep(rig: SideRig) -> None:
 
 
 def test_a_copy_that_does_not_end_costs_the_caches() -> None:
-    """The rank reports its pool as lost, and shuts the transfer engine down before the memory is unmapped."""
+    """If a copy does not end, the rank reports its pool as lost.
+
+    It shuts the transfer engine down before the memory is unmapped.
+    """
     rig = SideRig(layerwise=False, wait_s=0.01)
     rig.engine.waiting = Waiting.DEVICE
     _step(rig.side, plan(job(1)))
@@ -108,7 +111,10 @@ def test_a_copy_that_does_not_end_costs_the_caches() -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("noticed", [True, False])
 def test_release_shuts_the_engine_down_when_the_loop_thread_has_ended(rig: SideRig, *, noticed: bool) -> None:
-    """The engine's copies may still touch the memory, whether or not a step has noticed that the thread has ended."""
+    """The transfer engine's copies may still touch the memory.
+
+    This holds whether or not a step has noticed the thread's end.
+    """
     _step(rig.side, plan(job(1)))
     rig.kill_loop()
     if noticed:
@@ -120,7 +126,7 @@ def test_release_shuts_the_engine_down_when_the_loop_thread_has_ended(rig: SideR
 
 
 def test_caches_of_another_kind_are_given_up(rig: SideRig) -> None:
-    """The rank stops using caches of another shape, because the pages of a slot would not fit their blocks."""
+    """The rank stops using caches of another shape, because the pages of a slot would not fit such blocks."""
     rig.side.release()
     rig.side.restore({name: cache[::2] for name, cache in _caches(rig, 2 * BLOCKS).items()})
     assert rig.side.lost

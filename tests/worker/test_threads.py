@@ -15,7 +15,7 @@ from tests.rigs.written_attributes import written
 ROOM = Path(kvpipe.worker.__file__).parent
 STEP_THREAD, LOOP_THREAD = ("pipeline", "side", "limits", "outcomes", "async_loads"), ("copies", "watchdog")
 HANDED = {"put": STEP_THREAD, "settled": LOOP_THREAD}
-"""Methods that belong to another thread than the rest of their file."""
+"""Methods that run on another thread than the other methods of their file, with the files of that thread."""
 
 
 def _methods(file: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -27,13 +27,13 @@ def _methods(file: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
 def _targets(node: ast.AST) -> Iterator[ast.Attribute]:
     """Yield the attributes that a statement assigns, or whose content it changes.
 
-    The trace is left out: it is thread-safe.
+    The trace is left out, because it is thread-safe.
     """
     return (one for one in written(node) if ast.unparse(one.value) != "self.trace")
 
 
 def _touched(files: tuple[str, ...]) -> tuple[set[str], set[str]]:
-    """Return the attributes that a thread's methods write, and the attributes that they name."""
+    """Return the attributes that a thread's methods write, and the attributes that these methods name."""
     writes, named = set[str](), set[str]()
     for method in (m for file in (*files, "batch", *STEP_THREAD, *LOOP_THREAD) for m in _methods(file)
                    if (HANDED.get(m.name) == files if m.name in HANDED else file in files)):  # fmt: skip
@@ -44,7 +44,7 @@ def _touched(files: tuple[str, ...]) -> tuple[set[str], set[str]]:
 
 
 def _fields() -> set[str]:
-    """Return the attributes of the objects that both threads use: batches, tickets, and the loop thread's half."""
+    """Return the attributes of the objects that both threads use: batches, tickets, and objects of the loop thread."""
     made = {
         one.attr
         for file in ("copies", "watchdog")

@@ -1,4 +1,4 @@
-"""A copy that never completes, or cannot be submitted, costs one wait and fails its own jobs. No call hangs."""
+"""If a copy never completes or cannot be submitted, there is one wait, and only the copy's jobs fail. No call hangs."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class RaisingEngine(FakeEngine):
     """An engine that cannot submit `layers`."""
 
     def __init__(self, layers: tuple[int, ...]) -> None:
-        """`layers`: the layers whose submission raises."""
+        """`layers` has the layers whose submission raises."""
         super().__init__()
         self.layers = layers
 
     def submit(self, plan: CopyPlan, ticket: Ticket) -> None:
-        """See `TransferEngine.submit`, which never raises."""
+        """Raise for some layers, although `TransferEngine.submit` must never raise."""
         if not {*ticket.layers}.isdisjoint(self.layers):
             raise RuntimeError("can't start new thread")
         super().submit(plan, ticket)
@@ -46,7 +46,10 @@ class RaisingEngine(FakeEngine):
 
 @pytest.mark.parametrize("layerwise", [True, False])
 def test_a_load_that_times_out_is_waited_for_once(layerwise: bool) -> None:
-    """There is one wait per batch. The blocks are reported in that step, and the jobs once, when the copies end."""
+    """There is one wait per batch. The blocks are reported in the load's step.
+
+    The jobs are reported once, when the copies end.
+    """
     engine = StuckEngine()
     rig = Rig(engine, layerwise=layerwise)
     p = rig.pipeline
@@ -71,7 +74,7 @@ def test_a_load_that_times_out_is_waited_for_once(layerwise: bool) -> None:
 
 @pytest.mark.parametrize("layerwise", [True, False])
 def test_a_save_that_times_out_is_waited_for_once(layerwise: bool) -> None:
-    """A save's fence waits once, too. No block is reported, because a save only reads blocks."""
+    """A save's fence also waits only once. No block is reported, because a save only reads blocks."""
     engine = StuckEngine()
     rig = Rig(engine, layerwise=layerwise)
     p = rig.pipeline
@@ -118,7 +121,7 @@ def test_a_copy_that_cannot_be_submitted_fails_its_jobs(layerwise: bool, layers:
     rig.engine.complete_all()
     assert rig.news() == {1: False, 2: False, 3: False}
     assert rig.in_flight() == 0
-    saves = len(layers) if layerwise else 1  # without hooks all layers of a save are one submission
+    saves = len(layers) if layerwise else 1  # without hooks all layers of a save are submitted together
     assert rig.counters["submit_failed"] == 2 * len(layers) + saves
     p.shutdown()
     assert rig.counters["illegal_transition"] == 0
@@ -127,7 +130,7 @@ def test_a_copy_that_cannot_be_submitted_fails_its_jobs(layerwise: bool, layers:
 @pytest.mark.parametrize("kind", [SAVE, SYNC, ASYNC])
 @pytest.mark.parametrize("layer", range(3))
 def test_no_job_is_reported_while_a_layer_before_the_refused_one_is_copied(kind: Kind, layer: int) -> None:
-    """An engine raises at one layer. The job ends when all submitted copies have ended, in any order."""
+    """The transfer engine raises at one layer. The job ends when all submitted copies have ended, in any order."""
     rig = Rig(RaisingEngine((layer,)))
     rig.engine.waiting = Waiting.DEVICE
     p = rig.pipeline
@@ -174,7 +177,10 @@ def test_failed_load_without_a_last_completion_is_reported_in_its_step() -> None
 
 
 def test_a_load_that_was_not_waited_for_is_reported_in_its_step() -> None:
-    """No hook has waited, and the device has not finished. The blocks are reported now, and not again later."""
+    """No hook has waited, and the device has not finished the load.
+
+    The blocks are reported in this step, and not again later.
+    """
     engine = SilentDevice()
     rig = Rig(engine)
     p = rig.pipeline

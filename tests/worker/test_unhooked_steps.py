@@ -1,4 +1,4 @@
-"""Layers whose hook is not called: in step mode, in layers without a hook, and in steps replayed from a graph."""
+"""Layers whose hook is not called: in step mode, in layers without a hook, and in steps that replay a CUDA graph."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ def test_step_mode_copies_at_the_steps_end(stepwise: Rig) -> None:
 def test_a_steps_end_waits_for_the_loop_thread_only_when_its_copies_are_over(
     over: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copies that are over are reported with the step. Other copies wake the loop thread when they land."""
+    """If a step's copies are complete at its end, they are reported with the step.
+
+    Other copies wake the loop thread later.
+    """
     rig = Rig(layerwise=False, fences_late=not over)
     p, waits = rig.pipeline, list[float]()
     settle = p.copies.loop.settle
@@ -57,7 +60,7 @@ def test_step_mode_waits_for_loads_at_the_start(stepwise: Rig) -> None:
 
 
 def test_a_layer_without_a_hook_is_saved_at_the_steps_end(halfway: Rig) -> None:
-    """The hooks of the other layers copy these layers. A job is done when all layers are copied."""
+    """The other layers are copied by their own hooks. A job has ended when all layers are copied."""
     p = halfway.pipeline
     p.begin(plan(job(1)))
     p.save_layer(0)
@@ -98,7 +101,10 @@ def test_a_hook_that_was_not_expected_is_harmless(halfway: Rig) -> None:
 
 
 def test_a_missing_hook_is_reported_beside_a_layer_that_has_none(halfway: Rig) -> None:
-    """If an expected hook is not called, the layer was perhaps not computed, so the step's end does not copy it."""
+    """If an expected hook is not called, the layer was perhaps not computed.
+
+    So the step's end does not copy the layer.
+    """
     halfway.pipeline.begin(plan(job(1)))
     halfway.pipeline.save_layer(0)
     halfway.pipeline.end_step()
@@ -108,7 +114,10 @@ def test_a_missing_hook_is_reported_beside_a_layer_that_has_none(halfway: Rig) -
 
 @pytest.mark.parametrize("rig", [{"replayed": bool}], indirect=True)
 def test_a_replayed_step_is_copied_around(rig: Rig) -> None:
-    """In a replayed step no hook is called. Loads land before the step and saves follow it. The next step has hooks."""
+    """In a replayed step no hook is called. Loads land before the step, and saves are copied after the step.
+
+    The next step has hooks.
+    """
     p = rig.pipeline
     p.begin(plan(job(1), job(2, SYNC)))
     p.start_loads(forward=True)
@@ -139,7 +148,10 @@ def test_save_fails_when_a_step_calls_only_some_of_its_hooks(rig: Rig) -> None:
 
 
 def test_step_without_a_forward_saves_kv_of_earlier_steps(rig: Rig) -> None:
-    """No hook is called, so KV of earlier steps is copied at the step's end. In the next step the hooks save again."""
+    """In this step no hook is called, so KV of earlier steps is copied at the step's end.
+
+    In the next step the hooks save again.
+    """
     p = rig.pipeline
     p.begin(plan(job(1))._replace(computes=False))
     p.start_loads(forward=True)
@@ -154,7 +166,7 @@ def test_step_without_a_forward_saves_kv_of_earlier_steps(rig: Rig) -> None:
 
 
 def test_nothing_is_replayed_where_there_are_no_graphs(rig: Rig) -> None:
-    """In an engine without graphs, a step without hooks is a fault, whatever the forward context says."""
+    """In an engine without graphs, a step without calls of hooks is a fault, with any forward context."""
     p = rig.pipeline
     p.begin(plan(job(1), job(2, SYNC)))
     p.start_loads(forward=True)

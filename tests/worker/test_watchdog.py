@@ -17,7 +17,7 @@ from tests.rigs.pipeline_rig import Rig, job, plan
 
 
 class EndedError(Exception):
-    """Raised when the watchdog sleeps after its first check."""
+    """The exception that the test raises when the watchdog sleeps after its first check."""
 
 
 @pytest.mark.parametrize("raises", [False, True])

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 BLOCKS_PER_CHUNK = 4
 SETTINGS = {"pool_bytes_max": 1 << 20, "prefault": "use", "copy_threads": 0, "log_level": "error"}
-"""The settings that differ from kvpipe's defaults: a small pool, and copies that a test need not wait for."""
+"""The settings that differ from kvpipe's defaults: a small pool, and copies for which a test need not wait."""
 IMAGE_TOKENS_MAX = 576
 BLAST_STEPS = 150
 SETTLE_SECONDS_MAX = 120.0
@@ -54,7 +54,7 @@ _BAD: tuple[FaultName, ...] = ("contained_error", "illegal_transition", "loop_lo
 
 
 class Known(Sequence):
-    """The known tokens of a request. They may change, by drafts or by a session's next turn."""
+    """The known tokens of a request. Drafts, or the next turn of a session, may change these tokens."""
 
     def become(self, tokens: list[int]) -> None:
         """Use `tokens` from now on, and keep the hashes of the common beginning."""
@@ -68,7 +68,7 @@ NOTHING_KNOWN = Sequence([])
 
 
 class ScheduledStep(NamedTuple):
-    """A step that was scheduled, with the requests in it and how often each had been preempted."""
+    """A scheduled step, with its requests, and the number of preemptions of each request until then."""
 
     output: SchedulerOutput
     requests: dict[str, tuple[Request, int]]
@@ -117,13 +117,13 @@ class Attachment:
         self._queue: deque[ScheduledStep] = deque()
         self.wrong: list[str] = []
         self.steps = 0
-        self.sane = True  # false once a test has sampled tokens that no model would sample
+        self.sane = True  # False after a test has sampled tokens that no model would sample
         self._schedule, self._update = scheduler.schedule, scheduler.update_from_output
         scheduler.schedule = self.schedule  # type: ignore[method-assign]
         scheduler.update_from_output = self.update_from_output  # type: ignore[method-assign]
 
     def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
-        """Let vLLM schedule a step, and queue it."""
+        """Let vLLM schedule a step, and queue the step for the rank."""
         output = self._schedule(*args, **kwargs)
         known = self.scheduler.requests
         self._queue.append(
@@ -132,7 +132,7 @@ class Attachment:
         return output
 
     def update_from_output(self, output: SchedulerOutput, result: ModelRunnerOutput) -> Any:
-        """Run the steps up to this step on the rank, and add the rank's report to the test's own result."""
+        """Run all steps up to this step on the rank. Add the rank's report to the result that the test gives."""
         if any(one.output is output for one in self._queue):
             ran: list[tuple[SchedulerOutput, KVConnectorOutput]] = []
             while not ran or ran[-1][0] is not output:
@@ -170,7 +170,7 @@ class Attachment:
         return ran.kv_output
 
     def _sequence(self, request: Request, tokens: list[int], output: SchedulerOutput) -> Sequence:
-        """Return what the step computes: known tokens, then drafts; an image's tokens are its own."""
+        """Return the tokens that the step computes: known tokens, then drafts. An image has tokens of its own."""
         for feature in request.mm_features:
             where = feature.mm_position
             for i in range(where.offset, min(where.offset + where.length, len(tokens))):
@@ -183,7 +183,7 @@ class Attachment:
         return known
 
     def close(self) -> list[str]:
-        """End both sides. Returns the faults that were found."""
+        """End both sides. Return the faults that were found."""
         from kvpipe.connectors.vllm.connector import KVPipeConnector
 
         found = [f"a wrong read: {one}" for one in self.wrong[:3]]
@@ -216,7 +216,7 @@ class Attached:
         self.refused: Counter[str] = Counter()
 
     def attach(self, make: Any, scheduler: Scheduler, *args: Any, **kwargs: Any) -> None:
-        """Stand in for `Scheduler.__init__`."""
+        """Create a scheduler, and put kvpipe on both sides. This method replaces `Scheduler.__init__`."""
         from vllm.config import KVTransferConfig
 
         config, cache = kwargs["vllm_config"], kwargs["kv_cache_config"]
@@ -304,14 +304,14 @@ _STATE = pytest.StashKey[Attached]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option for the file of the numbers."""
+    """Add the option that names the file for the run's counts."""
     parser.addoption("--attached-json", help="file for how many tests had kvpipe attached, and what it refused")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Put kvpipe under every scheduler from now on."""
     state = config.stash[_STATE] = Attached()
-    os.chdir(state.folder.name)  # where the names of models are paths
+    os.chdir(state.folder.name)  # in this folder, the names of models are paths
     attached_models.write(Path(state.folder.name))
 
     from vllm.config import ModelConfig
@@ -340,12 +340,15 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Expect the listed tests to fail, and all others to pass. Leave out cases that repeat pairs of values."""
+    """Expect the listed tests to fail, and all other tests to pass.
+
+    Leave out cases whose pairs of values other cases have.
+    """
     blasts = {item.callspec.id for item in items if "_blast" in item.name}  # type: ignore[attr-defined]
     assert not blasts or blasts >= BLASTS, "vLLM has renamed the cases of its long test"
     items[:] = [item for item in items if "_blast" not in item.name or item.callspec.id in BLASTS]  # type: ignore[attr-defined]
     for item in items:
-        if "_blast" in item.name:  # 20,000 steps, with each of its arguments
+        if "_blast" in item.name:  # vLLM's test has 20,000 steps in each case
             item.module.range = lambda *args: range(*(min(one, BLAST_STEPS) for one in args))  # type: ignore[attr-defined]
         for names, strict in ((EXPECTED, True), (BY_MACHINE, False)):
             why = names.get(item.name.partition("[")[0]) or names.get(item.name)
@@ -366,13 +369,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
 
 @pytest.fixture
 def caplog_vllm(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """Return what vLLM logs, as its own conftest.py does."""
+    """Return vLLM's log output, like the fixture in vLLM's own conftest.py."""
     with patch.object(logging.getLogger("vllm"), "propagate", new=True):
         yield caplog
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write the numbers to the file that the option names."""
+    """Write the counts to the file that the option names."""
     state = session.config.stash[_STATE]
     message = {
         "tests": state.tests,

@@ -1,7 +1,7 @@
 """Runs vLLM's own tests in forks of this process, so that many runs import vLLM once.
 
 `python -m attached_forks` reads lines of JSON, `[log, folder, arguments]`. A fork with `folder` on its path runs pytest
-with `arguments` and writes to the file `log`. Then this process prints the exit status.
+with `arguments` and writes to the file `log`. When the fork has ended, this process prints its exit status.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ import pytest
 from kvpipe.connectors.vllm.tiny.engine import models_inspected_here
 
 GARBAGE_OBJECTS_MIN = 100_000
-"""New objects between two searches for garbage. Python's own limit is 700, and a scheduler has 10,000 blocks."""
+"""The number of new objects between two searches for garbage.
+
+Python's default is 700, and a scheduler has 10,000 blocks.
+"""
 IMPORTED = (
     "attached", "vllm.multimodal.inputs", "vllm.sampling_params", "vllm.v1.core.sched.async_scheduler",
     "vllm.v1.core.sched.scheduler", "vllm.v1.structured_output", "kvpipe.connectors.vllm.connector",
@@ -46,9 +49,10 @@ def main() -> None:
     for name in IMPORTED:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # so that no fork searches, and thereby copies, the imported modules
+    gc.freeze()  # a search of the imported modules in a fork would copy their memory
     gc.set_threshold(GARBAGE_OBJECTS_MIN)
-    # otherwise a process imports vLLM for each class of models that vLLM has not yet seen on this machine
+    # Without this, a process would import vLLM for each class of models that vLLM has not yet inspected on this
+    # machine.
     with models_inspected_here():
         for line in sys.stdin:
             log, folder, arguments = json.loads(line)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 IMAGES = "KVPipeImages"
-"""Architecture of the models of text and images: the plugin registers it."""
+"""Architecture of the models of text and images: the plugin registers this architecture."""
 
 _OPT: dict[str, Any] = {
     "architectures": ["OPTForCausalLM"], "model_type": "opt", "vocab_size": 50272, "hidden_size": 768, "ffn_dim": 3072,
@@ -42,7 +42,7 @@ MODELS = {
 
 
 def write(root: Path) -> None:
-    """Make a folder for each model under `root`, where its name is a path."""
+    """Make a folder for each model under `root`. The folder's path is the model's name."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 

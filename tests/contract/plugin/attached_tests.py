@@ -1,6 +1,6 @@
 """vLLM's own tests that cannot pass with kvpipe attached, each with the reason.
 
-A listed test that passes fails the run.
+If a listed test passes, the run fails.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ AFTER_RESET = (
     "test_reset_prefix_cache_priority_does_not_over_admit_worker_slot",
     "test_reset_prefix_cache_same_step_resume_purges_then_re_adds",
 )
-"""Tests that pass if a reset leaves no doubt of the weights, which another test checks.
+"""Tests that pass if a reset does not put the weights in doubt. Another test checks this.
 
-After the wait, KV can be saved.
+After the doubt, KV can be saved.
 """
 
 EXPECTED: dict[str, str] = {
@@ -33,7 +33,10 @@ EXPECTED: dict[str, str] = {
     "test_cpu_encoder_input_updates_resume_and_abort": "wants an image encoded anew after a reset of vLLM's own cache:"
     " kvpipe still holds the KV of its tokens, and loads it",
 }
-"""Why these tests of vLLM must fail with kvpipe. A key is a test's name, or the name with one case's `[arguments]`."""
+"""Why these tests of vLLM must fail with kvpipe.
+
+A key is the name of a test, or the name and `[arguments]` of one case.
+"""
 
 BY_MACHINE: dict[str, str] = {
     "test_async_scheduling_pp_allows_rescheduling_with_output_placeholders": "needs Triton, for vLLM's second runner",
@@ -44,4 +47,4 @@ BLASTS = frozenset({
     "standard-None-True", "preemption-1-True", "standard-5-True", "preemption-None-False", "standard-1-False",
     "preemption-5-False",
 })  # fmt: skip
-"""Cases of vLLM's test with thousands of steps: half of its cases, with every pair of values of its arguments."""
+"""Half of the cases of vLLM's test with thousands of steps. These cases have every pair of argument values."""
