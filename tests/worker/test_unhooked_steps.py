@@ -23,7 +23,7 @@ def test_step_mode_copies_at_the_steps_end(stepwise: Rig) -> None:
 
 
 @pytest.mark.parametrize("over", [False, True])
-def test_a_steps_end_waits_for_the_loop_thread_only_when_its_copies_are_over(
+def test_step_end_waits_for_the_loop_thread_only_when_the_steps_copies_are_complete(
     over: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If a step's copies are complete at its end, they are reported with the step.

@@ -41,7 +41,7 @@ MUTANTS: dict[str, Mutant] = {
     "a_step_that_is_over_is_not_reported": Mutant(
         "A step whose copies have ended does not report the outcomes of its jobs.",
         one(PIPELINE, "_report_if_over", "if last.over or batch.stuck:", "if False:"),
-        test="tests/worker/test_unhooked_steps.py::test_a_steps_end_waits_for_the_loop_thread_only_when_its_copies_are_over",
+        test="tests/worker/test_unhooked_steps.py::test_step_end_waits_for_the_loop_thread_only_when_the_steps_copies_are_complete",
     ),
     "a_table_in_use_is_overwritten": Mutant(
         "A later plan overwrites the table of rows that a kernel still reads, so the kernel copies wrong pages.",
