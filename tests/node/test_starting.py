@@ -32,7 +32,7 @@ def folder(short_path: Path) -> Iterator[Path]:
         os.kill(holder, signal.SIGKILL)
 
 
-def test_one_engine_starts_the_holder_when_several_have_lost_it(folder: Path) -> None:
+def test_one_engine_starts_the_holder_when_several_have_lost_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Starting a holder takes half a second of a core. Several starts at once would delay the next save."""
     begun = list[object]()
     run = subprocess.run
@@ -41,8 +41,9 @@ def test_one_engine_starts_the_holder_when_several_have_lost_it(folder: Path) ->
         begun.append(arguments)
         return run(*arguments, **named)
 
-    waits = {"START_S": WAIT_S, "STARTED_LOOKS": round(WAIT_S / connect.LOOK_S)}
-    with patch.object(subprocess, "run", counted), patch.multiple(connect, **waits):
+    monkeypatch.setattr(connect, "START_S", WAIT_S)
+    monkeypatch.setattr(connect, "STARTED_LOOKS", round(WAIT_S / connect.LOOK_S))
+    with patch.object(subprocess, "run", counted):
         engines = [
             threading.Thread(target=start_holder, args=(folder, None), kwargs={"limit_s": 60.0}) for _ in range(ENGINES)
         ]
