@@ -69,7 +69,7 @@ class Breaker(Cursor):
             self._trace.put(e.TierBack(*self._trace.of("", 0), tier=self.tier, use=self.use))
 
     def fault(self, why: str, *, slow: bool = False) -> None:
-        """Record a call that has failed for the reason `why`. `slow` says that the call timed out: open it."""
+        """Record a call that has failed for the reason `why`. A call that timed out (`slow`) opens the breaker."""
         self.faults += 1
         last = slow or self.faults >= FAULTS_MAX
         if self.fire(m.FAULT_LAST if last else m.FAULT, why).moves:
