@@ -5,7 +5,7 @@ There are four kinds of cell:
 * ``Go(to)`` moves to another state.
 * ``Advance(family)`` moves to the next layer of a layered family, ``PENDING -> LAYER_0 -> ... -> LAYER_{n-2}``. The
   last layer leads to the state that follows the family, so ``LAYER_{n-1}`` does not exist.
-* ``Stay(why)`` does nothing, and has the reason why nothing has to happen.
+* ``Stay(why)`` changes nothing. ``why`` is the reason why no change is needed.
 * ``Reject(why)`` means that the caller has a bug. The event raises `IllegalTransition` and changes nothing.
 
 A ``Go`` from one layered family to another keeps the layer.

@@ -83,7 +83,7 @@ class Ahead:
         self._counters["chunks_prefetched"] += 1
 
     def keep(self, chunks: Iterable[Chunk]) -> None:
-        """Count `chunks`, which were fetched for an announced resume, or are protected from early eviction for one."""
+        """Count `chunks` as held for announced resumes: they were fetched, or are protected from early eviction."""
         for chunk in chunks:
             kind = self.chunks.get(chunk, 0)
             if not kind & ANNOUNCED:
@@ -102,7 +102,7 @@ class Ahead:
                     del self.chunks[chunk]
 
     def used(self, chunks: Iterable[Chunk]) -> None:
-        """Count as used the ones of `chunks` that were in memory ahead of requests, because a request uses `chunks`."""
+        """A request uses `chunks`. Count each of them that was in memory ahead of requests as used."""
         for chunk in chunks:
             kind = self.chunks.pop(chunk, 0)
             if kind & BROUGHT:

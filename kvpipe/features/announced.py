@@ -1,8 +1,8 @@
 """The prompts that clients have announced, and the times for which they are announced.
 
 A resume hint announces that a later request will continue the prompt. Prefetching handles one prompt after the other.
-A *turn* of a prompt fetches the prompt's chunks that memory has lost. The turn also refreshes its chunks in memory, so
-that these chunks are evicted later. The first turn is some time before the announced time. Further turns follow,
+A *turn* of a prompt fetches the prompt's chunks that memory has lost. The turn also refreshes the prompt's chunks in
+memory, so that they are evicted later. The first turn is some time before the announced time. Further turns follow,
 because the hint may be wrong, and because memory may have lost the chunks again.
 """
 

@@ -1,4 +1,4 @@
-"""Orders: reads and changes that operators request. The thread that has the turn carries them out in slices.
+"""Orders: reads and changes that operators request. The thread that has the turn carries orders out in slices.
 
 Only the thread that has the turn may access the catalog and all other data of the scheduler side. The engine's thread
 has the turn from its first call until it reports that it has nothing to do (`give`). After this report, another thread

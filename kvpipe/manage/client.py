@@ -113,9 +113,9 @@ def send_request(
     """Send a request and return the decoded JSON of the answer. `answer_s_max` limits each operation on the socket.
 
     Raises:
-        UsageError: no engine answers at `address`, or another user listens there. UsageError is also raised if the
-            answer has a number that is too large or not finite, if its status is neither 200 nor 202, or if the token
-            has characters that no HTTP header can hold.
+        UsageError: no engine answers at `address`, or another user listens there. Or the answer has a number that is
+            too large or not finite, or a status other than 200 and 202. Or the token has characters that no HTTP header
+            can hold.
 
     """
     check_token(token)  # http.client's error about a header would show the token

@@ -32,7 +32,7 @@ HEADERS_S_MAX: Final = 5.0
 An idle connection is closed this number of seconds after its last answer.
 """
 
-_SILENT: Final = logging.getLogger("kvpipe-manage-http")  # no child of a logger, whose configuration would reset it
+_SILENT: Final = logging.getLogger("kvpipe-manage-http")  # a parent's configuration would reset this logger
 """The logger of uvicorn's connections. This logger is silent, because clients could cause any number of lines."""
 _SILENT.propagate = False
 _SILENT.addHandler(logging.NullHandler())

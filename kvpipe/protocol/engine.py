@@ -262,8 +262,8 @@ class Recovery:
     def given_away(self, block_ids: set[int]) -> None:
         """No unfinished request has held these blocks since the load that failed last was planned.
 
-        A request that holds one of these blocks now got the block later. It writes the block before any request reads
-        the block.
+        A request that holds one of these blocks now got the block after this load was planned. The request writes the
+        block before any request reads the block.
         """
 
     def begin_step(self, step: Step, requests: Iterable[Request], *, loading: bool) -> Mapping[str, Sequence[int]]:

@@ -63,7 +63,7 @@ class Slice(NamedTuple):
 
 
 def split_of(heads: int, ranks: int) -> int:
-    """Return the number of parts into which `ranks` ranks divide `heads` heads, or `BOUND` if they do so unevenly."""
+    """Return the number of parts into which `ranks` ranks divide `heads` heads, or `BOUND` if that is uneven."""
     if heads and (heads % ranks == 0 or ranks % heads == 0):
         return min(heads, ranks)
     return BOUND

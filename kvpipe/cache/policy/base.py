@@ -98,7 +98,7 @@ class BatchPolicy(Policy, Protocol):
 
 @runtime_checkable
 class RememberingPolicy(Policy, Protocol):
-    """A policy that remembers held chunks, and so must be told which of these chunks are never inserted again."""
+    """A policy that remembers held chunks. `dropped` names the held chunks that are never inserted again."""
 
     def dropped(self, chunk: Evictable) -> None:
         """`chunk` was dropped after a call of `remove`, and not as a result of `victim`.

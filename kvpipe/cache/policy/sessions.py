@@ -219,7 +219,7 @@ class Sessions:
                     self.dropped(chunk)
 
     def dropped(self, chunk: Evictable) -> None:
-        """See `RememberingPolicy.dropped`. The chunk stays in its stack while chunks in memory follow it there."""
+        """See `RememberingPolicy.dropped`. The chunk stays in its stack while later chunks of it are in memory."""
         chain = self._chains[chunk.place]
         if chain is None or chunk not in chain.held:
             return

@@ -70,7 +70,7 @@ class Index:
         self._passing, self._own = False, set[Key]()
         self._frames: dict[tuple[str, str], Key] = {}
         self._bare: set[str] = set()  # namespaces whose folders contain no sub-folder
-        self._written: OrderedDict[Key, int] = OrderedDict()  # by key reported as written: the pass number then
+        self._written: OrderedDict[Key, int] = OrderedDict()  # by key reported as written: number of that pass
         self._passes = 0
         self.on_gone: Callable[[Key], object] | None = None
         """This attribute is explained in `kvpipe.tiers.base.Noticing`."""

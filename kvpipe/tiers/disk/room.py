@@ -340,7 +340,7 @@ def _remove(root: int, at: tuple[str, str]) -> None:
 
 @contextmanager
 def _locked(root: int, until: float) -> Iterator[int]:
-    """Open the account and hold its lock. Raises `TierError` at `until` of `time.monotonic` if it is not free."""
+    """Open the account and hold its lock. Raises `TierError` if the lock is not free by `until` (`time.monotonic`)."""
     while True:
         with opened(ACCOUNT, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, root) as fd:
             pause_s = _PAUSE_S
