@@ -36,7 +36,7 @@ PAUSE_S: Final = 0.0005
 WAIT_S_MAX: Final = 5.0
 """The longest wait for a change, in seconds. After this time the answer is `Pending`."""
 READ_S_MAX: Final = 4.0
-"""The longest wait for a read, in seconds. Then the engine is reported as busy. `kvpipe top` waits 1 s longer."""
+"""The longest wait for a read, in seconds. After it the engine is reported as busy. `kvpipe top` waits 1 s longer."""
 COUNT_S_MAX: Final = 20.0
 """The longest wait for a count of all slots, in seconds. This time is shorter than `CONNECTION_S_MAX`."""
 PENDING_MAX: Final = 256

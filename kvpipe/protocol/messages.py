@@ -161,7 +161,7 @@ class Report:
     weights: dict[int, tuple[int, str]] = field(default_factory=dict)
     """By rank, if a plan had a question: (`StepPlan.question`, digest of the rank's weights, or "" if unknown)."""
     adapters: dict[int, dict[int, bytes]] = field(default_factory=dict)
-    """By rank: the adapters that have changed. Each has its digest by vLLM's number, or b"" if it was removed."""
+    """By rank: the changed adapters. By vLLM's number of an adapter: its digest, or b"" if the adapter was removed."""
     step: int = 0
     """The step in which the ranks held the adapters in `adapters`."""
 

@@ -17,7 +17,7 @@ from kvpipe.tiers.registry import make_tier
 from kvpipe.tiers.spec import TierSpec
 
 NAMESPACE = "0" * 32
-"""The namespace of the check's value. No engine has this namespace, because namespaces of engines are hashes."""
+"""The namespace of the value that a check writes. No engine has it, because namespaces of engines are hashes."""
 PATIENCE = 4
 """The time limit for the whole check, in multiples of the tier's `timeout_ms_max`."""
 

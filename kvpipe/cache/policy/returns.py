@@ -93,7 +93,7 @@ class Returns:
         """Start without counts. At first, hints are treated as right, and all other kinds are worth the same."""
         self._ended = [0.0] * KINDS
         self._returned = [[0.0] * BINS for _ in range(KINDS)]
-        self._everybody = [0.0] * BINS  # the sum of all kinds by pace
+        self._everybody = [0.0] * BINS  # the sum of the returns of all kinds by pace
         self.tables: list[WorthTable] = [_Useless()] * KINDS
         """By kind: the table of the worths of the kind's chains."""
         self.renewals = 0
