@@ -51,9 +51,10 @@ class Chunk(Cursor):
         every rank. `tail` is the prefix hash at `written`. Only a request with that prefix may add units. `keeps` is
         the key of the mark that another request used last. `before` is the key of the previous chunk of the prefix, or
         b"" for the first chunk. `used_s` is the time of the last use in whole seconds of the catalog's clock, and is
-        not updated while the chunk is held. `era` is the number of resets before the chunk was created. All chunks of
-        an era refer to one object. `identity` is the key of the longest mark, followed by the era. Chunks with equal
-        content have equal identities if they are of one era. `place` belongs to the policy (`Evictable.place`).
+        not updated while the chunk is held. `era` is the catalog's era at the chunk's creation. A reset begins a new
+        era, which held chunks get, too. All chunks of an era refer to one object. `identity` is the key of the longest
+        mark, followed by the era. Chunks with equal content have equal identities if they are of one era. `place`
+        belongs to the policy (`Evictable.place`).
         """
         self.machine, self.key, self.state, self.watch = machine, slot, machine.initial, watch  # as `Cursor`
         self.group, self.slot, self.tenant = group, slot, tenant

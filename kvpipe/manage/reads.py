@@ -190,7 +190,7 @@ def _answer_tokens(tracked: Tracked) -> int:
 class HeldKeys(NamedTuple):
     """The keys of a prompt that memory holds: `found` has these keys by cache group.
 
-    `space` and `also` are `name` and `also` of the tiers' `Namespace`. They are empty if the engine uses no tiers.
+    `space` and `also` are `name` and `also` of the tiers' `Namespace`. Both are empty if the engine uses no tiers.
     """
 
     found: tuple[dict[bytes, object], ...]

@@ -97,7 +97,7 @@ class TierSpec(BaseModel):
 
     @abstractmethod
     def make(self, name: str, *, writes: bool = True) -> Tier:
-        """Import the client and return the tier, not yet opened. Raises `ConfigError` if the client is not installed.
+        """Import the client, and return a closed tier. Raises `ConfigError` if the client is not installed.
 
         `writes` is False if the caller only looks up and reads values, as the scheduler's process does. Such a tier
         needs no memory or threads for writes.

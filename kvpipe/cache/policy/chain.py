@@ -68,7 +68,7 @@ class Chain:
 def by_chain(chunks: Sequence[Evictable], chains: Sequence[Chain | None]) -> dict[Chain, list[Evictable]]:
     """Return the known chunks of each chain, in the order of `chunks`. The first chunk of a prefix comes first.
 
-    `chains` is indexed by `place` of a chunk. An entry is None if chunks with this place are unknown.
+    `chains` is indexed by `place` of a chunk. An entry is None if chunks with its index are unknown.
     """
     runs, at, many = dict[Chain, list[Evictable]](), 0, len(chunks)
     while at < many:

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from kvpipe.cache.policy.chain import Chain
 
 BEGINS: Final = ((2.0, 0.005), (1.0, 0.01), (0.5, 0.05))
-"""Pairs (standard deviations, share of LRU's hits). If its lead in hits exceeds a whole pair, the learnt order evicts."""
+"""Pairs (standard deviations, share of LRU's hits).
+
+The learnt order evicts if its lead in hits exceeds both values of any pair.
+"""
 ENDS: Final = ((0.5, 0.002),)
 DECAY: Final = 1 - 1 / 8192  # per request
 DEPTH_MAX: Final = 64  # an eviction follows at most this many chains towards the end of a prompt

@@ -370,7 +370,7 @@ class DiskTier:
         try:
             os.posix_fallocate(fd, 0, put.size)  # raises an error for a full disk before bytes are written
         except OSError as error:
-            if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:  # errors of a file system without this function
+            if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:  # the file system may lack this function
                 raise
         if self._mover.move(fd, os.pwritev, put.parts) < put.size:
             raise TierError(f"{self.spec.path}: a write ended early")

@@ -40,7 +40,7 @@ The client loads the certificate authorities only when its process starts. So ne
 PATIENCE: Final = 4
 """The time limit for one question, in multiples of the client's own limit. A question may need several requests."""
 HEALTH_PATIENCE: Final = 3
-"""The time limit for a health check, in multiples of `timeout_ms_max`. Then the client's process is replaced."""
+"""The time limit for a health check, in multiples of `timeout_ms_max`. After it the client's process is replaced."""
 
 _Asked = TypeVar("_Asked", Get, Put)
 _End = TypeVar("_End")
