@@ -109,7 +109,7 @@ PAYLOADS: Final[Mapping[str, type[Retain | Demote | Resume]]] = {
 
 
 def read(raw: RawHints, ignore: Callable[[Reason], object]) -> tuple[Wish, ...]:
-    """Return the valid hints as wishes. Call `ignore(reason)` for each invalid action. Too many are one call."""
+    """Return the valid hints as wishes. `ignore(reason)` is called for each invalid action, and once for too many."""
     wishes: dict[Action, Wish] = {}
     for one in _actions(raw, ignore):
         known = PAYLOADS.get(one.kind) if isinstance(one.kind, str) else None

@@ -83,7 +83,7 @@ class Returns:
     """Counts, by kind, how often chains began to wait (*turns*), and after which idle times they were used again.
 
     The worth of a waiting chain is its Gittins index: the expected hits per second until the best time to stop waiting.
-    The index needs no horizon. Of two chains, the chain with the larger index is kept. Worths are kept in tables that
+    The index needs no horizon. The chain with the larger index is kept. Worths are kept in tables that
     are renewed after some turns, so a decision is a table lookup.
 
     Each kind of hint is also a kind of chain. The worth of the kind is computed from the waits of chains with the hint.
