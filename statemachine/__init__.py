@@ -4,7 +4,8 @@
 """
 
 if __name__ != "kvpipe.statemachine":
-    # The folder is at the top of the repository and is packaged as `kvpipe.statemachine`. If it were imported under
-    # another name, its classes would exist twice. The top-level name belongs to the package python-statemachine.
+    # The folder is at the top of the repository and is packaged as `kvpipe.statemachine`. If the folder were imported
+    # under another name, its classes would exist twice. The name `statemachine` belongs to another package,
+    # python-statemachine.
     msg = f"import this package as 'kvpipe.statemachine', not as {__name__!r}"
     raise ImportError(msg)

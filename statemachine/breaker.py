@@ -1,8 +1,8 @@
 """The breaker machine decides whether one process uses one tier for one purpose (finding, reading, writing).
 
-The process stops calling a tier that fails, so that a dead server costs a few calls and not a call per request. A probe
-in the background calls the tier from time to time. After a successful probe, one success closes the breaker, and one
-failure opens the breaker again.
+The process stops calling a tier that fails, so that only a few requests wait for a dead server. A probe in the
+background calls the tier from time to time. After a successful probe, one successful call closes the breaker, and one
+failed call opens the breaker again.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """The machines `SAVE` and `LOAD` follow one job of one request, copied layer by layer. `_machine` builds both machines.
 
-``LAYER_k`` means that the copies of layers 0 to k *have landed*. Completion events cause the transitions. The number of
-hook calls does not. A job is FINALIZED when two conditions hold, which may become true in either order:
+``LAYER_k`` means that the copies of layers 0 to k *have landed*. Completion events cause the transitions, and calls of
+hooks cause no transition. A job is FINALIZED when two conditions are true. They may become true in either order:
 
 * Every layer has landed.
-* The job's step has *confirmed* the job. A save is confirmed if every layer was submitted and no sync load of the step
-  has failed before. KV that is computed from a failed load is garbage. A sync load is confirmed if every attention
-  layer waited for its copy. A load fails if the hook of a layer did not run (as in a replayed full CUDA graph), because
-  the layer may have read a block before the copy. An async load is confirmed as it begins, because no forward reads its
+* The job's step has *confirmed* the job. A save is confirmed if every layer was submitted and no earlier sync load of
+  the step has failed. KV that is computed from a failed load is garbage. A sync load is confirmed if every attention
+  layer waited for its copy. If the hook of a layer did not run (as in a replayed full CUDA graph), the load fails: the
+  layer may have read a block before the copy. An async load is confirmed at its beginning, because no forward reads its
   blocks before the load is reported.
 
-If the device waits instead of the host, the confirmation comes before the landings. Then the job passes through the
+If the device waits instead of the host, the job is confirmed before its layers land. Such a job passes through the
 ``CONFIRMED`` states.
 """
 
@@ -41,7 +41,7 @@ _GIVEN_UP: Final = reject("a job that has ended early counts no landed layers")
 def _machine(
     name: str, prose: str, states: dict[str, str], events: dict[str, str], *, denied: Cell, late_fault: Cell
 ) -> Machine:
-    """Build `SAVE` or `LOAD`. `denied` is the cell LANDED x deny, and `late_fault` is the cell FINALIZED x fault."""
+    """Build `SAVE` or `LOAD`. `denied` is the cell (LANDED, deny), and `late_fault` is the cell (FINALIZED, fault)."""
 
     def row(*landed: Cell, ended: bool = False, **other: Cell) -> dict[str, Cell]:
         end = dict.fromkeys((CONFIRM, DENY, CANCEL), _ONCE) if ended else {DENY: go(FAILED), CANCEL: go(ABORTED)}

@@ -5,7 +5,7 @@ There are four kinds of cell:
 * ``Go(to)`` moves to another state.
 * ``Advance(family)`` moves to the next layer of a layered family, ``PENDING -> LAYER_0 -> ... -> LAYER_{n-2}``. The
   last layer leads to the state that follows the family, so ``LAYER_{n-1}`` does not exist.
-* ``Stay(why)`` does nothing, and has the reason why nothing has to happen.
+* ``Stay(why)`` changes nothing. ``why`` is the reason why no change is needed.
 * ``Reject(why)`` means that the caller has a bug. The event raises `IllegalTransition` and changes nothing.
 
 A ``Go`` from one layered family to another keeps the layer.
@@ -46,7 +46,7 @@ class Advance(_Frozen):
 
 
 class Stay(_Frozen):
-    """The event changes nothing. `why` is the reason and has at least 4 characters."""
+    """The event changes nothing. `why` is the reason, in at least 4 characters."""
 
     kind: Literal["stay"] = "stay"
     why: Why
@@ -83,7 +83,7 @@ def reject(why: str) -> Reject:
 
 
 class IllegalTransition(RuntimeError):  # noqa: N818  (the name says what has happened)
-    """This exception is raised for an event that the table rejects. The cursor has not moved.
+    """This exception is raised for an event that the table rejects. The cursor stays in its state.
 
     Its attributes are the name of the `machine`, the cursor's `key` and `state`, the `event` and the table's reason
     `why`.
@@ -179,7 +179,7 @@ class Edge:
     __slots__ = ("event", "moves", "rejects", "to", "why")
 
     def __init__(self, event: str, to: State, *, moves: bool, rejects: bool, why: str) -> None:
-        """`to` is the cell's own state if the cell stays or rejects."""
+        """`to` is the state to which the cell leads: the cell's own state if the cell stays or rejects."""
         self.event, self.to, self.moves, self.rejects, self.why = event, to, moves, rejects, why
 
 
@@ -232,7 +232,7 @@ class Compiled:
 
 
 class Cursor:
-    """A position in a compiled machine. In errors and traces, `key` names the thing that the cursor follows."""
+    """A position in a compiled machine. In errors and traces, `key` names the object that the cursor follows."""
 
     __slots__ = ("key", "machine", "state", "watch")
 
@@ -256,7 +256,7 @@ class Cursor:
         """
         was = self.state
         edge = was.on[event]
-        self.state = edge.to  # unchanged if the edge stays or rejects
+        self.state = edge.to  # the same state if the edge stays or rejects
         if self.watch is not None:
             self.watch(self, was, edge, why)
         if edge.rejects:

@@ -1,7 +1,7 @@
 """The job machine follows one save, load or tier transfer of all ranks. The scheduler side counts the ranks' reports.
 
-A job is DONE only if every rank has done the job and the job was not doubted meanwhile. The cursor counts the reports.
-The event that is fired depends on whether more reports are awaited.
+A job is DONE only if every rank has done the job and no doubt has arisen before the last report. The cursor counts the
+reports. The event for a report depends on whether it is the last report.
 """
 
 from __future__ import annotations

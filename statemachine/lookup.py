@@ -1,8 +1,8 @@
 """The lookup machine keeps the state of the last answer to the engine's lookups of one request, on the scheduler side.
 
-An answer promises nothing and takes no lease. An answer is valid only in the scheduling pass in which it was given.
-Within that pass the engine may repeat the lookup, and the admission uses the answer up. vLLM looks up requests in the
-states new, preempted, let down and recomputing, so this machine is separate from the request machine.
+An answer is no promise and takes no lease. An answer is valid only in the scheduling pass of its lookup. Within this
+pass, the engine may repeat the lookup. The request's admission ends the answer's validity. vLLM looks up requests in
+the states new, preempted, let down and recomputing, so this machine is separate from the request machine.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The request machine follows one vLLM request on the scheduler side, across preemptions.
 
-A lookup promises nothing and takes no lease (`lookup.py`). Leases are taken only when vLLM has allocated blocks
-(ADMIT_LOAD), and belong to the load job from then on. LOADED and LOAD_FAILED concern only the load of the current
+The result of a lookup is no promise, and a lookup takes no lease (`lookup.py`). Leases are taken when vLLM has
+allocated blocks (ADMIT_LOAD), and belong to the load job. LOADED and LOAD_FAILED concern only the load of the current
 admission.
 
 vLLM looks up requests that hold no blocks. If vLLM also uses another connector, such a request may have been admitted
-before. In this case an asynchronous load of the other connector has failed, and vLLM has taken the request's blocks
+already. In this case an asynchronous load of the other connector has failed, and vLLM has taken the request's blocks
 without notifying kvpipe.
 """
 

@@ -1,7 +1,7 @@
 """The saving machine decides whether kvpipe saves the next unit of one request that becomes final.
 
 The cursor's attribute `next_save_at_tokens` is the number of tokens at which the next unit is full. With this number, a
-step skips a request after one comparison. The number is kept in addition to the state and is not a state.
+step skips a request after one comparison. The number is not a part of the state.
 """
 
 from __future__ import annotations

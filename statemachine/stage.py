@@ -1,13 +1,13 @@
 """The stage machine follows the chunks of one waiting request that are fetched from slower tiers into host memory.
 
-A stage delays its request by at most `lookup_ms_max` milliseconds, or by the time to compute the fetched tokens if that
+A stage delays its request by at most `lookup_ms_max` milliseconds, or by the time to compute the fetched tokens if this
 time is longer. If reading a tier takes longer than computing, the delay is short. After the delay the request uses the
-fetched chunks, and vLLM computes the other tokens. If a stage fetched too few chunks, and the engine then keeps the
+fetched chunks, and vLLM computes the other tokens. If a stage has fetched too few chunks, and the engine keeps the
 request waiting for the same time again, the request gets a new stage.
 
 A stage leases the chunks that it has fetched, and the chunks of the same prefix that were in memory already. So these
 chunks do not evict each other. The stage's leases end when the request is admitted, preempted or over, or when the
-cache is reset. The leases also end when an earlier request needs the room.
+cache is reset. The leases also end when a request that is served earlier needs the slots.
 """
 
 from __future__ import annotations

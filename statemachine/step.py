@@ -1,14 +1,13 @@
 """The step machine follows one rank's open step. The calls of vLLM's model runner are its events.
 
-A call may be missing or repeated. ``IDLE x step_end`` is a stay, because vLLM calls `wait_for_save` in every step, even
-without a save, and perhaps twice. The number of calls does not matter to a job. A step confirms a save if all layers
-were submitted, and confirms a sync load if attention has waited for all layers.
+A call may be missing or repeated. The cell (IDLE, step_end) is a stay, because vLLM calls `wait_for_save` in every
+step, even without a save, and perhaps twice. The number of calls does not affect a job. A step confirms a save if all
+layers were submitted, and confirms a sync load if attention has waited for all layers.
 
-Two hooks are not events. `save_kv_layer` submits the copy of one layer once and changes no state. `handle_preemptions`
-orders writes after the last step's saves, in every state. A layer hook fires no event if there is nothing to copy,
-because vLLM calls these hooks for every layer of every step. A dummy run (warm-up, capture, an idle rank of data
-parallelism) fires no event either. A dummy run binds no metadata, and vLLM's attention layers call no hook in a dummy
-run.
+Two hooks are not events. `save_kv_layer` submits the copy of one layer once and changes no state. In every state,
+`handle_preemptions` makes later writes wait for the last step's saves. A layer hook fires no event if the step copies
+nothing, because vLLM calls these hooks for every layer of every step. A dummy run (warm-up, capture, an idle rank of
+data parallelism) fires no event either: it binds no metadata, and vLLM's attention layers call no hook in a dummy run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Counts the chunks that are in memory ahead of requests, and how many of these chunks requests have used.
+"""Counts the chunks that are in memory ahead of requests, and the number of these chunks that requests have used.
 
-Chunks for announced resumes may take a part of the pool. This part grows with the share of announced chunks that
-requests have used. If a client announces requests that never come, other clients lose at most this part of the pool.
-With quotas, each quota has a part of its own, as a share of the slots that the quota may hold.
+Chunks for announced resumes may take a limited share of the pool's slots. The limit grows with the share of announced
+chunks that requests have used. If a client announces requests that never come, other clients lose at most these slots.
+With quotas, each quota has its own limit, a share of the slots that the quota may hold.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 ANNOUNCED_SHARE: Final = 0.5
 """The largest share of the pool that announced resumes may take before any request has used their chunks."""
 FIRST: Final = 1 / 64
-"""The number of used chunks to begin with, as a share of the pool's slots."""
+"""The number of used chunks with which an account starts, as a share of the pool's slots."""
 DOUBT: Final = 1 / 16
-"""The number of wasted chunks to begin with, as a share of the pool's slots."""
+"""The number of wasted chunks with which an account starts, as a share of the pool's slots."""
 
 BROUGHT, ANNOUNCED = 1, 2
 
@@ -37,7 +37,7 @@ class AccountAhead:
         self._used = self._wasted = 0.0  # numbers of chunks; older chunks count less
 
     def over(self, *, used: bool) -> None:
-        """Remove one chunk. A request has `used` it, or it was evicted unused."""
+        """Remove one chunk. `used` says that a request has used the chunk. Otherwise the chunk was evicted unused."""
         self.announced -= 1
         if used:
             self._used += 1
@@ -47,8 +47,8 @@ class AccountAhead:
     def room(self, slots: int) -> int:
         """Return how many more chunks may be added, for an account that may hold `slots` slots.
 
-        The limit falls with the square of the used share. A linear limit would be too high, because other requests use
-        some of the chunks that are announced in vain.
+        The limit is proportional to the square of the used share. A limit proportional to this share would be too high:
+        even if an announced request never comes, other requests use some of its chunks.
         """
         if self._used + self._wasted > slots:
             self._used, self._wasted = self._used / 2, self._wasted / 2
@@ -83,7 +83,7 @@ class Ahead:
         self._counters["chunks_prefetched"] += 1
 
     def keep(self, chunks: Iterable[Chunk]) -> None:
-        """Count `chunks` for an announced resume: they were fetched for it, or are protected from early eviction."""
+        """Count `chunks` as held for announced resumes: they were fetched, or are protected from early eviction."""
         for chunk in chunks:
             kind = self.chunks.get(chunk, 0)
             if not kind & ANNOUNCED:
@@ -102,7 +102,7 @@ class Ahead:
                     del self.chunks[chunk]
 
     def used(self, chunks: Iterable[Chunk]) -> None:
-        """A request uses `chunks`. The chunks that were in memory ahead of the request count as used."""
+        """A request uses `chunks`. Count each of them that was in memory ahead of requests as used."""
         for chunk in chunks:
             kind = self.chunks.pop(chunk, 0)
             if kind & BROUGHT:

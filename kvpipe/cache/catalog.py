@@ -2,8 +2,8 @@
 
 Each engine has one catalog, on the scheduler's thread. A chunk can be found under the keys of its *marks*. A mark
 (units, key) means that the first `units` units of the chunk have landed on every rank. `key` is the hash of the token
-prefix up to the end of these units. Most chunks have one mark. A lookup probes a few dicts. Leases belong to (request,
-epoch) pairs. A leased chunk is never evicted.
+prefix up to the end of these units. Most chunks have one mark. A lookup probes a few dicts. Each lease belongs to one
+admission: a (request, epoch) pair. A leased chunk is never evicted.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ class Catalog:
         self._hint = policy.hint if takes_hints(policy) else None
         self._dropped = policy.dropped if isinstance(policy, RememberingPolicy) else None
         self.machine = m.CHUNK.compile()
-        self.watch: Watch | None = None  # the watch of chunks that are reserved from now on
+        self.watch: Watch | None = None  # the `watch` of each chunk that `reserve` creates
         self.on_drop: Callable[[Chunk], object] | None = None  # called for chunks that cannot be found any more
         self.lost_keys, self.tenants = LostKeys(groups), Tenants()
         self.ready = slots if ready is None else ready
-        self._free: list[int] = []  # slots that were used before and are free now
+        self._free: list[int] = []  # free slots below `fresh`: a chunk was in each of these slots before
         self.fresh = 0
-        """The first slot that was never used. All slots behind it were never used either."""
+        """The lowest slot that was never used. No slot with a higher number was used either."""
         self._index: tuple[MutableMapping[bytes, Chunk], ...] = tuple(by_key(slots) for _ in range(groups))
         self._before: tuple[MutableMapping[bytes, Chunk], ...] = tuple(by_key(slots) for _ in range(groups))
-        """Per group, the keys of chunks that the last reset has forgotten, until the chunks' slots are freed."""
+        """By group: the keys of chunks that the last reset has forgotten and whose slots are not freed yet."""
         self._pending: tuple[dict[bytes, Chunk], ...] = tuple({} for _ in range(groups))
         self._writing: dict[Chunk, None] = {}
         self._era, self._swept = b"", 0
         self.stale = 0
         """The number of slots with chunks that a reset has forgotten. These slots count as free."""
-        self._chunks: list[Chunk | None] = [None] * slots  # by slot, all chunks that are not ABSENT
+        self._chunks: list[Chunk | None] = [None] * slots  # the chunk of each slot; None: the slot is free
         untracked(self._chunks)
         self._guard = policy if isinstance(policy, RescuedPolicy) else None
         if self._guard is not None:
@@ -78,7 +78,7 @@ class Catalog:
         self.ahead = Ahead(counters, self.account_of)
         self.leased: dict[Owner, list[Chunk]] = {}  # changed only in this class
         self.leased_since_s: dict[Owner, float] = {}
-        self._second = 0  # the present second, see `_notify`
+        self._second = 0  # the present time in whole seconds, updated by `_notify`
         self._size_policy()
 
     def use_more(self, ready: int) -> None:
@@ -90,9 +90,9 @@ class Catalog:
         self._size_policy()
 
     def limit(self, slots: int) -> None:
-        """Use no slot from `slots` on, because a rank's pool has only `slots` slots.
+        """Use only the first `slots` slots, because a rank's pool has no more slots.
 
-        Called before any later slot is used.
+        Called before any slot beyond this limit is used.
         """
         self.slots = min(self.slots, slots)
         self.ready = min(self.ready, self.slots)
@@ -152,8 +152,8 @@ class Catalog:
         """Add leases of `owner` on `chunks`, which last until `release`.
 
         `timed` leases count in the metric of lease ages. Raises:
-            ValueError: a reset has forgotten one of the chunks. The chunks before that one in the list are leased.
-            IllegalTransition: one of the chunks cannot be found. The chunks before that one in the list are leased.
+            ValueError: a reset has forgotten one of `chunks`. The chunks before the forgotten chunk are leased.
+            IllegalTransition: one of `chunks` cannot be found. The chunks before this chunk are leased.
         """
         owned, now_s = self.leased.setdefault(owner, []), self._notify(over=False)
         if timed:
@@ -176,8 +176,7 @@ class Catalog:
     def release(self, owner: Owner, *, hit: bool = True) -> int:
         """End every lease of `owner`. Returns the number of these leases.
 
-        The chunk that was leased last is evicted first. `hit` says that a request has used the chunks, which the policy
-        counts.
+        The chunk that was leased last is evicted first. `hit` tells the policy that a request has used the chunks.
         """
         chunks, ahead = self.leased.pop(owner, []), self.ahead.chunks if hit else None
         self.leased_since_s.pop(owner, None)
@@ -190,7 +189,7 @@ class Catalog:
             chunk.leases -= 1
             if chunk.leases or chunk.writers:
                 continue
-            if chunk.fire(m.DRAINED).moves:  # the chunk was evicted meanwhile
+            if chunk.fire(m.DRAINED).moves:  # the chunk was evicted while it was leased
                 self._vacate(chunk)
             else:
                 chunk.used_s = self._second
@@ -204,8 +203,8 @@ class Catalog:
         """Count `chunks` as used now.
 
         `chunks` belong to one request. The last chunk of the prefix is first in `chunks`, and is evicted first. `over`
-        says that the request has ended. `hit` says that the request has used the chunks. Otherwise they are kept for a
-        later request. `answer` is the number of tokens that the request has decoded, or None if that is unknown.
+        says that the request has ended. `hit` says that the request has used the chunks. Without `hit`, the chunks are
+        kept for a later request. `answer` is the number of tokens that the request has decoded; None: unknown.
         """
         self._notify(over=over)
         if answer is not None and self._answered is not None:
@@ -259,7 +258,7 @@ class Catalog:
         if not self._free and self.fresh < self.ready:
             slot, self.fresh = self.fresh, self.fresh + 1
         elif self._free or self._evict_one():
-            slot = self._free.pop()  # a slot that was used last is still in the processor's caches
+            slot = self._free.pop()  # the slot that was freed last, which may still be in the processor's caches
         else:
             self.counters["save_dropped_pool_full"] += 1
             return None
@@ -272,8 +271,8 @@ class Catalog:
     def write(self, chunk: Chunk, stop: int, key: bytes, *, keep: bool, base: int = 0, before: bytes = b"") -> Piece:
         """Claim units [chunk.written, stop) of `chunk` for one job, and return the piece.
 
-        `key` is the prefix hash at `stop`. `before` is the prefix hash at `base`. `before` is b"" if `base` is 0, or if
-        the chunk knows this hash already. `keep` and `base` are explained in `Piece`.
+        `key` is the prefix hash at `stop`. `before` is the prefix hash at `base`, or b"" if `base` is 0 or if the
+        chunk's attribute `before` is already set. `keep` and `base` are explained in `Piece`.
 
         Raises:
             ValueError: a reset has forgotten the chunk.
@@ -282,7 +281,7 @@ class Catalog:
         self._check_era(chunk)
         if chunk.ready or chunk.writers:
             chunk.fire(m.GROW)
-        if chunk.ready and not chunk.held:  # a chunk that has never landed is unknown to the policy
+        if chunk.ready and not chunk.held:  # the policy does not have a chunk of which no unit has landed
             self._policy.remove(chunk)
         piece = Piece(chunk, chunk.written, stop, key, keep, base)
         chunk.written, chunk.tail = stop, key
@@ -294,14 +293,14 @@ class Catalog:
         return piece
 
     def abandon(self, chunk: Chunk) -> None:
-        """Free the slot of a reserved chunk of which nothing was written."""
+        """Free the slot of a reserved chunk into which no unit was written."""
         chunk.fire(m.LOST_LAST)
         self._vacate(chunk)
 
     def landed(self, piece: Piece, *, over: bool = False) -> bool:
         """Publish a piece that every rank has. `over` says that the request that saved the piece has ended.
 
-        Returns False if the chunk was evicted, or if an earlier piece of the chunk was lost. The piece is dropped then.
+        If the chunk was evicted, or if an earlier piece of the chunk was lost, drop the piece and return False.
         """
         chunk = piece.chunk
         self._notify(over=over)
@@ -316,7 +315,7 @@ class Catalog:
         return True
 
     def lost(self, piece: Piece) -> None:
-        """Drop a piece that a rank has failed, and later pieces of its chunk. Earlier pieces stay."""
+        """Drop a piece that a rank has failed, and all later pieces of the same chunk. Earlier pieces stay."""
         self._notify(over=False)
         self._unpend(piece)
         self.lost_keys.add(piece.chunk.group, piece.key, TORN)
@@ -334,7 +333,7 @@ class Catalog:
         """Evict one chunk, even while the chunk is read or written.
 
         Returns False if the catalog does not hold the chunk any more. The chunk's slot becomes free after the last read
-        and write have ended. `taken` says that the policy has already removed the chunk, as its victim.
+        and write have ended. `taken` says that `Policy.victim` has already removed the chunk from the policy.
         """
         if not self.holds(chunk):
             return False
@@ -345,10 +344,10 @@ class Catalog:
     def reset(self) -> int:
         """Forget every chunk. Returns the number of forgotten chunks.
 
-        The slots of held chunks become free when these chunks are released. Other chunks cannot be found from now on,
-        and their slots count as free. `sweep` drops these chunks later. Therefore the call's time is proportional to
-        the number of held chunks. If an earlier reset is not swept yet, the number of chunks saved since that reset
-        adds to this time.
+        No chunk can be found from now on. The slots of held chunks become free when these chunks are released. The
+        slots of other chunks count as free at once, and `sweep` drops these chunks later. Therefore the call's time is
+        proportional to the number of held chunks. If an earlier reset is not swept yet, the call also takes time for
+        each chunk that was saved since that reset.
         """
         held = dict.fromkeys((*itertools.chain.from_iterable(self.leased.values()), *self._writing))
         found = self.used - sum(1 for chunk in held if chunk.state.row == m.EVICTING)
@@ -363,9 +362,9 @@ class Catalog:
         return found
 
     def _begin_era(self, held: Sequence[Chunk]) -> None:
-        """Forget all chunks.
+        """Forget all chunks, so that no chunk can be found.
 
-        The chunks in `held` cannot be found any more either, but keep their slots until they are released.
+        The chunks in `held` keep their slots until they are released.
         """
         rest = self.used - len(held)
         if rest:
@@ -375,7 +374,7 @@ class Catalog:
                 chunk.era = self._era
 
     def sweep(self) -> None:
-        """Drop the chunks that the last reset has forgotten in the next `sweep_slots` slots, and free these slots."""
+        """Free those of the next `sweep_slots` slots whose chunks the last reset has forgotten."""
         for _ in range(min(self.sweep_slots, self.fresh - self._swept) if self.stale else 0):
             chunk = self._chunks[self._swept]
             self._swept += 1
@@ -392,7 +391,7 @@ class Catalog:
         index = self._index[chunk.group]
         holder = index.get(mark.key)
         if holder is not None and holder is not chunk:
-            return  # another copy of this prefix was published first; this chunk keeps its old marks
+            return  # another chunk with the same prefix was published first; this chunk keeps its old marks
         kept: Sequence[Mark] = ()
         if chunk.marks:  # the chunk has grown
             kept = [old for old in chunk.marks if old.keep and old.units < mark.units][-(KEPT_MARKS_MAX - 1) :]
@@ -428,19 +427,19 @@ class Catalog:
             return
         if chunk.written != chunk.ready:
             chunk.tail = next((mark.key for mark in chunk.marks if mark.units == chunk.ready), b"")
-        chunk.written = chunk.ready  # only now: a job may have been writing after a lost piece
-        if not chunk.marks:  # the same content was published from another slot meanwhile
+        chunk.written = chunk.ready  # not earlier: a job may have written units that follow a lost piece
+        if not chunk.marks:  # while this chunk was written, the same content was published from another slot
             self._drop(chunk, EVICTED)
         elif not chunk.leases:
             chunk.used_s = self._second
             self._policy.insert(chunk, hit=False)
 
     def _notify(self, *, over: bool) -> float:
-        """Read the clock and return its time.
+        """Read the clock and return the time.
 
-        Pass the time, and whether the request is `over`, to a `SessionPolicy`.
+        If the policy is a `SessionPolicy`, pass the time and `over` (whether the request has ended) to the policy.
         """
-        now_s = time.monotonic() if self._clock is None else self._clock()  # the same as `now_s`, but faster
+        now_s = time.monotonic() if self._clock is None else self._clock()  # as the property `now_s`, but faster
         if now_s - self._second >= 1.0:
             self._second = int(now_s)  # one int object for all chunks that are used in this second
         if self._request is not None:
@@ -509,7 +508,7 @@ class Catalog:
             self.stale -= 1
             if not self.stale:
                 for index in self._before:
-                    index.clear()  # frees the memory that the dict, now empty, had grown to
+                    index.clear()  # an empty dict keeps its memory until `clear` is called
 
     @property
     def evictions_wait(self) -> bool:
@@ -518,7 +517,7 @@ class Catalog:
 
     @property
     def slots_for_pins(self) -> int:
-        """The number of slots of which pins may hold a share."""
+        """The number of slots from which the limit of pinned chunks is computed."""
         return self.slots
 
     @property

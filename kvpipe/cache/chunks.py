@@ -49,11 +49,12 @@ class Chunk(Cursor):
 
         `written` is the number of units that writers have claimed. `ready` is the number of units that have landed on
         every rank. `tail` is the prefix hash at `written`. Only a request with that prefix may add units. `keeps` is
-        the key of the mark that another request used last. `before` is the key of the chunk before this one in the
-        prefix, or b"" for the first chunk. `used_s` is the second of the last use, by the catalog's clock, and is not
-        updated while the chunk is held. `era` is the number of the reset after which the chunk was made: one object for
-        all chunks of this era. `identity` is the key of the longest mark, followed by the era. The identity is equal
-        for equal content, but never across a reset. `place` belongs to the policy, see `Evictable`.
+        the key of the mark that another request used last. `before` is the key of the previous chunk of the prefix, or
+        b"" for the first chunk. `used_s` is the time of the last use in whole seconds of the catalog's clock, and is
+        not updated while the chunk is held. `era` is the catalog's era at the chunk's creation. A reset begins a new
+        era, which held chunks get, too. All chunks of an era refer to one object. `identity` is the key of the longest
+        mark, followed by the era. Chunks with equal content have equal identities if they are of one era. `place`
+        belongs to the policy (`Evictable.place`).
         """
         self.machine, self.key, self.state, self.watch = machine, slot, machine.initial, watch  # as `Cursor`
         self.group, self.slot, self.tenant = group, slot, tenant

@@ -1,4 +1,4 @@
-"""Divides bounded memory fairly between tenants: the tenant whose entries take most memory loses an entry first.
+"""Divides bounded memory fairly between tenants: the tenant with the largest sum of entries loses an entry first.
 
 Tenants are distinguished by their salt. With quotas, the largest quota loses an entry, and within this quota the
 largest salt. Therefore a client that invents salts takes nothing from a salt with a quota.
@@ -20,7 +20,7 @@ K = TypeVar("K", bound=Hashable)
 class _Salt(Generic[K]):
     """The entries of one salt. `rows` has (rank, number, key) of each entry, sorted.
 
-    `turn` is the number of the salt's last turn.
+    `turn` is the number of the last call of `serve` for an entry of the salt.
     """
 
     __slots__ = ("amount", "number", "rows", "turn")
@@ -77,10 +77,10 @@ class FairShares(Generic[K]):
         return len(self._entries)
 
     def put(self, key: K, tenant: Tenant, *, rank: float | None = None, amount: int = 1) -> None:
-        """Add an entry of `tenant`, which replaces an entry with the same key.
+        """Add an entry of `tenant`. The new entry replaces an entry with the same key.
 
-        `amount` is the size of the entry, at least 1. A salt loses its entry with the highest `rank` first, or without
-        ranks its oldest entry.
+        `amount` is the size of the entry, at least 1. A salt loses its entry with the highest `rank` first. Without
+        ranks, a salt loses its oldest entry first.
         """
         if key in self._entries:
             self.pop(key)
@@ -119,7 +119,7 @@ class FairShares(Generic[K]):
         return account.ranks[-1][2].rows[-1][2]
 
     def turn(self, key: K) -> tuple[int, int]:
-        """Return the turn of an entry: of several waiting entries, the entry with the lowest turn is served first."""
+        """Return a sort key of an entry. If several entries wait, the caller serves the entry with the lowest key."""
         entry = self._entries[key]
         account = self._accounts[entry.account]
         return account.turn, account.salts[entry.salt].turn

@@ -42,15 +42,15 @@ class Prefixes:
         """Search in `catalog`. `hash_tokens` is the number of tokens per block hash.
 
         `hashes(request)` returns the hashes under which the request's blocks are kept. `tenant(request)` returns the
-        owner of the request's chunks. By default this is the tenant of the request's salt and of an adapter without
-        digest. `spans_of(request)` returns the spans inside which no prefix may end, and is None if the engine has no
-        spans.
+        owner of the request's chunks. The default owner is the tenant of the request's salt and adapter, without the
+        adapter's digest. `spans_of(request)` returns the spans inside which no prefix may end. If the engine has no
+        spans, `spans_of` is None.
         """
         self._spans_of = spans_of
         self._catalog, self.hashes, self.tenant = catalog, hashes, tenant or catalog.tenants.of
         self._ahead = -(-geometry.ahead_tokens // hash_tokens)
         self.ahead_tokens = self._ahead * hash_tokens
-        """The number of tokens after a prefix that its key also covers, because the prefix's KV depends on them."""
+        """The number of tokens after a prefix on which the prefix's KV and key depend."""
         self._unit, self._per_chunk = geometry.unit_tokens, geometry.units_per_chunk
         self._hashes_per_unit = self._unit // hash_tokens
         self._groups = range(len(geometry.groups))
@@ -58,7 +58,7 @@ class Prefixes:
         growing = [group for group in self._groups if group not in geometry.states]
         kinds: list[tuple[Collection[int], int, int]] = [(self._states, 1, 0), (growing, self._per_chunk, self._ahead)]
         self._kinds = [(groups, units * self._hashes_per_unit, ahead) for groups, units, ahead in kinds if groups]
-        """(groups, number of hashes per key, number of hashes by which a key lies after the last hash of its units)."""
+        """(groups, hashes per key, `ahead`). A key is the hash that is `ahead` hashes after its units' last hash."""
         self._full = [i for i, g in enumerate(geometry.groups) if g.window_tokens is None and not g.state]
         self._windows = [
             (i, (g.window_tokens if g.local else g.window_tokens + self._unit - 2) // self._unit, g.local)
@@ -71,7 +71,7 @@ class Prefixes:
     def key(self, hashes: Sequence[bytes], units: int) -> bytes:
         """Return the key of the first `units` units.
 
-        The key also covers the tokens after these units on which the units' KV depends.
+        The key also depends on the next `ahead_tokens` tokens, because the KV of these units depends on them.
         """
         return hashes[units * self._hashes_per_unit - 1 + self._ahead]
 
@@ -100,7 +100,7 @@ class Prefixes:
         return units if units <= hashed else max(0, hashed)
 
     def state_units(self, request: Request, tokens: int) -> int:
-        """Return the last unit of the first `tokens` tokens after which a state is final and has a key."""
+        """Return the last boundary in the first `tokens` tokens, in units, whose state is final and has a key."""
         return min(min(tokens, request.num_tokens) // self._unit, len(self.hashes(request)) // self._hashes_per_unit)
 
     def unit_keys(self, request: Request) -> Sequence[bytes]:
@@ -119,10 +119,10 @@ class Prefixes:
         continued: bool = False,
         units_max: int | None = None,
     ) -> int:
-        """Return the longest prefix, in units, for which every cache group holds all that it needs.
+        """Return the longest prefix, in units, for which every cache group holds all needed chunks.
 
         `extra` has, per group, more keys that count as held. `continued` asks for the hit of a longer request that
-        begins with all tokens of this request. The result is at most `units_max`, unless that is None.
+        begins with all tokens of this request. The result is at most `units_max`; None: no limit.
         """
         indexes: list[KeyIndex] = list(map(self._catalog.index, self._groups))
         if extra:
@@ -141,7 +141,7 @@ class Prefixes:
         return best
 
     def _longest(self, indexes: Sequence[KeyIndex], hashes: Sequence[bytes], best: int) -> int:
-        """Return the longest prefix, of at most `best` units, for which every cache group holds all that it needs."""
+        """Return the longest prefix, of at most `best` units, for which every cache group holds all needed chunks."""
         for group in self._full:
             best = self._longest_full(indexes[group], hashes, best)
         if not self._partial:
@@ -168,7 +168,7 @@ class Prefixes:
     def _last_boundary(self, indexes: Sequence[KeyIndex], hashes: Sequence[bytes], best: int) -> int:
         """Return the last boundary, in units, at which all groups of states hold a state.
 
-        The result is at most `best`; 0 means that there is no such boundary.
+        The result is at most `best`. 0 means that no boundary is held.
         """
         keys = reversed(self._keys(hashes, 1, best, ahead=0))
         held = (all(key in indexes[group] for group in self._states) for key in keys)
@@ -217,7 +217,7 @@ class Prefixes:
         return self._longest(list(map(self._catalog.index, self._groups)), hashes, stop) > units
 
     def holding(self, group: int, hashes: Sequence[bytes], base: int, stop: int) -> Chunk | None:
-        """Return the chunk that begins at unit `base` and holds units [base, stop) of the prefix, or more; else None.
+        """Return the chunk that begins at unit `base` and holds at least units [base, stop) of the prefix, or None.
 
         For a group of states, the chunk is the state after exactly `stop` units.
         """
@@ -230,7 +230,7 @@ class Prefixes:
     def chunks(self, group: int, hashes: Sequence[bytes], first: int, stop: int) -> list[Chunk | None]:
         """Return the chunks of units [first, stop), each as `holding` returns it.
 
-        For a group of states, return only the last.
+        For a group of states, return only the state after unit `stop - 1`.
         """
         if group in self._states:
             return [self.holding(group, hashes, stop - 1, stop)]
@@ -249,9 +249,9 @@ class Prefixes:
         return None
 
     def chunks_from_the_end(self, request: Request, units: int) -> list[Chunk]:
-        """Return the whole chunks of the request's first `units` units, the last one first.
+        """Return the whole chunks of the request's first `units` units, the last chunk first.
 
-        States come before all others.
+        The chunks of states come before all other chunks.
         """
         hashes, stop, find = self.hashes(request), units * self._hashes_per_unit, self._catalog.find
         found: list[Chunk] = []
@@ -267,7 +267,7 @@ class Prefixes:
     ) -> Sequence[bytes]:
         """Return the keys of the prefixes of `first`, `first + step`, … `last` units.
 
-        `ahead` counts hashes, and is 0 for states.
+        Each key is the hash that is `ahead` hashes after the prefix's last hash. `ahead` must be 0 for states.
         """
         per_unit, ahead = self._hashes_per_unit, self._ahead if ahead is None else ahead
         return hashes[first * per_unit - 1 + ahead : last * per_unit + ahead : step * per_unit]
@@ -280,7 +280,7 @@ class Prefixes:
         return self._longest_in_last_chunk(index, hashes, min(best, held * per_chunk + per_chunk - 1))
 
     def _leading(self, index: KeyIndex, keys: Sequence[bytes]) -> int:
-        """Return how many of `keys` are in `index`, up to the first that is not."""
+        """Return how many of `keys` are in `index` before the first missing key."""
         return index.leading(keys) if isinstance(index, Shards) else len([*takewhile(index.__contains__, keys)])
 
     def _longest_in_last_chunk(self, index: KeyIndex, hashes: Sequence[bytes], best: int) -> int:
@@ -292,8 +292,8 @@ class Prefixes:
     def _window_gap(self, index: KeyIndex, hashes: Sequence[bytes], best: int, window: int, local: int) -> int:
         """Return -1 if the group holds the units [low, best), which attention reads after a prefix of `best` units.
 
-        These are the last `window` units. With `local` attention, these are the units from the last multiple of
-        `window` on. If one of these units is missing, return the next shorter prefix to try.
+        `low` is `best - window`, or with `local` attention the last multiple of `window`. If one of these units is
+        missing, return the next shorter prefix to try.
         """
         low = best // window * window if local else max(0, best - window)
         stop = best
@@ -301,14 +301,14 @@ class Prefixes:
             base = (stop - 1) // self._per_chunk * self._per_chunk
             if not self._holding(index, hashes, base, stop):
                 shorter = self._shorter(index, hashes, base, stop - 1)
-                return max(shorter, low) if local else shorter  # at a multiple of the window, nothing is read
+                return max(shorter, low) if local else shorter  # a prefix of `low` units needs no unit of this window
             stop = base
         return -1
 
     def _shorter(self, index: KeyIndex, hashes: Sequence[bytes], base: int, most: int) -> int:
         """Return the longest prefix of more than `base` and at most `most` units whose key is in `index`.
 
-        Return `base` if there is none.
+        Return `base` if `index` has no such prefix.
         """
         keys = self._keys(hashes, base + 1, most)
         return next(compress(range(most, base, -1), map(index.__contains__, reversed(keys))), base)

@@ -2,9 +2,9 @@
 
 Every used slot belongs to the account of its chunk's tenant, no matter which request reads or writes the chunk.
 Accounts get free slots in the order in which they ask, up to their limits. An account at its limit evicts one of its
-own chunks. If an account below its limit asks and no slot is free, the account that is most above its share evicts a
-chunk. No account loses slots within its share to another account. Each account has its own policy, which chooses the
-chunk to evict.
+own chunks. If an account below its limit asks and no slot is free, the account that exceeds its guaranteed share most
+evicts a chunk. An account within its share loses no slot to another account. Each account has its own policy, which
+chooses the chunk to evict.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _NEVER: Final = PolicyCall(0.0, over=False)
 
 
 class Account:
-    """The slots of one quota. `used` is the number of its slots, `sure` its guaranteed share, and `most` its limit.
+    """The slots of one quota. `used` is the number of used slots, `sure` the guaranteed number, and `most` the limit.
 
-    `evicted` counts the evictions of its chunks. `refused` counts how often the account got no slot.
+    `evicted` counts the evictions of the account's chunks. `refused` counts how often the account got no slot.
     """
 
     __slots__ = (
@@ -50,7 +50,7 @@ class Account:
     )  # fmt: skip
 
     def __init__(self, spec: QuotaSpec, slots: int, make: Callable[[int], Policy]) -> None:
-        """Start with none of the pool's `slots` slots. `make(n)` returns a policy for n slots."""
+        """Start without used slots. The pool has `slots` slots. `make(n)` returns a policy for n slots."""
         self.spec = spec
         self.used = self.evicted = self.refused = 0
         self.sure, self.most = spec.slots(slots)
@@ -66,7 +66,7 @@ class Account:
 
 
 class Accounts:
-    """The accounts of a pool, and its policy: each call is passed to the policy of the account that owns the chunk.
+    """The accounts of a pool. As the pool's policy, this object passes each call to the policy of the chunk's account.
 
     `victim` compares all accounts. Every other call takes one dict lookup.
     """
@@ -103,7 +103,7 @@ class Accounts:
     # ---- the policy ------------------------------------------------------------------------------------------------
 
     def request(self, now_s: float, *, over: bool) -> None:
-        """See `SessionPolicy.request`. The policy of an account receives this call before its next other call."""
+        """See `SessionPolicy.request`. The policy of an account receives this call before any later call."""
         self._last_call = PolicyCall(now_s, over)
 
     def answered(self, tokens: int) -> None:
@@ -245,7 +245,7 @@ class SharedCatalog(Catalog):
         return self.ahead.of_account(tenant).room(self.accounts.of(tenant).most)
 
     def _evictable_of(self, account: Account) -> list[Chunk]:
-        """Return those chunks of `_evictable` that belong to an account."""
+        """Return the chunks of `account` that may be evicted, the least recently used first."""
         return [chunk for chunk in self._evictable() if self.accounts.of(chunk.tenant) is account]
 
     def _evict_of(self, account: Account) -> bool:
@@ -253,7 +253,7 @@ class SharedCatalog(Catalog):
 
         Returns False if no chunk of the account may be evicted.
         """
-        while account.full and self._evict_victim():  # a chunk of an earlier reset frees no counted slot
+        while account.full and self._evict_victim():  # `used` does not count chunks that a reset has forgotten
             pass
         return not account.full
 

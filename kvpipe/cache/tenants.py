@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 SALT_KEPT_CHARS_MAX: Final = 256
-"""The most characters of a salt that is kept as it is. Servers accept salts of at most 128 characters."""
+"""A salt with more characters than this is kept as its hash. Servers accept salts of at most 128 characters."""
 
 
 _HASHED: Final = re.compile("sha256:[0-9a-f]{64}")
@@ -27,8 +27,8 @@ class HashedSalt(str):
 def kept_salt(salt: str) -> str:
     """Return a salt in the form that is kept beyond its request: unchanged, or a `HashedSalt` if the salt is long.
 
-    A `HashedSalt` is returned unchanged. A salt that looks like a hash is hashed, too. Otherwise it would share its
-    tenant with the salt of this hash.
+    A `HashedSalt` is returned unchanged. A short salt that looks like a hash is hashed too, so that it never shares a
+    tenant with the salt that has this hash.
     """
     if isinstance(salt, HashedSalt) or (len(salt) <= SALT_KEPT_CHARS_MAX and not _HASHED.fullmatch(salt)):
         return salt
@@ -47,16 +47,16 @@ class AdapterIdentity(NamedTuple):
 
 
 class Tenant:
-    """One pair of salt and adapter. A chunk has one tenant, from its reservation on.
+    """A pair of salt and adapter. A chunk has one tenant, which never changes.
 
     `salt` is the `cache_salt` of the requests (`kept_salt`), or "" for requests without a salt. `adapter` is the
     requests' adapter, or None.
 
-    Salt and adapter are part of every key under which a chunk is found. vLLM hashes the salt into the first block, on
-    whose hash all other hashes depend, and the adapter's name and path into each block. kvpipe appends the adapter's
-    digest. So equal keys always belong to one tenant.
+    Salt and adapter are part of every key under which a chunk is found. vLLM's hash of each block includes the hash of
+    the block before, and the adapter's name and path. The hash of the first block includes the salt. kvpipe appends the
+    adapter's digest. So equal keys always belong to one tenant.
 
-    While a tenant is referenced, its catalog has no second object for the same pair, so tenants are compared with `is`.
+    While a tenant is referenced, its catalog has no second object for the same pair. So tenants are compared with `is`.
     """
 
     __slots__ = ("__weakref__", "adapter", "salt")

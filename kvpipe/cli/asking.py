@@ -23,7 +23,7 @@ from kvpipe.tiers.spec import secret
 from kvpipe.trace.log import printable
 
 ASKS_ENGINE: Final = "ask a running engine with `manage`, at --at ADDRESS, with its token"
-"""The help's heading of the commands that query an engine."""
+"""The heading, in the command's help, above the commands that query an engine."""
 _NAME_COLUMNS: Final = 16
 _LISTED_MAX: Final = 8
 
@@ -47,9 +47,9 @@ def list_commands(
     commands: Mapping[str, argparse.ArgumentParser],
     headed: Mapping[str, Sequence[str]],
 ) -> None:
-    """Write `commands` into the help of `parser`, under headings. `headed`: the commands' names by heading.
+    """Write `commands` into the help of `parser`, under headings. `headed` has the names of the commands by heading.
 
-    Each command is shown with its description up to the first semicolon.
+    The description of each command is shown up to the first semicolon.
     """
 
     def row(name: str) -> str:
@@ -60,13 +60,13 @@ def list_commands(
 
 
 def ask_and_print(args: argparse.Namespace, method: str, path: str, body: object = None) -> int:
-    """Send a request to one engine, or with `--all-engines` to each, and print the answers.
+    """Send a request to one engine, or with `--all-engines` to each engine, and print the answers.
 
-    Returns the exit status: 2 if one of several engines does not answer or refuses, else 0.
+    Returns the exit status: 2 if any of several engines does not answer or refuses, else 0.
 
     Raises:
-        UsageError: no engine is found, or several are found and `--all-engines` is not given. For one engine, also the
-            errors of `send_request`.
+        UsageError: no engine is found, or several engines are found without `--all-engines`. For a single engine, the
+            errors of `send_request` are also raised.
 
     """
     address, token, status = parse_address(args.at or load_settings().manage), token_of(args), 0
@@ -90,7 +90,7 @@ def ask_and_print(args: argparse.Namespace, method: str, path: str, body: object
 def _engines(address: Address, *, several: bool) -> list[Address]:
     """Return the addresses of the engines that listen at `address`.
 
-    Raises UsageError if no engine listens there, or if more than one does and `several` is false.
+    Raises UsageError if no engine listens there, or if several engines listen there and `several` is false.
     """
     if ENGINE not in address.path:
         return [address]
@@ -133,7 +133,7 @@ def token_of(args: argparse.Namespace) -> str:
 
 
 def parse_address(text: str) -> Address:
-    """Parse an engine's address. Raises UsageError if `text` is empty or is no address."""
+    """Parse an engine's address. Raises UsageError if `text` is empty or is not an address."""
     if not text:
         raise UsageError("kvpipe: no address is given; give --at, or set KVPIPE_MANAGE")
     try:

@@ -1,4 +1,4 @@
-"""`kvpipe cache`: the KV that an engine holds (see `held.py`), and commands that count, list, verify or purge tiers."""
+"""`kvpipe cache` shows the KV that an engine holds (`held.py`), and counts, lists, verifies or purges tiers."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from kvpipe.tiers.registry import make_tier, named, parse_tiers
 from kvpipe.tiers.spec import TierSpec
 
 LISTED_MAX: Final = 1000
-BATCH: Final = 256  # keys that are deleted in one call
+BATCH: Final = 256  # the number of keys that one call deletes
 TRIES: Final = 8
-"""The most values that are read to find a namespace's format and encryption key."""
+"""The largest number of values that are read to find a namespace's format and encryption key."""
 PIPE_COLUMNS: Final = 240
 WELL, NOT_WELL, DOUBTFUL, INTERRUPTED = 0, 1, 2, 130
-"""Exit statuses. DOUBTFUL: some values cannot be judged by this command, so nothing is deleted."""
+"""Exit statuses. DOUBTFUL means that this command cannot judge some values, so no value is deleted."""
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 Findings = dict[str, Any]
-"""The findings of a subcommand at one tier. Each name has a single value or a list of rows."""
+"""The report of a subcommand on one tier. Each name has a single value or a list of rows."""
 
 
 class TierCommand(NamedTuple):
-    """One subcommand at one open tier. `tick` is called for every listed value. `show` prints a report."""
+    """A run of a subcommand on one open tier. `tick` is called for every listed value. `show` prints a report."""
 
     tier: Tier
     spec: TierSpec
@@ -63,7 +63,7 @@ class TierCommand(NamedTuple):
                 yield entry
 
     async def batches(self, count: int, only: Callable[[Entry], bool] | None = None) -> AsyncIterator[list[Entry]]:
-        """Yield the entries for which `only` is true (None: all entries) in lists of `count`."""
+        """Yield lists of `count` entries for which `only` is true. If `only` is None, yield lists of all entries."""
         batch: list[Entry] = []
         async for entry in self.entries():
             if only is None or only(entry):
@@ -76,11 +76,11 @@ class TierCommand(NamedTuple):
 
 
 TierAction = Callable[[TierCommand, Findings], Coroutine[Any, Any, int]]
-"""A subcommand. It adds its findings to the report and returns the exit status. Raises TierError."""
+"""A subcommand. The function adds its findings to the report, and returns the exit status. Raises TierError."""
 
 
 def add_parsers(cache: argparse.ArgumentParser) -> None:
-    """Add the subcommands of `kvpipe cache`. Each of them sets `run`."""
+    """Add the subcommands of `kvpipe cache`. Each subcommand sets `run`."""
     cache.description = "The KV that a running engine holds in memory, and the KV in tiers."
     sub = cache.add_subparsers(required=True, metavar="COMMAND", help="one of the commands below")
     held.add_parsers(sub)
@@ -126,7 +126,7 @@ def _parser(sub: Any, name: str, action: TierAction, description: str) -> argpar
 
 
 def run(args: argparse.Namespace, action: TierAction) -> int:
-    """Run `action` on one tier after the other, and return the highest exit status (see `WELL`).
+    """Run `action` on one tier after the other, and return the highest of the exit statuses.
 
     Raises:
         UsageError: no tier is named, a tier's name is wrong, or the selection of `purge` is missing or contradictory.
@@ -149,7 +149,7 @@ def run(args: argparse.Namespace, action: TierAction) -> int:
 async def _at(name: str, spec: TierSpec, args: argparse.Namespace, action: TierAction) -> int:
     """Run `action` on one tier and print its report. Returns the exit status. An interrupt cancels `action`."""
     if task := asyncio.current_task():
-        # asyncio's own handler does not wake a loop that is about to wait, so the interrupt would be handled late
+        # asyncio's own handler does not wake a loop that is about to wait, and so would handle the interrupt late.
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
     spec = spec.model_copy(update={"store": "never"})  # so that `make_tier` creates no folder and evicts no value
     tier, report = make_tier(name, spec, writes=False), Findings(tier=name)
@@ -224,7 +224,7 @@ async def _ls(job: TierCommand, report: Findings) -> int:
     async for entry in job.entries():
         seen += 1
         first.append(entry)
-        if len(first) >= 2 * limit:  # keep few entries in memory
+        if len(first) >= 2 * limit:  # drop entries, so that few entries are in memory
             first = sorted(first, key=_by_key)[:limit]
     first = sorted(first, key=_by_key)[:limit]
     report |= {"items": seen, "listed": len(first)}
@@ -263,7 +263,7 @@ async def _verify(job: TierCommand, report: Findings) -> int:
 async def _delete_damaged(job: TierCommand, judge: Judge, damaged: Mapping[Key, str]) -> int:
     """Delete the values that are still damaged, and return their number.
 
-    Each value is judged again, because an engine may have replaced a damaged value in the meantime.
+    Each value is judged again, because an engine may have replaced a damaged value after the first judgement.
     """
     deleted = 0
     async for batch in job.batches(job.spec.lanes, lambda entry: entry.key in damaged):
@@ -317,10 +317,10 @@ def _why(args: argparse.Namespace) -> str:
 
 
 class _Namespaces:
-    """Judges the namespaces of a tier. A namespace has one format and one key, so one value shows the format and key.
+    """Judges the namespaces of a tier. All values of a namespace have the same format and encryption key.
 
-    A namespace is GOOD or STALE as soon as one of its values is GOOD or STALE. If none of TRIES values is, the verdict
-    on the namespace is that on the first value that cannot be judged.
+    A namespace is GOOD or STALE as soon as one of its values is GOOD or STALE. If no value of TRIES values is GOOD or
+    STALE, the namespace gets the verdict on the first value that cannot be judged.
     """
 
     def __init__(self, job: TierCommand) -> None:
@@ -328,7 +328,7 @@ class _Namespaces:
         self._tries = Counter[str]()
         self.verdicts = defaultdict[str, Judgement](lambda: Judgement(GONE))
         self.read = set[Key]()
-        """The keys of values that were read. A read counts as a use, so the ages of these values restart at 0."""
+        """The keys of values that were read. A read is a use, so the ages of these values restart at 0."""
 
     async def look(self, entry: Entry) -> None:
         """Read and judge a value, unless the verdict on its namespace is final. Raises `TierError`."""
@@ -342,13 +342,13 @@ class _Namespaces:
             self.verdicts[space] = verdict
 
     def doubt(self, space: str) -> str:
-        """Return the reason why the values of a namespace cannot be judged, or "" if they can be judged."""
+        """Return the reason why the values of a namespace cannot be judged. Return "" if they can be judged."""
         verdict = self.verdicts[space]
         return verdict.why if verdict.kind == UNJUDGED else ""
 
 
 def _doubts(report: Findings, doubts: Counter[tuple[str, str]]) -> int:
-    """Report the values that cannot be judged, by namespace and reason. Returns DOUBTFUL, or 0 if there are none."""
+    """Report the values that cannot be judged, by namespace and reason. Returns 0 if there are none, else DOUBTFUL."""
     rows = [{"namespace": space, "items": items, "why": why} for (space, why), items in doubts.most_common()]
     report |= {"unjudged_namespaces": rows} if rows else {}
     return DOUBTFUL if rows else 0

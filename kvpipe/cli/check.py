@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ask(command: list[str], extra: dict[str, Any], block_tokens: int | None, *, tiers: bool) -> int:
-    """Print the engine that vLLM would start for `command` (the model, then options). Returns its tokens per block."""
+    """Print the engine that vLLM would start for `command`: a model and options. Returns its tokens per block."""
     if not command or command[0].startswith("-"):
         raise UsageError("kvpipe check: --model has no model; write --model MODEL, then the options of `vllm serve`")
     model, *options = command
@@ -76,10 +76,10 @@ def _ask(command: list[str], extra: dict[str, Any], block_tokens: int | None, *,
 
 
 def public_values(model: BaseModel) -> dict[str, Any]:
-    """Return the keys and values of `model` that are printed. Secrets are replaced.
+    """Return the keys and values of `model` to print. Secrets are replaced.
 
-    The name of a variable or a file that does not exist is hidden, because a user may have written the secret itself in
-    place of the name.
+    The name of a variable or file that does not exist is hidden, because the user may have written the secret itself
+    instead of a name.
     """
     table = {key: getattr(model, key) for key in type(model).model_fields}
     there: dict[str, Callable[[str], bool]] = {"_env": os.environ.__contains__, "_file": os.path.exists}
@@ -98,7 +98,7 @@ def public_values(model: BaseModel) -> dict[str, Any]:
 
 
 _MADE = {"trace_file", "control_file"}
-"""Keys of files that need not exist yet, because kvpipe creates these files."""
+"""The keys that name files that kvpipe creates, so that the files may be missing."""
 
 
 def text_of(value: object) -> str:

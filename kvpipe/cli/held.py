@@ -1,4 +1,4 @@
-"""`kvpipe cache lookup|warm|pin|…`: the KV that a running engine with `manage` holds."""
+"""`kvpipe cache lookup|warm|pin|…` shows and changes the KV that a running engine with `manage` holds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TIERS_KEEP: Final = "; tiers keep their chunks (`kvpipe cache purge` drops thes
 
 
 def add_parsers(sub: Any) -> None:  # noqa: ANN401  (argparse hides its type)
-    """Add COMMANDS to `sub`, the subparsers of `kvpipe cache`. Each of them sets `run`."""
+    """Add COMMANDS to `sub`, the subparsers of `kvpipe cache`. Each command sets `run`."""
     lookup = asking_parser(sub, "lookup", "show how much of a prompt is in the engine's memory")
     add_prompt(lookup)
     lookup.add_argument("--tiers", action="store_true", help="also ask the engine's tiers how much each of them has")

@@ -1,7 +1,7 @@
 """Verdicts on the values of a tier, for `kvpipe cache`: good, damaged, or not judged.
 
-A value is called damaged only if the damage is proven. The value is not judged if this command lacks the value's
-encryption key or is older than the value's format. Such a value may be a good value of another engine.
+A value is reported as damaged only if the damage is proven. A value is not judged if this command lacks the value's
+encryption key, or is older than the value's format. Such a value may be a good value of another engine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvpipe.tiers.spec import TierSpec
 
 LARGE_BYTES: Final = 256 << 20
 VALUE_BYTES_MAX: Final = 8 << 30
-"""The longest value in bytes. No rank's part of a chunk is longer."""
+"""The largest possible size of a value, in bytes. No rank's part of a chunk is larger."""
 GOOD, GONE, DAMAGED = "good", "gone", "damaged"
 STALE, UNJUDGED = "stale", "unjudged"
 NOT_ENCRYPTED: Final = "not encrypted"
@@ -44,9 +44,9 @@ REMEDIES: Final = {
 
 
 class Judgement(NamedTuple):
-    """The verdict on one value. `why`: the value's fault, or ""; if the value is not judged, the remedy, too.
+    """The verdict on one value. `why` is the value's problem, or "". For UNJUDGED values, `why` includes a solution.
 
-    `kind`: GOOD, GONE (deleted since it was listed), DAMAGED, STALE (of an older format), or UNJUDGED.
+    `kind` is GOOD, GONE (deleted after the listing), DAMAGED, STALE (of an older format), or UNJUDGED.
     """
 
     kind: str
@@ -54,7 +54,7 @@ class Judgement(NamedTuple):
 
     @property
     def judged(self) -> bool:
-        """Whether this version of kvpipe, with the configured keys, can tell a good value from a damaged one."""
+        """Whether this version of kvpipe, with the configured keys, can tell whether the value is damaged."""
         return self.kind not in {STALE, UNJUDGED}
 
 
@@ -82,14 +82,14 @@ class Judge:
         small = [entry for entry in batch if entry.bytes <= LARGE_BYTES]
         found = dict(zip(small, await self._verdicts(small, self._buffers), strict=True))
         for entry in batch:
-            if entry.bytes > VALUE_BYTES_MAX:  # too long to be a value, so it is not read
+            if entry.bytes > VALUE_BYTES_MAX:  # such an entry is not a value, and is not read
                 found[entry] = _LENGTH
             elif entry not in found:
                 (found[entry],) = await self._verdicts([entry], [_room(entry)])
         return [found[entry] for entry in batch]
 
     async def _verdicts(self, batch: list[Entry], buffers: list[memoryview]) -> list[Judgement]:
-        """Read and judge values. A buffer that is too short is replaced in `buffers`."""
+        """Read and judge values. If a buffer is too short, a longer buffer replaces it in `buffers`."""
         parts = []
         for at, entry in enumerate(batch):
             size = _padded(entry.bytes)
@@ -129,4 +129,4 @@ def _room(entry: Entry) -> memoryview:
 
 
 def _padded(size: int) -> int:
-    return max(HEADER_BYTES, -(-size // ALIGN_BYTES) * ALIGN_BYTES)  # a torn value has another size
+    return max(HEADER_BYTES, -(-size // ALIGN_BYTES) * ALIGN_BYTES)  # a partly written value may have any size

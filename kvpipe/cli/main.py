@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.rest, args.is_process = rest, argv is None
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a printed path need not be valid text
+            stream.reconfigure(errors="backslashreplace")  # a path may contain bytes that are not valid text
     try:
         return int(args.run(args))
     except UsageError as e:
@@ -113,7 +113,7 @@ def _freeze(args: argparse.Namespace) -> int:
 def _fuzz(args: argparse.Namespace) -> int:
     conformance = connector_part("trial.conformance")
     if args.is_process and "PYTHONHASHSEED" not in os.environ:
-        os.environ["PYTHONHASHSEED"] = "0"  # vLLM's sets must have the same order in a replay
+        os.environ["PYTHONHASHSEED"] = "0"  # the order of vLLM's sets must be the same in each replay
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606  (this very command)
     return int(conformance.main(args.rest))
 

@@ -1,4 +1,7 @@
-"""`kvpipe engine state|counters|switch`: query or switch a running engine with `manage`. For its KV see `held.py`."""
+"""`kvpipe engine state|counters|switch` queries or switches a running engine with `manage`.
+
+`held.py` has the commands for the engine's KV.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _ON: Final = {"on": True, "off": False}
 
 
 def add_parsers(engine: argparse.ArgumentParser) -> None:
-    """Add the subcommands of `kvpipe engine`. Each of them sets `run`."""
+    """Add the subcommands of `kvpipe engine`. Each subcommand sets `run`."""
     engine.description = "Show or switch a running engine with `manage`. Its KV: `kvpipe cache`."
     sub = engine.add_subparsers(required=True, metavar="COMMAND", help="one of the commands below")
     state = asking_parser(sub, "state", "show the engine's pool, requests, jobs, tiers and switches")
@@ -37,7 +40,7 @@ def add_parsers(engine: argparse.ArgumentParser) -> None:
 
 
 def misplaced(words: Sequence[str]) -> str:
-    """Return an error message if `words` calls a subcommand of `kvpipe cache` with `kvpipe engine`, else ""."""
+    """Return an error message if `words` is `kvpipe engine` with a subcommand of `kvpipe cache`, else ""."""
     match list(words[:2]):
         case ["engine", name] if name in held.COMMANDS:
             return f"engine {name}: this is a command of `kvpipe cache`: kvpipe cache {name}"

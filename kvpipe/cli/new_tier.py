@@ -1,4 +1,4 @@
-"""`kvpipe new-tier`: make a package with a working tier, and with tests that run kvpipe's suite on the tier."""
+"""`kvpipe new-tier` makes a package with a working tier, and with tests that run kvpipe's suite on the tier."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FILES: Final = {
 }
 """The files of the template, and their places in a package."""
 _NAMES: Final = re.compile(r"(?<=kvpipe[_-])sqlite(?=[_-]tier)|Sqlite|(?<=\")sqlite(?=\")|sqlite(?= = |://)")
-"""The tier's name in the template; `sqlite3`, `sqlite_errorcode` and SQLite are the database's."""
+"""The tier's name in the template. `sqlite3`, `sqlite_errorcode` and SQLite do not match: they name the database."""
 _CONFTEST: Final = """import pytest
 
 pytest.register_assert_rewrite("kvpipe.testing.tier_conformance")
@@ -30,7 +30,7 @@ pytest.register_assert_rewrite("kvpipe.testing.tier_conformance")
 
 
 def add_arguments(new: argparse.ArgumentParser) -> None:
-    """Add the arguments, and `run`."""
+    """Add the arguments of `kvpipe new-tier`, and set `run`."""
     new.add_argument("name", metavar="NAME", help=f"the tier's kind and the scheme of its URLs: {_ACCEPTED}")
     new.add_argument(
         "--into", type=Path, default=Path(), help="folder in which the package's folder is created (default: .)"
@@ -39,7 +39,7 @@ def add_arguments(new: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the package's files and print how its tests are run.
+    """Write the package's files, and print the command that runs its tests.
 
     Raises UsageError if the name or the folder cannot be used.
     """

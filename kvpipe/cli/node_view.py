@@ -16,7 +16,7 @@ from kvpipe.statemachine import node_client as c
 from kvpipe.trace.log import printable
 
 ALWAYS: Final = ("published", "granted", "free")
-"""The uses of slots that are also shown if no slot has them. Other uses are shown if a slot has them."""
+"""The uses of slots that are always shown. Any other use is shown only if at least one slot has this use."""
 STATES: Final = {c.DETACHED: "not connected", c.ATTACHED: "attached", c.ENDING: "ending"}
 
 
@@ -35,7 +35,7 @@ def bytes_text(size: int) -> str:
 
 
 def up(*pids: int) -> str:
-    """Return for how long the oldest of some processes has run, such as `, up 0:12:31`, or "" if all have ended."""
+    """Return the age of the oldest of `pids`, such as `, up 0:12:31`. Return "" if all of them have ended."""
     ages = list[float]()
     for pid in pids:
         with contextlib.suppress(OSError):
@@ -52,13 +52,13 @@ def head(folder: Path, health: HolderHealth) -> str:
 
 
 def title(memory: MemoryStatus) -> str:
-    """Return the size of a memory."""
+    """Return a text with the size of a memory."""
     slots = memory.slots["slots"]
     return f"{bytes_text(slots * memory.slot_bytes)}, {slots:,} slots of {bytes_text(memory.slot_bytes)}"
 
 
 def used(memory: MemoryStatus) -> list[UsedSlots]:
-    """Return the slots of each use, in the order in which they are shown."""
+    """Return the `UsedSlots` of each use, in the order of the display."""
     slots, size = memory.slots["slots"], memory.slot_bytes
     uses = [*ALWAYS, *(use for use, count in memory.slots.items() if use not in {"slots", *ALWAYS} and count)]
     counts = ((use, memory.slots[use]) for use in uses)
@@ -66,7 +66,7 @@ def used(memory: MemoryStatus) -> list[UsedSlots]:
 
 
 def engine_name(engine: ClientStatus) -> str:
-    """Return an engine's name. The name is not known if the holder has taken over and the engine is not back yet."""
+    """Return an engine's name. A new holder does not know the name before the engine has connected again."""
     return printable(engine.name) or f"engine {engine.row}"
 
 
@@ -80,7 +80,7 @@ def engine_state(engine: ClientStatus) -> str:
 
 
 def engine_slots(engine: ClientStatus, slot_bytes: int) -> str:
-    """Return what an engine has of the memory."""
+    """Return a text with the slots that an engine has."""
     if engine.state == c.ENDING:
         return f"{engine.granted} slots in quarantine until its last process ends, {engine.leased} being read"
     stock, writing = bytes_text(engine.stock * slot_bytes), max(0, engine.granted - engine.stock)
@@ -91,13 +91,13 @@ def engine_slots(engine: ClientStatus, slot_bytes: int) -> str:
 
 
 def counted(memory: MemoryStatus) -> str:
-    """Return the events since the holder began."""
+    """Return a text with the numbers of events since the holder began."""
     names = {"published": "saved", "late": "saved twice", "stale": "too late", "evicted": "evicted"}
     return ", ".join(f"{memory.counts.get(count, 0):,} {name}" for count, name in names.items())
 
 
 def lines(folder: Path, health: HolderHealth) -> list[str]:
-    """Return everything about the memory as text."""
+    """Return the whole state of the memory as lines of text."""
     out = [head(folder, health)]
     if health.status is None:
         return [*out, f"  {health.remedy}"]

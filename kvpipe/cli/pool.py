@@ -1,4 +1,4 @@
-"""`kvpipe pool start|status`: the memory that all engines of a node share."""
+"""`kvpipe pool start|status` starts or shows the memory that all engines of a node share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FOREVER_S: Final = 1e12
 
 
 def add_parsers(pool: argparse.ArgumentParser) -> None:
-    """Add the subcommands of `kvpipe pool`. Each of them sets `run`."""
+    """Add the subcommands of `kvpipe pool`. Each subcommand sets `run`."""
     sub = pool.add_subparsers(required=True, metavar="COMMAND")
     start = sub.add_parser("start", help="hold the memory until this process is stopped, for a service manager")
     start.set_defaults(run=_start)

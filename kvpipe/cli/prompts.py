@@ -20,7 +20,7 @@ PROMPT_BYTES_MAX: Final = 16 << 20
 SERVER: Final = "http://127.0.0.1:8000"
 """The default address of vLLM's server."""
 API_KEY: Final = "VLLM_API_KEY"
-"""The environment variable with the API key, as for vLLM's server."""
+"""The environment variable with the API key of vLLM's server. The server reads the same variable."""
 _IDS: Final = re.compile(r"[\s,\[\]]*[0-9][0-9\s,\[\]]*")
 _ID_DIGITS_MAX: Final = 10
 _CHAT_KEYS: Final = (
@@ -55,7 +55,7 @@ def prompt_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return the prompt in the form that the management interface accepts.
 
     Raises:
-        UsageError: the prompt cannot be read or is not valid, or vLLM's server does not turn it into token ids.
+        UsageError: the prompt cannot be read or is not valid, or vLLM's server does not return token ids.
 
     """
     text = _read(args.prompt)
@@ -71,7 +71,7 @@ def prompt_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _read(given: str) -> str:
-    """Return the content of the file or pipe that `given` names, or `given` itself if it names neither."""
+    """Return the content of the file or pipe `given`. If there is no such file or pipe, return `given` itself."""
     if given != "-" and not given.startswith("@"):
         return given
     where = "standard input" if given == "-" else given[1:]
@@ -131,7 +131,7 @@ def _request(text: str) -> dict[str, Any] | None:
 
 
 def _ask(server: str, request: dict[str, Any]) -> list[int]:
-    """Return the token ids into which vLLM's server turns a text or a chat. Raises UsageError if there is no answer."""
+    """Return vLLM's token ids of a text or a chat. Raises UsageError if vLLM's server does not return them."""
     at = _server(server)
     kind = http.client.HTTPSConnection if at.scheme == "https" else http.client.HTTPConnection
     headers = {"Content-Type": "application/json"}

@@ -1,4 +1,4 @@
-"""The screen of `kvpipe top`: the node's memory, a block of lines for each engine, then the slowest requests."""
+"""The screen of `kvpipe top`: the node's memory, several lines for each engine, and at last the slowest requests."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from kvpipe.manage.models import EngineState, Holders, RequestHolds, TierState, 
 from kvpipe.trace.log import printable
 
 WIDE: Final = 100
-"""The width of a screen, in characters, from which on bars are long and every column is shown."""
+"""On screens of at least this width, in characters, bars are long and every column is shown."""
 BARS: Final = (10, 18)
 USERS_MAX: Final = 5
-"""The most users that are shown for each engine. Fewer are shown if the screen has too few lines."""
+"""The largest number of users that are shown for each engine. If the screen has too few lines, fewer are shown."""
 LEAST_REQUESTS: Final = 4
 """The number of slowest requests that are shown before any line is used for users."""
 _REASONS: Final = 3
@@ -38,7 +38,7 @@ def screen(
 ) -> RenderableType:  # fmt: skip
     """Draw the state of `engines` and of the `node`'s memory, and at most `requests_max` of the slowest requests.
 
-    `fits`: users and requests are left out until the drawing fits on `console`.
+    With `fits`, as many users and requests are left out as necessary for the drawing to fit on `console`.
     """
     wide = console.width >= WIDE
     rows = sorted(_requests(engines), key=lambda row: slowness(row[1].lived_s, row[1].answer_tokens), reverse=True)
@@ -167,7 +167,7 @@ def _less(now: dict[str, int], then: dict[str, int]) -> dict[str, int]:
 
 
 def _shares(tokens: dict[str, int], total: int) -> list[str]:
-    """Return each name with its share of `total` in percent, the largest first."""
+    """Return each name with its share of `total` in percent, the largest share first."""
     named = sorted(((count, name) for name, count in tokens.items() if count > 0), reverse=True)
     return [f"{printable(name)} {_percent(count, total)}" for count, name in named]
 
@@ -194,7 +194,7 @@ def _pool(state: EngineState, since: tuple[EngineState, float] | None, bar: int)
 
 
 def _users(holders: Holders, state: EngineState, bar: int, users_max: int) -> Iterator[tuple[str, Text]]:
-    """Yield a line for each user of the pool, those with most chunks first.
+    """Yield a line for each user of the pool, the user with most chunks first.
 
     No line is yielded if the only user has neither a salt nor an adapter.
     """
@@ -250,7 +250,7 @@ def _size(size: int) -> str:
 
 
 def _table(rows: Sequence[tuple[str, RequestHolds]], *, many: bool, wide: bool) -> Table:
-    """Return the table of `rows`. `many`: there are several engines. `wide`: the screen has room for every column."""
+    """Return the table of `rows`. `many` means several engines. `wide` means that every column fits on the screen."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     table.add_column("slowest requests", overflow="ellipsis", min_width=16)
     names = ["engine"] * many + ["state"] + ["saving"] * wide

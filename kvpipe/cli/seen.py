@@ -23,34 +23,34 @@ from kvpipe.manage.client import send_request
 from kvpipe.manage.models import EngineState, Holders
 
 OVER_S: Final = 10.0
-"""Seconds over which rates are averaged."""
+"""Rates are averages over this number of seconds."""
 ANSWER_S_MAX: Final = 5.0
-"""Timeout in seconds of each operation on an engine's socket. After a timeout the engine counts as not answering."""
+"""Timeout in seconds of each operation on an engine's socket. After a timeout, the engine is shown as not answering."""
 COUNT_S_MIN: Final = 10.0
-"""The least number of seconds between two counts of an engine's pool."""
+"""The shortest time between two counts of an engine's pool, in seconds."""
 COUNT_SHARE_MAX: Final = 0.02
-"""The largest share of its time that an engine spends on counting its pool for this command."""
+"""The largest share of an engine's time that this command uses for counts of the engine's pool."""
 ENGINES_MAX: Final = 64
 REQUESTS: Final = 50
 USERS: Final = 20
 
 
 class StateSample(NamedTuple):
-    """An engine's state. `at_s`: when the state was received, in seconds of this process's monotonic clock."""
+    """An engine's state. `at_s` is the time of its receipt, in seconds of this process's monotonic clock."""
 
     at_s: float
     state: EngineState
 
 
 class SeenEngine:
-    """The latest answers of one engine. `error`: why the engine does not answer; empty if it does.
+    """The latest answers of one engine. `error` is the reason why the engine does not answer, or "" if it answers.
 
-    `holders`: the users of the pool at its last count. None: the pool was not counted. `settled`: an event that is set
-    while no query is under way.
+    `holders` are the users of the pool at its last count, or None if the pool was not counted. `settled` is an event
+    that is set while no query is in progress.
     """
 
     def __init__(self, address: Address) -> None:
-        """Make an engine that was not queried yet."""
+        """Make the entry of an engine that was not queried yet."""
         self.address, self.error = address, ""
         self.holders: Holders | None = None
         self.settled = anyio.Event()
@@ -59,13 +59,13 @@ class SeenEngine:
         self._asked_at_s, self._count_at_s = 0.0, 0.0
 
     def query(self, group: anyio.abc.TaskGroup, token: str) -> None:
-        """Query the engine in a task of `group`, unless a query is under way."""
+        """Query the engine in a task of `group`, unless a query is in progress."""
         if self.settled.is_set():
             self.settled = anyio.Event()
             group.start_soon(self.look, token)
 
     async def look(self, token: str) -> None:
-        """Query the engine's state, and from time to time the users of its pool. Never raises."""
+        """Query the engine's state, and the users of its pool if their next count is due. Never raises."""
         self._asked_at_s = time.monotonic()
         try:
             state = EngineState.model_validate(await self._ask(token, f"/v1/state?requests_max={REQUESTS}"))
@@ -84,7 +84,7 @@ class SeenEngine:
     async def _count(self, token: str) -> None:
         """Query the users of the pool, and set the time of the next count.
 
-        The engine reads every slot for this. The longer a count takes, the longer is the pause before the next one.
+        A count reads every slot of the engine. The longer a count takes, the longer is the pause before the next count.
         """
         began_s = time.monotonic()
         try:
@@ -96,7 +96,7 @@ class SeenEngine:
 
     async def _ask(self, token: str, path: str) -> Any:  # noqa: ANN401  (JSON)
         asked = functools.partial(send_request, self.address, token, "GET", path, answer_s_max=ANSWER_S_MAX)
-        own = anyio.CapacityLimiter(1)  # hanging engines would take all threads of the shared limiter
+        own = anyio.CapacityLimiter(1)  # with a shared limiter, hanging engines would take all of its threads
         return await anyio.to_thread.run_sync(asked, abandon_on_cancel=True, limiter=own)
 
     def _lose(self, why: str) -> None:
@@ -117,7 +117,7 @@ class SeenEngine:
 
     @property
     def late_s(self) -> float:
-        """Seconds since the state was requested; 0 if no request for the state is under way."""
+        """The time in seconds since the state was requested, or 0 if no such request is in progress."""
         return time.monotonic() - self._asked_at_s if self._asked_at_s else 0.0
 
     @property
@@ -127,9 +127,9 @@ class SeenEngine:
 
     @property
     def since(self) -> tuple[EngineState, float] | None:
-        """An earlier answer, and the seconds between it and the last answer. None if there is only one answer.
+        """An earlier answer, and the seconds from the earlier to the last answer. None if there is only one answer.
 
-        The earlier answer is that of `OVER_S` seconds before the last answer, or the first answer.
+        The earlier answer is from `OVER_S` seconds before the last answer, or is the first answer.
         """
         first, last = self._samples[0], self._samples[-1]
         return (first.state, last.at_s - first.at_s) if last.at_s > first.at_s else None
@@ -139,7 +139,7 @@ class EngineList:
     """The engines at some addresses, and the memory of their `node`, if it is watched."""
 
     def __init__(self, addresses: Sequence[Address], token: str, node: SeenNode | None = None) -> None:
-        """Make a list without engines. `look` finds and queries them."""
+        """Make a list without engines. `look` finds and queries engines."""
         self._addresses, self._token, self.node = addresses, token, node
         self._engines: dict[Address, SeenEngine] = {}
 
@@ -149,7 +149,7 @@ class EngineList:
         return list(self._engines.values())
 
     async def look(self, group: anyio.abc.TaskGroup, wait_s_max: float) -> None:
-        """Query all that are not being queried, in tasks of `group`. Wait at most `wait_s_max` seconds."""
+        """Query all engines that are not being queried, in tasks of `group`. Wait at most `wait_s_max` seconds."""
         there = list(dict.fromkeys(one for address in self._addresses for one in sockets(address)))[:ENGINES_MAX]
         self._engines = {one: self._engines.get(one) or SeenEngine(one) for one in there}
         for engine in self._engines.values():

@@ -14,13 +14,13 @@ from kvpipe.node.health import HolderHealth, health_of
 
 
 class SeenNode:
-    """The latest state of the memory of one folder. `error`: why its state is not known; empty if it is.
+    """The latest state of the memory of one folder. `error` is the reason why the state is not known, or "".
 
-    `settled`: an event that is set while no query is under way.
+    `settled` is an event that is set while no query is in progress.
     """
 
     def __init__(self, folder: Path, *, always: bool) -> None:
-        """Make a memory that was not queried yet. `always`: it is also shown if `folder` has no holder."""
+        """Make the entry of a memory that was not queried yet. With `always`, it is shown even without a holder."""
         self.folder, self._always = folder, always
         self.health: HolderHealth | None = None
         self.error = ""
@@ -29,7 +29,7 @@ class SeenNode:
         self._asked_at_s = 0.0
 
     def query(self, group: anyio.abc.TaskGroup) -> None:
-        """Query the holder in a task of `group`, unless a query is under way."""
+        """Query the holder in a task of `group`, unless a query is in progress."""
         if self.settled.is_set():
             self.settled = anyio.Event()
             group.start_soon(self.look)
@@ -37,7 +37,7 @@ class SeenNode:
     async def look(self) -> None:
         """Query the holder. Never raises."""
         self._asked_at_s = time.monotonic()
-        own = anyio.CapacityLimiter(1)  # as for engines
+        own = anyio.CapacityLimiter(1)  # with a shared limiter, hanging queries would take all of its threads
         try:
             self.health = await anyio.to_thread.run_sync(health_of, self.folder, abandon_on_cancel=True, limiter=own)
             self.error = ""
@@ -49,10 +49,10 @@ class SeenNode:
 
     @property
     def late_s(self) -> float:
-        """Seconds since the state was requested; 0 if no request is under way."""
+        """The time in seconds since the state was requested, or 0 if no request is in progress."""
         return time.monotonic() - self._asked_at_s if self._asked_at_s else 0.0
 
     @property
     def is_shown(self) -> bool:
-        """Whether there is anything to show."""
+        """Whether the screen shows the memory."""
         return self._always or bool(self.error) or (self.health is not None and bool(self.health.pid))

@@ -23,7 +23,7 @@ from kvpipe.node.processes import folder_of_user, holder_of
 
 INTERVAL_S_MIN: Final = 0.2
 PROMPT_S: Final = 0.5
-"""Seconds to wait for an engine's answer. After this time the engine is shown as late, with its last answer."""
+"""The time in seconds for an engine's answer. After this time, the engine is shown as late, with its last answer."""
 INTERRUPTED: Final = 130
 
 
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     node = SeenNode(folder or folder_of_user(), always=folder is not None)
     given = args.at or [settings.manage]
     if given == [""] and (folder is not None or _has_holder(node.folder)):
-        given = []  # engines with the node's memory have no `manage`
+        given = []  # without an address of an engine, only the node's memory is shown
     addresses = [parse_address(text) for text in given]
     watch = EngineList(addresses, token_of(args) if addresses else "", node)
     try:

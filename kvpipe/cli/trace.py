@@ -1,4 +1,4 @@
-"""`kvpipe trace show|replay|timeline`."""
+"""The commands `kvpipe trace show|replay|timeline`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PIPE_COLUMNS = 160
 
 
 def add_parsers(trace: argparse.ArgumentParser) -> None:
-    """Add the subcommands of `kvpipe trace`. Each of them sets `run`."""
+    """Add the subcommands of `kvpipe trace`. Each subcommand sets `run`."""
     sub = trace.add_subparsers(required=True, metavar="COMMAND")
 
     one = sub.add_parser("show", help="show slow requests, and misses with their reasons; or all events of one request")

@@ -1,1 +1,1 @@
-"""This package has the settings, and makes objects from them."""
+"""This package has the settings, and makes objects from the settings."""

@@ -19,7 +19,7 @@ _WORDS = {"on": True, "off": False}
 
 
 def validate_control_file(path: Path) -> None:
-    """Refuse a path that cannot be a control file. The file need not exist yet, and may be a link to a file.
+    """Refuse a path that cannot be a control file. The file may be missing, and may be a link to a file.
 
     Raises:
         ConfigError: the path is a folder, a pipe or a device, or its type cannot be read.
@@ -36,7 +36,7 @@ def validate_control_file(path: Path) -> None:
 
 
 def write_freeze(path: Path, *, on: bool) -> None:
-    """Write the control file `path`. If `on`, the engine that reads the file freezes. Otherwise the engine saves again.
+    """Write the control file `path`. With `on`, the engine that reads the file freezes. Without `on`, it saves again.
 
     Raises:
         ConfigError: `path` is not a regular file, or cannot be written.
@@ -56,13 +56,13 @@ def write_freeze(path: Path, *, on: bool) -> None:
 
 
 def read_freeze(text: str) -> bool | None:
-    """Parse the text of the control file. Return True to freeze, False to save, None for any other text."""
+    """Parse the text of the control file. True means freeze, False means save. Any other text is returned as None."""
     key, _, value = text.strip().partition(":")
     return _WORDS.get(value.strip().lower()) if key.strip() == "freeze" else None
 
 
 async def watch_control_file(path: Path, set_freeze: Callable[[bool], None]) -> None:
-    """Call `set_freeze` with the control file's value of `freeze` whenever the value has changed. Runs until cancelled.
+    """Call `set_freeze` with the control file's value of `freeze` when the value has changed. Run until cancelled.
 
     A file that is missing, unreadable or has any other content changes nothing.
     """

@@ -18,7 +18,7 @@ from kvpipe.trace.recorder import FileSink, LogSink, Recorder, Sink, Writer
 
 
 def validate_trace_file(path: Path) -> None:
-    """Refuse a path to which no trace can be written. A file need not exist. Pipes and character devices are accepted.
+    """Refuse a path to which no trace can be written. The file may be missing. A pipe or character device is accepted.
 
     Raises:
         ConfigError: the path's folder does not exist, or the path is a folder, a link, a socket or a disk.
@@ -36,7 +36,7 @@ def validate_trace_file(path: Path) -> None:
             if stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
                 return
             why = f"it is {files.file_type(mode)}; name a regular file, which kvpipe creates"
-            if stat.S_ISLNK(mode):  # another user than the engine's may have made the link
+            if stat.S_ISLNK(mode):  # another user may have made the link
                 why = "it is a symbolic link, which kvpipe does not follow; name the link's target"
     raise ConfigError(f"kvpipe: trace_file={str(path)!r}: {why}")
 

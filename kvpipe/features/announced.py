@@ -1,9 +1,9 @@
 """The prompts that clients have announced, and the times for which they are announced.
 
-A resume hint announces that a later request will continue the prompt. Prefetching takes the prompts in turn. In a
-prompt's turn, its chunks that memory has lost are fetched, and its chunks in memory are refreshed, so that they are
-evicted later. The first turn is some time before the announced time. Further turns follow, because the hint may be
-wrong, and because memory may have lost the chunks again.
+A resume hint announces that a later request will continue the prompt. Prefetching handles one prompt after the other.
+A *turn* of a prompt fetches the prompt's chunks that memory has lost. The turn also refreshes the prompt's chunks in
+memory, so that they are evicted later. The first turn is some time before the announced time. Further turns follow,
+because the hint may be wrong, and because memory may have lost the chunks again.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ if TYPE_CHECKING:
 ANNOUNCED_MAX: Final = 512
 """The largest number of announced prompts.
 
-With more, the tenant with the most prompts loses its prompt with the latest time.
+If there are more, the tenant with the most prompts loses the prompt with the latest announced time.
 """
 HASHES_MAX: Final = 1 << 19
 """The largest number of block hashes of all prompts together.
 
-With more, the tenant with the most hashes loses a prompt. A hash takes 75 bytes.
+If there are more, the tenant with the most hashes loses a prompt. A hash takes 75 bytes.
 """
 HASHES_MAX_WITH_REQUESTS: Final = 1 << 16
 """The largest number of block hashes if requests are kept for routers.
 
-The tokens of a block take ten times as much memory as the block's hash.
+This number is lower than `HASHES_MAX`, because the tokens of a block take ten times as much memory as its hash.
 """
 TURNS: Final = (0.9, 1.5)
-"""The times of a prompt's turns, as shares of its pause.
+"""The times of a prompt's turns, as shares of the prompt's pause.
 
-A turn at an earlier time would take room from prompts that are announced for an earlier time.
+An earlier first turn would take memory from prompts that are announced for an earlier time.
 """
 LEAD_S_MIN: Final = 2.0
 """The shortest time from a prompt's first turn to its announced time, in seconds."""
 BETWEEN_S_MIN: Final = 1.0
 """The shortest time between two turns of a prompt, in seconds."""
 IDLE_S: Final = 120.0
-"""A prompt whose announced time is this near, in seconds, has its first turn before an engine becomes idle.
+"""A prompt whose announced time is at most this many seconds away has its first turn before an engine becomes idle.
 
-An idle engine makes no more steps.
+The reason is that an idle engine makes no steps.
 """
 _NEVER: Final = float("inf")
 
@@ -67,7 +67,7 @@ class KnownPrompt:
     ) -> None:
         """Create a prompt of `tokens` tokens.
 
-        `keys` are the keys of its blocks, which also depend on `salt` and `adapter`.
+        `keys` are the keys of the prompt's blocks. The keys also depend on `salt` and `adapter`.
         """
         self.block_hashes, self.cache_salt, self.adapter = keys, salt, adapter
         self.num_tokens = self.num_prompt_tokens = tokens
@@ -76,9 +76,9 @@ class KnownPrompt:
 class Announcement:
     """A prompt of `tenant` that is announced for time `at_s`. The prompt's next turn is due at `due_s`.
 
-    `turns` is the number of turns that the prompt has had. Routers are notified in the name of `request`; if it is
-    None, no router is notified. Every request that continues the prompt has the hash `key` at the index `place` of its
-    hashes.
+    `turns` is the number of turns that the prompt has had. Routers are notified in the name of `request`. If `request`
+    is None, no router is notified. In the hashes of every request that continues the prompt, the hash at index `place`
+    is `key`.
     """
 
     __slots__ = ("asked", "at_s", "due_s", "key", "pause_s", "place", "request", "request_id", "tenant", "turns")
@@ -87,7 +87,7 @@ class Announcement:
         self, asked: KnownPrompt, request_id: str, request: Request | None, place: int, now_s: float, pause_s: float,
         tenant: Tenant = ANYBODY,
     ) -> None:  # fmt: skip
-        """Announce that the prompt of request `request_id`, over at `now_s`, is continued `pause_s` seconds later."""
+        """Announce that the prompt of request `request_id` will be continued `pause_s` seconds after `now_s`."""
         self.asked, self.request_id, self.request, self.tenant = asked, request_id, request, tenant
         self.place, self.key = place, asked.block_hashes[place]
         self.at_s, self.pause_s, self.turns = now_s + pause_s, pause_s, 0
@@ -111,7 +111,7 @@ class Announcement:
 
 
 class _Times:
-    """Keys of prompts, sorted by one of the prompts' times."""
+    """Keys of prompts, each with a time, sorted by these times."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[float, bytes]] = []
@@ -132,10 +132,10 @@ class _Times:
 
 
 class Announcements:
-    """The announced prompts of one engine, by the hash `key` of each. All times are of the catalog's clock.
+    """The announced prompts of one engine, by `Announcement.key`. All times are of the catalog's clock.
 
-    The time of a call grows only with the logarithm of the number of announced blocks, because `came` follows
-    waypoints. No tenant takes places or turns from a tenant that has announced less (`FairShares`).
+    The time of a call is logarithmic in the number of announced blocks, because `came` follows waypoints. No tenant
+    takes entries or turns from a tenant that has announced less (`FairShares`).
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Announcements:
         return self._due.first_s
 
     def add(self, one: Announcement) -> None:
-        """Add an announcement, which replaces an earlier announcement of the same prompt."""
+        """Add an announcement. It replaces an earlier announcement of the same prompt."""
         if one.key in self.prompts:
             self._forget(one.key, "replaced")
         self._counters["resumes_announced"] += 1
@@ -170,14 +170,14 @@ class Announcements:
             self._forget(self._hashes.most(), "too_many")
 
     def came(self, hashes: Sequence[bytes]) -> list[Announcement]:
-        """Forget and return the announced prompts that are beginnings of `hashes`, the shortest first."""
+        """Forget and return the announced prompts with which `hashes` begins, the shortest prompt first."""
         found = sorted(self._beginnings(hashes, 0, len(hashes).bit_length()), key=lambda one: one.place)
         for one in found:
             self._forget(one.key, "came" if one.turns else "early")
         return found
 
     def _beginnings(self, hashes: Sequence[bytes], size: int, bits: int) -> Iterator[Announcement]:
-        """Yield the announcements that continue the waypoint after `size` blocks by less than 2 ** `bits` blocks."""
+        """Yield the announcements that continue the first `size` blocks of `hashes` by less than 2 ** `bits` blocks."""
         for bit in range(bits):
             stop = size + (1 << bit)
             if stop > len(hashes):
@@ -195,12 +195,12 @@ class Announcements:
     def take(self, now_s: float, *, idle: bool) -> Announcement | None:
         """Return the announcement that has its turn now, or None if no turn is due.
 
-        Tenants have their turns one after the other. The tenant's due prompt with the earliest time is taken.
+        Tenants are served one after the other. The tenant's due prompt with the earliest announced time is taken.
         """
         due = self._due.until(now_s) + (self._fresh.until(now_s + IDLE_S) if idle else [])
         if not due:
             return None
-        # Late prompts are last, because their requests may never come.
+        # Prompts whose announced time has passed are last, because their requests may never come.
         one = min(
             (self.prompts[key] for key in due),
             key=lambda one: (self._shares.turn(one.key), one.at_s < now_s, one.at_s),
@@ -216,7 +216,7 @@ class Announcements:
         return one
 
     def clear(self) -> None:
-        """Forget all prompts, because no chunk that was kept so far is found again."""
+        """Forget all prompts after a reset, because the chunks of these prompts cannot be found any more."""
         for key in [*self.prompts]:
             self._forget(key, "reset")
 

@@ -1,4 +1,4 @@
-"""Hints: a request's statements about its own future. Hints come from outside, so they are checked and bounded.
+"""Hints are a client's statements about a prompt's future. Clients may be wrong, so hints are checked and bounded.
 
 A hint changes only two things: which chunks are evicted first, and which chunks are fetched from tiers ahead of a
 request. Ignored hints are counted by reason.
@@ -26,9 +26,9 @@ ACTIONS_MAX: Final = 64
 FIELDS_MAX: Final = 16
 """The largest number of fields in one action's payload."""
 TTL_S: Final = 300.0
-"""How long chunks are retained by default, in seconds from the end of their request."""
+"""The default time for which chunks are retained, in seconds from the end of their request."""
 TTL_S_MAX: Final = 24 * 3600.0
-"""How long chunks are retained at most, in seconds from the end of their request."""
+"""The longest time for which chunks are retained, in seconds from the end of their request."""
 RESUME_S_MAX: Final = 30 * 24 * 3600.0
 VERSION: Final = "1"
 """The major version of known actions: the part of `action_version` before the first point."""
@@ -63,9 +63,9 @@ class _Payload(BaseModel):
 
 
 class Retain(_Payload):
-    """The payload of a hint to keep chunks. With `priority` 0 the chunks need not be kept.
+    """The payload of a hint to keep chunks. `priority` 0 means that the chunks need not be kept.
 
-    Other priorities are all equal.
+    All other priorities have the same meaning.
     """
 
     ttl_seconds: float = Field(TTL_S, gt=0)
@@ -109,7 +109,7 @@ PAYLOADS: Final[Mapping[str, type[Retain | Demote | Resume]]] = {
 
 
 def read(raw: RawHints, ignore: Callable[[Reason], object]) -> tuple[Wish, ...]:
-    """Return the valid hints as wishes. `ignore(reason)` is called for each invalid action, or once for all actions."""
+    """Return the valid hints as wishes. `ignore(reason)` is called for each invalid action, and once for too many."""
     wishes: dict[Action, Wish] = {}
     for one in _actions(raw, ignore):
         known = PAYLOADS.get(one.kind) if isinstance(one.kind, str) else None
@@ -137,7 +137,7 @@ def read(raw: RawHints, ignore: Callable[[Reason], object]) -> tuple[Wish, ...]:
 
 
 def _actions(raw: RawHints, ignore: Callable[[Reason], object]) -> Iterable[RawAction]:
-    """Return the actions to check, those of the envelope first."""
+    """Return the actions to check, the actions of the envelope first."""
     actions, own = raw.actions, raw.own
     if actions is not None and not isinstance(actions, list | tuple):
         ignore("malformed")
@@ -158,8 +158,8 @@ def _actions(raw: RawHints, ignore: Callable[[Reason], object]) -> Iterable[RawA
 class Hinting(Subscriber):
     """Reads the hints of each request once, and passes them to the eviction policy.
 
-    The hints on a chunk are passed when the chunk lands, so that the policy can rank the chunk at once. When the
-    request is over, its hints are passed again for all its chunks.
+    When a chunk lands, the hints on this chunk are passed, so that the policy can rank the chunk at once. When the
+    request ends, its hints are passed again for all its chunks.
     """
 
     def __init__(self, context: Context, *, tiers: bool = False) -> None:

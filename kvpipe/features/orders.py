@@ -1,7 +1,7 @@
-"""Orders: reads and changes that operators request. The thread that has the turn carries them out in slices.
+"""Orders: reads and changes that operators request. The thread that has the turn carries orders out in slices.
 
-Only the thread that has the turn may access the catalog and everything else that the scheduler side owns. The engine's
-thread has the turn from its first call until it reports that it has nothing to do (`give`). After that, another thread
+Only the thread that has the turn may access the catalog and all other data of the scheduler side. The engine's thread
+has the turn from its first call until it reports that it has nothing to do (`give`). After this report, another thread
 may borrow the turn for one slice. Therefore a busy engine takes no lock, but reads one attribute. At its next call, the
 engine's thread takes the turn back, and waits at most for the rest of one slice.
 """
@@ -25,15 +25,15 @@ READS_MAX: Final = 64
 """The number of reads that may wait to be carried out."""
 SLICE_PARTS_MAX: Final = 32
 SLICE_S_MAX: Final = 0.0002
-"""The time limit of a slice, in seconds. A slice ends after the first part that ends later than this."""
+"""The time limit of a slice, in seconds. The slice ends after the first part that exceeds this limit."""
 
 Work = Generator[Any, None, Any]
 """A generator that carries out an order, and returns the order's result.
 
-The generator yields None after each part, which handles some chunks, or `WAITS`.
+Each part of the work handles some chunks. After each part, the generator yields None, or `WAITS`.
 """
 WAITS: Final = True
-"""The value that an order yields if it cannot continue yet, so that other orders are carried out first."""
+"""The value that an order yields if the order cannot continue yet. Other orders are then carried out first."""
 
 
 class OrderRefusedError(ValueError):
@@ -55,7 +55,7 @@ class Turns:
         self._lock.acquire()
         self.away = self._wanted = False
 
-    # ---- the engine's thread --------------------------------------------------------------------------------------
+    # ---- calls of the engine's thread -----------------------------------------------------------------------------
 
     def give(self) -> None:
         """Let other threads borrow the turn until `take`, because the engine has nothing to do.
@@ -76,7 +76,7 @@ class Turns:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Take the turn back for one block of code. If the turn was given before, give it again afterwards."""
+        """Take the turn back for one block of code. If the turn was given before the block, give it after the block."""
         away = self.away
         self.take()
         try:
@@ -85,12 +85,12 @@ class Turns:
             if away:
                 self.give()
 
-    # ---- another thread -------------------------------------------------------------------------------------------
+    # ---- calls of other threads -----------------------------------------------------------------------------------
 
     def borrow(self) -> bool:
         """Take the turn until `give_back`, if the turn is free. Returns whether this thread has the turn now.
 
-        Never waits.
+        This method never waits.
         """
         return self.away and not self._wanted and self._lock.acquire(blocking=False)
 
@@ -102,16 +102,15 @@ class Turns:
 class Order:
     """An order of an operator.
 
-    When the order is `over`, it has a `result`, or `refused` is the reason why it was not carried out.
-
-    `failed` says that the reason is not the operator's request: the engine ended, the queue was full, or the work
-    raised. `unwanted` says that no caller waits for the result any more, so the work need not be done.
+    When the order is `over`, either `result` is its result, or `refused` is the reason why the order was not carried
+    out. `failed` says that the operator's request is not the reason: the engine has ended, the queue was full, or the
+    work raised. `unwanted` says that no caller waits for the result any more, so the work need not be done.
     """
 
     __slots__ = ("always", "failed", "made", "number", "over", "refused", "result", "unwanted", "work")
 
     def __init__(self, number: int, make: Callable[[], Work], *, always: bool = False) -> None:
-        """Create an order. `make()` returns its work, and is called before the first part of the work.
+        """Create an order. `make()` returns the order's work, and is called before the first part of the work.
 
         `always` says that even a full queue accepts the order.
         """
@@ -125,9 +124,9 @@ class Order:
 class Orders:
     """The queues of orders of one scheduler side: `reads`, and `due`, the changes.
 
-    The first order of a queue is carried out, but a change that yields `WAITS` moves to the end. While both queues have
-    orders, the parts of reads and of changes alternate. So a read does not wait for the end of a long change, and reads
-    cannot keep changes from being carried out.
+    The first change in its queue is carried out. If a change yields `WAITS`, the change moves to the end of the queue.
+    Reads are carried out part by part, one after the other. While both queues have orders, the parts of reads and of
+    changes alternate. So a read does not wait for the end of a long change, and reads do not stop changes.
     """
 
     def __init__(self, counters: Counters, begin: Callable[[], object] = int) -> None:
@@ -136,7 +135,7 @@ class Orders:
         self.due: deque[Order] = deque()
         self.reads: deque[Order] = deque()
         self.wake: Callable[[], object] = int
-        """Any thread calls this when an order is over, or when another thread may carry out waiting orders."""
+        """Called, by any thread, when an order is over, or when another thread may carry out waiting orders."""
         self.turns = Turns(lambda: (self.due or self.reads) and self.wake())
         self.slice_parts_max, self.slice_s_max = SLICE_PARTS_MAX, SLICE_S_MAX
         self._counters, self._ended, self._numbers = counters, False, itertools.count(1)
@@ -145,7 +144,7 @@ class Orders:
     def queue_read(self, make: Callable[[], Work]) -> Order:
         """Queue a read and return it. A read changes nothing and never yields `WAITS`.
 
-        Everything else is as in `queue_change`.
+        In all other respects this method works as `queue_change`.
         """
         order = Order(next(self._numbers), make)
         if len(self.reads) >= READS_MAX:
@@ -157,9 +156,9 @@ class Orders:
         return order
 
     def queue_change(self, make: Callable[[], Work], *, always: bool = False) -> Order:
-        """Queue a change and return it. Any thread may call this. The call never waits.
+        """Queue a change and return it. Any thread may call this method. The call never waits.
 
-        A refused order is over at once.
+        If the change is refused, it is returned with `over` set.
         """
         order = Order(next(self._numbers), make, always=always)
         if not always and self.full:
@@ -172,14 +171,14 @@ class Orders:
 
     @property
     def full(self) -> bool:
-        """Whether no more changes are accepted, except those with `always`. Any thread may read this."""
+        """Whether only changes with `always` are accepted. Any thread may read this property."""
         waiting = self.due.copy()  # an atomic copy, because another thread changes the queue
         return len(waiting) >= ORDERS_MAX and sum(not order.always for order in waiting) >= ORDERS_MAX
 
     def carry_out(self) -> bool:
-        """Carry out a slice of the orders. Only the thread that has the turn may call this. Never raises.
+        """Carry out a slice of the orders. Only the thread that has the turn may call this method. Never raises.
 
-        Returns whether any part was carried out. False means that there are only changes that yield `WAITS`.
+        Returns whether any part was carried out. False means that all waiting orders are changes that yield `WAITS`.
         """
         until_s, done, waiting = time.monotonic() + self.slice_s_max, 0, 0
         self._begin()
@@ -201,13 +200,13 @@ class Orders:
                     order.over = True
                     self.wake()
                 elif queue is self.reads:
-                    queue.rotate(-1)  # reads alternate, so that a long read does not delay a short one
+                    queue.rotate(-1)  # the next part is of another read: a long read must not delay a short read
             if time.monotonic() >= until_s:
                 break
         return done > 0
 
     def _part(self, order: Order) -> bool | None:
-        """Carry out one part of an order. Returns whether the order has to wait, or None if it is over."""
+        """Carry out one part of an order. Returns whether the order has to wait, or None if the order is over."""
         if order.unwanted:
             return None
         try:
@@ -226,7 +225,7 @@ class Orders:
     def end(self) -> None:
         """Refuse all waiting orders and all later orders, because the engine ends.
 
-        Only for the thread that has the turn.
+        Only the thread that has the turn may call this method.
         """
         self._ended = True
         self._refuse_all()

@@ -1,8 +1,8 @@
 """Operators' orders on the pool: pin a prompt until a deadline, end a pin, evict a prompt or tenants.
 
 A pin is a set of leases. The owner of these leases differs from the owners of all requests. A pin ends at its deadline,
-when an operator releases it, when any of its chunks is evicted, and at a reset. The work is done in parts: see
-`kvpipe.features.orders`.
+when an operator releases the pin, when any of its chunks is evicted, and at a reset. The work of an order is done in
+parts (`kvpipe.features.orders`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 PINS_MAX: Final = 256
 PART_CHUNKS: Final = 16
-"""How many chunks one part of an order leases, or evicts by tenant."""
+"""The number of chunks that one part of an order leases, or evicts by tenant."""
 PART_SLOTS: Final = 256
-"""How many slots one part of an order examines."""
+"""The number of slots that one part of an order examines."""
 EPOCHS: Final = 1 << 62
-"""The first epoch of owners of pins. Owners of admissions, stages and stores have lower epochs."""
+"""The lowest epoch of an owner of a pin. Owners of admissions, stages and stores have lower epochs."""
 
 
 SENT_S_MAX: Final = 1.0
@@ -41,7 +41,7 @@ _EVICTED: Final = "some chunks of this prompt were evicted meanwhile"
 
 
 class Pin:
-    """The chunks of one prompt's prefix, kept until `until_s` seconds of the monotonic clock."""
+    """The chunks of one prompt's prefix. They are kept until the monotonic clock shows `until_s` seconds."""
 
     def __init__(self, number: int, until_s: float) -> None:
         """Start without chunks."""
@@ -52,7 +52,7 @@ class Pin:
 
 
 class PinnedPrompt(NamedTuple):
-    """A pin as reported to operators: its number, the tokens of its prefix, its number of chunks, its seconds left."""
+    """A pin as operators see it: its number, and how many tokens, chunks and remaining seconds it has."""
 
     pin: int
     tokens: int
@@ -61,9 +61,9 @@ class PinnedPrompt(NamedTuple):
 
 
 class EvictedPrompt(NamedTuple):
-    """The result of an eviction: the number of evicted `chunks`, and of pins that were ended.
+    """The result of an eviction: the numbers of evicted `chunks` and of ended pins.
 
-    `held` is the number of evicted chunks whose slots are still being read or written.
+    `held` is the number of evicted chunks whose slots are still read or written.
     """
 
     chunks: int
@@ -94,14 +94,14 @@ class PromptPins(Subscriber):
     # ---- pins -----------------------------------------------------------------------------------------------------
 
     def check(self, seconds: float) -> None:
-        """Raise OrderRefusedError if `seconds` is longer than a pin may last."""
+        """Raise OrderRefusedError if `seconds` exceeds the longest time for which a pin may last."""
         if seconds > self._seconds_max:
             raise OrderRefusedError(f"seconds: {seconds:g} are more than manage_pin_s_max ({self._seconds_max})")
 
     def pin(self, prefixes: Prefixes, asked: Request, seconds: float) -> Work:
         """Pin the chunks of a prompt's prefix that memory holds, for at most `seconds`. Returns a `PinnedPrompt`.
 
-        The pin holds all chunks of the hit of a request with this prompt, and of the hit of a longer prompt.
+        The pin holds all chunks that a hit of this prompt needs, and all chunks that a hit of a longer prompt needs.
         """
         self.check(seconds)
         now_s = self.clock()
@@ -204,7 +204,7 @@ class PromptPins(Subscriber):
         return PinnedPrompt(pin.number, pin.tokens, len(pin.chunks), max(0.0, pin.until_s - self.clock()))
 
     def _end(self, pin: Pin) -> Work:
-        """End a pin's leases. The end of the prefix is released first, so that it is evicted first."""
+        """End a pin's leases. The last chunk of the prefix is released first, and so is evicted first."""
         pin.over = True
         while pin.parts:
             owner = pin.parts.pop()
@@ -233,7 +233,7 @@ class PromptPins(Subscriber):
                 if kind.state:
                     chunk = catalog.find(group, prefixes.state_key(hashes, reach)) if high == reach else None
                 elif kind.window_tokens and (reach - high) * geometry.unit_tokens > kind.window_tokens:
-                    continue  # wholly before the window of the last token
+                    continue  # the chunk ends before the window of the last token
                 else:
                     chunk = prefixes.holding(group, hashes, base, high)
                     if chunk is not None and high % self._per_chunk:
@@ -244,7 +244,7 @@ class PromptPins(Subscriber):
     # ---- evictions ------------------------------------------------------------------------------------------------
 
     def evict(self, prefixes: Prefixes, asked: Request, first_tokens: int) -> Work:
-        """Evict a prompt's chunks in memory, from the chunk with token `first_tokens` on, the prefix's end first.
+        """Evict a prompt's chunks in memory, from the last chunk back to the chunk with token `first_tokens`.
 
         Chunks that are being written are evicted too. Pins that hold any evicted chunk end. Returns an `EvictedPrompt`.
         """
@@ -271,7 +271,7 @@ class PromptPins(Subscriber):
         return EvictedPrompt(dropped, held, ended)
 
     def _sent(self) -> Work:
-        """Wait until the holder of a node's memory has carried out the evictions. A lost holder is not waited for."""
+        """Wait until the holder of a node's memory has carried out the evictions. Do not wait for a lost holder."""
         until_s = self.clock() + SENT_S_MAX
         while self._context.catalog.evictions_wait and self.clock() < until_s:
             yield
@@ -288,8 +288,8 @@ class PromptPins(Subscriber):
     def evict_those(self, selects: Callable[[Tenant], bool], idle_s: float = 0.0) -> Work:
         """Evict the chunks of the tenants for which `selects` is true, slot by slot. Returns an `EvictedPrompt`.
 
-        If `idle_s` is not 0, only chunks without leases and writes that were not used for `idle_s` seconds are evicted.
-        Chunks that are saved while this order runs may stay.
+        If `idle_s` is not 0, a chunk is evicted only if it has no lease, is not being written, and was not used for
+        `idle_s` seconds. Chunks that are saved while this order runs may stay.
         """
         known: dict[Tenant, bool] = {}
         dropped = held = ended = 0

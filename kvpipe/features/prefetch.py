@@ -1,9 +1,9 @@
 """Fetches prompts from tiers into memory before a request asks for them, one prompt after the other.
 
-A prefetch uses the same lookups, orders and machines as the fetches of a waiting request (`fetches.py`). A prefetch
-uses only the lanes that waiting requests leave free, and a share of the pool. A failed prefetch costs nothing, because
-no request waits for it. Prompts that operators warm are fetched first, then those that clients have announced
-(`announced.py`).
+A prefetch uses the same lookups, tier orders and machines as the fetches of a waiting request (`fetches.py`). A
+prefetch uses only lanes that no waiting request needs, and a share of the pool. A failed prefetch has no effect on
+requests, because no request waits for it. Prompts that operators warm are fetched before prompts that clients have
+announced (`announced.py`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ PREFETCHES_MAX: Final = 8
 IDLE_S_MAX: Final = 2.0
 """The longest time in which an engine without other work makes steps for announced prompts, in seconds.
 
-The engine may be about to end or to pause: vLLM then waits until nothing is pending, and kills processes 5 seconds
-later.
+The reason is that the engine may be about to end or to pause. vLLM then waits until no work is pending, and kills
+processes after 5 seconds.
 """
 _NEVER: Final = float("inf")
 
@@ -46,7 +46,7 @@ _NEVER: Final = float("inf")
 class Prefetch:
     """The prefetch of one prompt.
 
-    From the prefetch's turn on, `stage` has its state. `over` says that the prefetch has ended.
+    `stage` is the prefetch's stage, or None until the prefetch begins. `over` says that the prefetch has ended.
     """
 
     def __init__(self, asked: KnownPrompt, request: Request | None, announced: Announcement | None = None) -> None:
@@ -57,12 +57,12 @@ class Prefetch:
         self.asked, self.request, self.announced = asked, request, announced
         self.stage: AheadStage | None = None
         self.over = False
-        # The limit includes the wait for the turn, because the engine makes steps for that wait, too.
+        # The limit includes the wait for the turn, because the engine makes steps during this wait, too.
         self.until_s = time.monotonic() + AHEAD_S_MAX
 
 
 class WarmedPrompt(NamedTuple):
-    """The result of warming a prompt. `pin` is the number of the prompt's pin, or 0 if there is none."""
+    """The result of warming a prompt. `pin` is the number of the prompt's pin, or 0 if the prompt was not pinned."""
 
     tokens: int
     fetched_tokens: int
@@ -79,7 +79,7 @@ class Prefetching(Subscriber):
     ) -> None:  # fmt: skip
         """Start without prefetches. `hash_tokens` is the number of tokens per block hash.
 
-        `staging` is None without tiers. `published` notifies routers, and is None without routers.
+        `staging` is None if the engine has no tiers. `published` notifies routers, and is None without routers.
         """
         catalog, geometry = context.catalog, context.geometry
         self._context, self._staging, self._hash_tokens, self._routed = context, staging, hash_tokens, published
@@ -91,7 +91,7 @@ class Prefetching(Subscriber):
         )  # fmt: skip
         """Searches the prefixes of announced prompts, whose block hashes are whole keys."""
         self._switches, self._weights, self._pins = switches, weights, pins
-        self._due: deque[Prefetch] = deque()  # the first has its turn
+        self._due: deque[Prefetch] = deque()  # the first prefetch is running
         self.idle_s_max = IDLE_S_MAX
         self._stops_s = _NEVER  # the time at which an engine without other work stops prefetching
 
@@ -122,7 +122,7 @@ class Prefetching(Subscriber):
             return
         request, prefixes = tracked.request, self._context.prefixes
         keys = prefixes.hashes(request)
-        # A later prompt may contain only a part of this request's answer.
+        # `key` is the last hash of the prompt, because a later prompt may contain only a part of the answer.
         place = min(len(keys), request.num_prompt_tokens // self._hash_tokens) - 1
         kept = self._routed.kept(request) if self._routed is not None else None
         if place < 0 or (self._routed is not None and kept is None):
@@ -133,7 +133,7 @@ class Prefetching(Subscriber):
         self.announced.add(Announcement(asked, bounded(request.request_id), kept, place, now_s, pause_s, tenant))
 
     def looked_up(self, tracked: Tracked, answer: LookupAnswer) -> None:  # noqa: ARG002  (as of the event)
-        """Stop prefetching for a request that has arrived, because the request's own stage fetches now."""
+        """End the prefetches for a request that has arrived, because the request's own stage fetches from now on."""
         if not self.announced.prompts:
             return
         came = self.announced.came(self._context.prefixes.hashes(tracked.request))
@@ -142,7 +142,7 @@ class Prefetching(Subscriber):
                 one.until_s = 0.0
 
     def reset(self) -> None:
-        """Forget the announced prompts, because no chunk that was kept so far is found again."""
+        """Forget the announced prompts, because the chunks of these prompts cannot be found after a reset."""
         self.announced.clear()
 
     def _take_turn(self, *, idle: bool) -> None:
@@ -207,10 +207,11 @@ class Prefetching(Subscriber):
         return [*self._pins.needed(self.prefixes, asked, reach)]
 
     def _end_turn(self, one: Prefetch, announced: Announcement) -> None:
-        """Record the fetch.
+        """Record the fetch of a turn that ends.
 
-        If nothing was fetched, refresh the prompt's chunks in memory, so that they are evicted later. At most as many
-        chunks are refreshed as announced resumes may hold. A policy that takes hints needs no refresh.
+        If no chunk was fetched, refresh the prompt's chunks in memory, so that they are evicted later. The number of
+        refreshed chunks is limited to the number that announced resumes may hold. If the policy takes hints, no refresh
+        is needed.
         """
         catalog, stage = self._context.catalog, one.stage
         if stage is not None and stage.taken and self._context.trace.lifecycle:
@@ -225,7 +226,7 @@ class Prefetching(Subscriber):
             catalog.ahead.keep(kept)
 
     def warm(self, asked: KnownPrompt, request: Request | None, seconds: float) -> Work:
-        """Fetch a prompt's chunks from tiers. If `seconds` is not 0, pin them for that time.
+        """Fetch a prompt's chunks from tiers. If `seconds` is not 0, pin the chunks for this number of seconds.
 
         Returns a `WarmedPrompt`.
         """
@@ -241,7 +242,7 @@ class Prefetching(Subscriber):
         return WarmedPrompt(pin.tokens, fetched, pin.pin, pin.left_s)
 
     def has_work(self) -> bool:
-        """Whether a prefetch waits for steps. An engine without other work makes steps until this is False."""
+        """Whether a prefetch waits for steps. While the result is True, an engine without other work makes steps."""
         if self._due or not self.announced.prompts:
             return bool(self._due)
         return self._has_turn(self._context.catalog.now_s, idle=True)

@@ -1,1 +1,1 @@
-"""This package checks all input from outside kvpipe: values, small files, addresses, plug-ins."""
+"""This package checks all input from outside kvpipe: values, small files, addresses and plug-ins."""

@@ -1,6 +1,6 @@
-"""Named caches. Engines that use the same name must have the same layout. A file, the name's record, has the layout.
+"""Names of caches. Engines that use the same name must have the same layout.
 
-A running engine holds a shared lock on the record.
+Each name has a file, the name's *record*, with the layout. A running engine holds a shared lock on the record.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class NameClaim:
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, json.dumps(facts, sort_keys=True).encode(), 0)
             if files.try_lock(self._fd, fcntl.LOCK_SH):
-                return  # otherwise another engine has locked the record in between
+                return  # if the lock failed, another engine has locked the record after `try_lock` above
         until = time.monotonic() + LOCK_S_MAX
         while not files.try_lock(self._fd, fcntl.LOCK_SH):
             if time.monotonic() > until:
@@ -118,7 +118,7 @@ class NameClaim:
             raise ConfigError(msg)
 
     def _theirs(self) -> dict[str, Any]:
-        """Return the content of the record, which is the layout of a running engine."""
+        """Return the record's content: the layout of a running engine."""
         data = os.pread(self._fd, RECORD_BYTES_MAX + 1, 0)
         try:
             theirs = json.loads(data or "{}") if len(data) <= RECORD_BYTES_MAX else None
@@ -133,20 +133,20 @@ class NameClaim:
         return theirs
 
     def release(self) -> None:
-        """Release the name. In a forked process this releases nothing. Idempotent."""
+        """Release the name. A call in a forked process releases nothing. Later calls have no effect."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             files.unlock(fd, self._process)
 
 
 def _holders(fd: int) -> str:
-    """Name the processes that hold a lock on an open file, as far as this process can see them."""
+    """Return a text that names the visible processes that hold a lock on an open file."""
     at = os.fstat(fd)
     place = f"{os.major(at.st_dev):02x}:{os.minor(at.st_dev):02x}:{at.st_ino}"
     pids = []
     try:
         for line in (_PROC / "locks").read_text(encoding="ascii", errors="replace").splitlines():
-            words = line.split()  # such as 1: FLOCK  ADVISORY  WRITE 4711 08:01:131074 0 EOF
+            words = line.split()  # an example: 1: FLOCK  ADVISORY  WRITE 4711 08:01:131074 0 EOF
             pid = words[words.index(place) - 1] if place in words and "->" not in words else "0"
             if pid not in {"0", "-1", str(os.getpid())}:
                 pids.append(pid)

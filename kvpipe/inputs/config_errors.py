@@ -14,27 +14,27 @@ from pydantic_core import PydanticUndefined
 
 from kvpipe.inputs.values import BYTES_END, PATH_CHARS_MAX
 
-_NEAR_MIN, _WORD_BONUS = 0.5, 0.25  # the least likeness of a suggested name; the bonus for a shared word
+_NEAR_MIN, _WORD_BONUS = 0.5, 0.25  # the lowest similarity of a suggested name; the bonus for a shared word
 
 Fields = Mapping[str, FieldInfo]
 NAME_CHARS_MAX: Final = 80
-"""The most characters of a user's key, scheme or kind that a message shows."""
+"""The largest number of characters of a user's key, scheme or kind that a message shows."""
 _REASON_CHARS_MAX: Final = 300
 _UNSHOWN: Final = frozenset({"salt", "db"})
-"""Keys whose wrong values no message shows, because people write a password there, as in `redis://HOST/PASSWORD`."""
+"""Keys whose wrong values no message shows, because the value may be a password, as in `redis://HOST/PASSWORD`."""
 _HOST: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]*)(:[0-9]{1,5})?(?=/|$)")
 _LINK: Final = re.compile(r" \(\[[^\]]*\]\([^)]*\)\)")
 """A link to a page of the documentation. Messages have no links, because an installed wheel does not have the pages."""
 _SHORT_PATH: Final = re.compile(r"/?|/[0-9]{1,2}")
 """A path that is not a secret: an empty path, or the number of a database."""
 _RETIRED: Final = {"log_format": "vLLM's form applies to kvpipe's lines: use vLLM's --logging-config.formatter json"}
-"""The remedies for keys of earlier versions."""
+"""The advice in error messages for keys of earlier versions, by key."""
 
 
 def suggest(
     wrong: object, valid: Iterable[str], what: str = "valid keys are", shown: Callable[[str], str] = str
 ) -> str:
-    """Return the remedy for a misspelt name: the most similar name of `valid`, or all of `valid` if none is similar.
+    """Return the advice for a misspelt name: the most similar name of `valid`, or all names if no name is similar.
 
     A name that shares a whole word with `wrong` counts as more similar. `shown` formats a name. `what` is the text
     before the list of all names.
@@ -52,12 +52,12 @@ def suggest(
 
 
 def first_problem(error: ValidationError, fields: Fields, owner: str = "valid keys are") -> str:
-    """Return the first problem of `error` in one sentence: the key, its value, the reason and the remedy.
+    """Return the first problem of `error` in one sentence: the key, its value, the reason and the advice.
 
-    A value that may be a secret is not shown. This is the value of an unknown key, of a key that names a variable for a
-    secret, of a key in `_UNSHOWN`, or of a key with ``repr=False``. `owner` is the text before the list of valid keys.
+    A value that may be a secret is not shown. This rule applies to an unknown key, a key that names a variable for a
+    secret, a key in `_UNSHOWN`, and a key with ``repr=False``. `owner` is the text before the list of valid keys.
     """
-    problems = error.errors()  # an unknown key comes first, because it may be a misspelling of a missing key
+    problems = error.errors()  # an unknown key is reported first, because it may be a misspelling of a missing key
     problem = next((one for one in problems if one["type"] == "extra_forbidden"), problems[0])
     if not problem["loc"]:  # the problem is that keys contradict each other
         return pydantic_reason(problem["msg"])
@@ -79,7 +79,7 @@ def first_problem(error: ValidationError, fields: Fields, owner: str = "valid ke
 
 
 def shown(value: object) -> str:
-    """Return ``=value`` as far as a message may show the value. For a table or a list, return only its type."""
+    """Return ``=value`` for a message, without secrets. For a table or a list, return only the type."""
     if isinstance(value, str):
         return f"={reprlib.repr(public_url(value[:PATH_CHARS_MAX]))}"
     if value is None or isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < BYTES_END):
@@ -100,7 +100,7 @@ def safe_name(value: object) -> str:
 def error_place(error: Exception) -> str:
     """Return why parsing failed, with line and column.
 
-    The result has no part of the parsed text, because the text may have secrets.
+    The result contains no part of the parsed text, because the text may contain secrets.
     """
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
@@ -115,7 +115,7 @@ def error_place(error: Exception) -> str:
 def public_url(text: str) -> str:
     """Return a URL without user, password, path and query. Any other text is returned without its query.
 
-    The path is kept if the URL is that of a file, or if the path is the number of a database.
+    The path is kept if the URL names a file, or if the path is the number of a database.
     """
     scheme, mark, rest = text.partition("://")
     if not mark and "@" not in text:

@@ -1,4 +1,4 @@
-"""Access to small files that other users may control: bounded reads that do not block, and atomic replacement."""
+"""Access to small files that other users may control. Reads are bounded and do not block. Replacement is atomic."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _KINDS = {
 
 
 class OddFileError(OSError):
-    """A file is not a regular file or is too long. The message has the reason."""
+    """This error means that a file is not a regular file or is too long. The message has the reason."""
 
 
 def file_type(mode: int) -> str:
-    """Return the type of a file with the mode `st_mode` in words. For a regular file, return ""."""
+    """Return the type of a file in words, or "" for a regular file. `mode` is the file's `st_mode`."""
     return _KINDS.get(stat.S_IFMT(mode), "")
 
 
@@ -39,7 +39,7 @@ def owner_of(uid: int) -> str:
 
 
 def doubts(path: Path) -> str:
-    """Return why other users can write to a file or folder, or read a file. Return "" if other users cannot."""
+    """Return why other users can write to a file or folder, or read a file. Return "" if they cannot do so."""
     try:
         found = path.stat()
     except (OSError, ValueError):
@@ -98,7 +98,7 @@ def replace_text(path: Path, text: str, mode: int = 0o600) -> None:
 
 
 def try_lock(fd: int, how: int = fcntl.LOCK_EX) -> bool:
-    """Lock an open file if that is possible without waiting. Return whether the file is locked."""
+    """Try to lock an open file, without waiting. Return whether the file is locked."""
     try:
         fcntl.flock(fd, how | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -109,8 +109,8 @@ def try_lock(fd: int, how: int = fcntl.LOCK_EX) -> bool:
 def unlock(fd: int, process: int) -> None:
     """Close an open file that `process` may have locked.
 
-    In `process`, release the lock, too, even if a forked process still has the file open. In a forked process, close
-    only that process's copy of the file.
+    If the caller is `process`, the lock is released, too, even if a forked process still has the file open. If the
+    caller is a forked process, only its own copy of the file is closed.
     """
     if process == os.getpid():
         with contextlib.suppress(OSError):

@@ -32,8 +32,10 @@ _REMEDIES: Final = {
     errno.ENAMETOOLONG: "use a shorter one",
 }
 LOCK_S_MAX: Final = 0.5
-"""The longest wait for a socket's lock. A starting engine holds the locks of other sockets while it checks whether they
-are stale."""
+"""The longest wait for a socket's lock, in seconds.
+
+A starting engine checks whether the sockets of other engines are stale, and holds each socket's lock during the check.
+"""
 NUMBER_MAX: Final = 64
 """The largest number that is appended to an engine's default name."""
 _POLL_S: Final = 0.02
@@ -91,19 +93,19 @@ class _BusyError(OSError):
 
 
 def sockets(address: Address) -> Iterator[Address]:
-    """Yield `address`, or the address of each existing socket that fits the path if the path has `{engine}`."""
+    """Yield `address`. If the path has `{engine}`, yield the address of each existing socket that matches the path."""
     if ENGINE not in address.path:
         yield address
         return
     pattern = "*".join(map(glob.escape, address.path.split(ENGINE)))
     for path in sorted(glob.glob(pattern)):  # noqa: PTH207  (a pattern from the root)
-        with contextlib.suppress(OSError):  # the file was deleted meanwhile
+        with contextlib.suppress(OSError):  # the file was deleted after `glob`
             if stat.S_ISSOCK(os.stat(path).st_mode):  # noqa: PTH116  (as globbed)
                 yield address._replace(path=path)
 
 
 def is_stale(address: Address) -> bool:
-    """Return whether no process listens at a Unix socket. This function connects, but sends nothing."""
+    """Return True if no process listens at a Unix socket. This function connects, but sends nothing."""
     with socket.socket(socket.AF_UNIX) as asking:
         try:
             asking.settimeout(LOCK_S_MAX)
@@ -116,15 +118,15 @@ def is_stale(address: Address) -> bool:
 
 
 def remove_stale(address: Address) -> None:
-    """Delete this user's stale sockets at `address`. The engine of a stale socket has ended without deleting it.
+    """Delete this user's stale sockets at `address`. A socket is stale if its engine has ended without deleting it.
 
-    The sockets' lock files stay. If lock files were deleted, two engines could lock two files of one name.
+    The sockets' lock files stay. If lock files were deleted, two engines could lock two different files of one name.
     """
     for one in sockets(address) if ENGINE in address.path else ():
         path = Path(one.path)
         try:
             lock = os.open(_lock_of(path), _LOCK & ~os.O_CREAT)
-        except OSError:  # the socket is not an engine's, or belongs to another user
+        except OSError:  # the socket does not belong to an engine, or belongs to another user
             continue
         try:
             if files.try_lock(lock) and is_stale(one):
@@ -145,7 +147,7 @@ def listen(address: Address, name: str, key: str, *, numbered: bool) -> Operator
     If `numbered` and a running engine has the name, the first free name of `name-2`, `name-3` and so on is used.
 
     Raises:
-        ConfigError: for the reasons of `OperatorSocket`.
+        ConfigError: `OperatorSocket` has refused the address.
 
     """
     remove_stale(address)
@@ -160,8 +162,8 @@ class OperatorSocket:
     """A listening socket.
 
     A new `OperatorSocket` replaces the Unix socket of an engine that has ended, but never the socket of a running
-    engine. The folder of a Unix socket also has a lock file, named as the socket with `.lock` appended. A running
-    engine holds the lock of this file.
+    engine. Beside each Unix socket is a lock file, whose name is the socket's name with `.lock` appended. A running
+    engine holds the lock of its file.
     """
 
     def __init__(self, address: Address, engine: str, key: str) -> None:
@@ -181,7 +183,7 @@ class OperatorSocket:
             if address.path:
                 self._bind_path(Path(self.address.path))
             else:
-                # A port is still in use for some time after its connections are closed.
+                # Without this option, a port cannot be used for some time after its connections are closed.
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 self.socket.bind((address.host, address.port))
                 self.socket.listen()
@@ -210,11 +212,11 @@ class OperatorSocket:
             path.unlink()
         self.socket.bind(os.fspath(path))
         self._bound = True
-        path.chmod(0o600)  # before `listen`, so that other users can never connect
+        path.chmod(0o600)  # must be done before `listen`, so that other users can never connect
         self.socket.listen()
 
     def close(self) -> None:
-        """Close the socket and delete its file. A forked process only closes its copies. Idempotent."""
+        """Close the socket and delete its file. A forked process only closes its copies. Later calls have no effect."""
         if self._process == os.getpid():
             with contextlib.suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)  # closing is not enough if a forked process has a copy

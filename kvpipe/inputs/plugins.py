@@ -19,13 +19,16 @@ from kvpipe.errors import ConfigError, UsageError
 from kvpipe.inputs import config_errors
 
 TIERS: Final = "kvpipe.tiers"
-"""The group of tiers. The name of an entry point is the tier's `kind`, and the object is a subclass of `TierSpec`."""
+"""The group of tiers. An entry point's name is the tier's `kind`, and its object is a subclass of `TierSpec`."""
 TIER_URLS: Final = "kvpipe.tier_urls"
-"""The group of tiers' URLs. The name is the URL's scheme, and the object is a subclass of `TierSpec`."""
+"""The group of tiers' URLs. An entry point's name is the URL's scheme, and its object is a subclass of `TierSpec`."""
 POLICIES: Final = "kvpipe.policies"
-"""The group of eviction policies. The name is the `policy`, and the object makes a `Policy` for a number of slots."""
+"""The group of eviction policies. An entry point's name is the `policy`. Its object creates a `Policy` for n slots."""
 TRANSFER_ENGINES: Final = "kvpipe.transfer_engines"
-"""The group of transfer engines. The name is a torch device type, and the object is a function of `EngineOptions`."""
+"""The group of transfer engines. An entry point's name is a torch device type.
+
+The entry point's object creates a `TransferEngine` from `EngineOptions`.
+"""
 
 _WHAT: Final = {
     TIERS: "kind of tier", TIER_URLS: "URL of a tier", POLICIES: "eviction policy", TRANSFER_ENGINES: "transfer engine",
@@ -35,7 +38,7 @@ _OWN: Final = "kvpipe"
 
 
 class Plugin(NamedTuple):
-    """One registered entry point, with the name and version of its `package`. `made_of` is the imported object."""
+    """A registered entry point. `package` is the package's name and version. `made_of` is the imported object."""
 
     group: str
     name: str
@@ -65,7 +68,7 @@ class Plugin(NamedTuple):
 
 
 def names(group: str) -> list[str]:
-    """Return the names that are registered in a group, first those of kvpipe. No plug-in is imported."""
+    """Return the names that are registered in a group, kvpipe's own names first. No plug-in is imported."""
     return list(_registered(group))
 
 
@@ -73,7 +76,7 @@ def load(group: str, name: str) -> Plugin:
     """Import the plug-in that is registered in `group` under `name`.
 
     Raises:
-        KeyError: no plug-in is registered under that name.
+        KeyError: no plug-in is registered under `name`.
         ConfigError: the plug-in cannot be imported, or several packages have registered the name.
 
     """
@@ -100,7 +103,7 @@ def lacking_members(made: object, protocol: type) -> list[str]:
         if inspect.isfunction(one) and (not name.startswith("_") or name == "__len__")
     ]
     out = [f"{name}()" for name in methods if not callable(getattr(made, name, None))]
-    if not isinstance(made, type):  # a class may set the attributes in `__init__`
+    if not isinstance(made, type):  # attributes of a class are not checked, because `__init__` may set them
         out += [name for name in protocol.__annotations__ if not hasattr(made, name)]
     return out
 
@@ -119,7 +122,7 @@ def _registered(group: str) -> dict[str, tuple[EntryPoint, ...]]:
 
 
 def _own(group: str) -> Iterable[EntryPoint]:
-    """Return kvpipe's own entry points. In a source tree read pyproject.toml, because an installation may be older."""
+    """Return kvpipe's own entry points. In a source tree, read pyproject.toml: installed metadata may be outdated."""
     project = _project()
     if project.get("name") == _OWN:
         return _of(group, project["entry-points"])
@@ -128,7 +131,7 @@ def _own(group: str) -> Iterable[EntryPoint]:
 
 @cache
 def _project() -> dict[str, Any]:
-    """Return the project's table in pyproject.toml; empty if there is no source tree."""
+    """Return the project's table in pyproject.toml. Without a source tree, the table is empty."""
     try:
         found: dict[str, Any] = tomllib.loads(_SOURCE.read_text(encoding="utf-8"))["project"]
     except (OSError, ValueError, KeyError):

@@ -68,7 +68,7 @@ class QuotaSpec(BaseModel):
             return self.salt.get_secret_value() if self.salt is not None else ""
         salt = os.environ.get(self.salt_env, "")
         if not salt or len(salt) > SALT_CHARS_MAX:
-            # If no variable has this name, a user may have written the salt itself there, so the message hides it.
+            # If no variable has this name, the name may be the salt itself, so the message hides the name.
             which = self.salt_env if self.salt_env in os.environ else "that salt_env names"
             raise ConfigError(
                 f"kvpipe: quotas: {self.name}: environment variable {which} is not set, empty or longer than "
@@ -77,12 +77,12 @@ class QuotaSpec(BaseModel):
         return salt
 
     def slots(self, pool: int) -> tuple[int, int]:
-        """Return the numbers of guaranteed slots and of slots that the quota may hold (at least 1), of `pool` slots."""
+        """Return (number of guaranteed slots, largest number of slots, at least 1) of a pool of `pool` slots."""
         return int(self.share * pool + _ROUNDING), max(1, int(self.limit * pool + _ROUNDING))
 
 
 def parse_quotas(value: object) -> tuple[QuotaSpec, ...]:
-    """Parse the configuration's `quotas`, a list of tables or such a list in JSON.
+    """Parse the configuration's `quotas`: a list of tables, or the JSON text of such a list.
 
     Raises:
         ConfigError: an entry is wrong, two quotas have the same name, or the shares exceed 1. The message shows no

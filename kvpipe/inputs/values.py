@@ -1,4 +1,4 @@
-"""The types of configuration values: numbers, sizes, paths and names of environment variables, each with its checks."""
+"""Types of configuration values, with their checks: numbers, sizes, paths and names of environment variables."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def size_text(size: int) -> str:
 
 
 def exact_size(size: int) -> str:
-    """Return exactly `size` bytes, with the unit of `size_text` if that text is exact, else in bytes."""
+    """Return a text for exactly `size` bytes: the text of `size_text` if that text is exact, or else the bytes."""
     text = size_text(size)
     number, unit = text.rstrip("BKMGTPEi"), text.lstrip("0123456789.")
     return text if float(number) * 1024 ** "BKMGTPE".index(unit[0]) == size else f"{size}B"
@@ -78,4 +78,4 @@ def _variable(value: str) -> str:
 
 
 Variable = Annotated[str, AfterValidator(_variable), Field(repr=False)]
-"""The name of an environment variable with a secret. It is not shown, because users may write the secret there."""
+"""The name of an environment variable with a secret. No message shows the name, because it may be the secret itself."""

@@ -1,1 +1,1 @@
-"""This package knows the cores and the memory of the machine."""
+"""This package reads the cores and the memory of the machine."""

@@ -6,11 +6,11 @@ import contextlib
 import os
 
 CPUS_AT_START: frozenset[int] = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
-"""The cores that this process may use. This set is read at import, before vLLM binds its threads to some cores."""
+"""The cores that this process may use. The set is read at import, before vLLM binds its threads to some cores."""
 
 
 def spare_cpus() -> frozenset[int]:
-    """Return the process's cores to which vLLM has not bound this thread. If the thread is unbound, return no core."""
+    """Return the process's cores to which vLLM has not bound this thread. The result is empty for an unbound thread."""
     return CPUS_AT_START - frozenset(os.sched_getaffinity(0)) if CPUS_AT_START else frozenset()
 
 

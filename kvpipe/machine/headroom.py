@@ -1,4 +1,4 @@
-"""This module reads how much memory can still be allocated, by the system's memory and the limits of control groups."""
+"""This module reads how much memory can be allocated, from the system's memory and the limits of control groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 PROC: Final = Path("/proc")
 CGROUPS: Final = Path("/sys/fs/cgroup")
 RESERVE_SHARE: Final = 0.05  # the share of a limit that is reserved for other processes
-RESERVE_BYTES_MAX: Final = 1 << 30  # the most bytes that are reserved
+RESERVE_BYTES_MAX: Final = 1 << 30  # the largest number of reserved bytes
 
 
 class Headroom(NamedTuple):
@@ -48,7 +48,7 @@ def system_room(proc: Path) -> Headroom:
 def cgroup_rooms(proc: Path, cgroups: Path) -> Iterator[Headroom]:
     """Yield the headroom of each memory limit of this process's control groups, of both versions of cgroups.
 
-    Inactive pages of the file cache count as free, because the kernel drops these pages first.
+    Inactive pages of the file cache count as free, because the kernel drops these pages when memory is needed.
     """
     try:
         lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
@@ -64,7 +64,7 @@ def cgroup_rooms(proc: Path, cgroups: Path) -> Iterator[Headroom]:
         else:
             continue
         parts = [part for part in path.split("/") if part]
-        if ".." in parts:  # the group is outside of this namespace
+        if ".." in parts:  # the group is outside of this process's cgroup namespace
             parts = []
         for depth in range(len(parts), -1, -1):
             folder = root.joinpath(*parts[:depth])
@@ -80,7 +80,7 @@ def cgroup_rooms(proc: Path, cgroups: Path) -> Iterator[Headroom]:
 
 
 def tightest(proc: Path = PROC, cgroups: Path = CGROUPS) -> Headroom | None:
-    """Return the smallest headroom of all limits. Return None if the system reports none."""
+    """Return the smallest headroom of all limits. Return None if the system reports no limit."""
     rooms: list[Headroom] = []
     with contextlib.suppress(OSError, ValueError):
         rooms += [system_room(proc)]

@@ -13,7 +13,7 @@ _ALLOWS: Final = frozenset({"always", "within_size", "advise", "force"})
 class SharedHugePages(NamedTuple):
     """The kernel's setting for huge pages of shared memory. `file` has the setting.
 
-    `mode` is the setting's value. `page_bytes` is the size of a huge page. Without huge pages both are "" and 0.
+    `mode` is the setting's value, and `page_bytes` the size of a huge page. Without huge pages, they are "" and 0.
     """
 
     mode: str
@@ -29,7 +29,7 @@ class SharedHugePages(NamedTuple):
 def shared_huge_pages(folder: Path = HUGE_PAGES) -> SharedHugePages:
     """Return the setting for huge pages of the largest size that the kernel maps with one entry.
 
-    Newer kernels have one file per size. Its value may be to inherit the value of the file for all sizes.
+    Newer kernels have one file per size. This file may say that the value of the file for all sizes is used.
     """
     for_all = folder / "shmem_enabled"
     with contextlib.suppress(OSError, ValueError):
@@ -42,5 +42,5 @@ def shared_huge_pages(folder: Path = HUGE_PAGES) -> SharedHugePages:
 
 
 def _chosen(file: Path) -> str:
-    """Return the value in brackets, or "" if there is none. Raises OSError if there is no such file."""
+    """Return the value in brackets, or "" if no value is in brackets. Raises OSError if the file is missing."""
     return next((word[1:-1] for word in file.read_text(encoding="ascii").split() if word[:1] == "["), "")

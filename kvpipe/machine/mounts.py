@@ -1,4 +1,4 @@
-"""The kind of the file system that has a folder."""
+"""This module reads on which kind of file system a folder is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHARED: Final = frozenset({
 
 
 def is_on_this_host(folder: Path, mounts: Path = MOUNTS) -> bool | None:
-    """Whether `folder` is on a file system of this host, which no other host sees. None: unknown.
+    """Return whether `folder` is on a file system that only this host can access. None means that this is unknown.
 
     `mounts` is a file in the format of Linux's `/proc/self/mountinfo`.
     """

@@ -1,8 +1,8 @@
-"""The management interface of a running engine: state, switches, orders; HTTP on a Unix socket or a local port.
+"""The management interface of a running engine: its state, switches and orders, over HTTP.
 
-The management thread runs this package, except `start` and `reads`. The management thread uses objects of the scheduler
-side in two ways. The turn (`kvpipe.features.orders`) is the right to use these objects. The engine's thread releases
-the turn while the engine is idle. With the turn, the management thread carries out orders. Without the turn, the
+HTTP is served at a Unix socket or a local port. The management thread runs this package, except `start` and `reads`.
+The turn (`kvpipe.features.orders`) is the right to use the objects of the scheduler side. The engine's thread gives the
+turn away while the engine is idle. With the turn, the management thread carries out orders. Without the turn, the
 management thread only queues orders, takes their results, and sets switches. `SHARED` names the attributes that both
 threads use without the turn. Every other attribute belongs to one thread, or never changes.
 """
@@ -13,7 +13,7 @@ _SWITCH: Final = "operators set it by one assignment; the scheduler's thread rea
 _RESULT: Final = "of an order: the thread that has the turn writes it before `Order.over`; others read it after that"
 
 SHARED: Final = {
-    # handed over
+    # The turn, and orders with their results.
     "Turns.away": "the engine's thread writes it; a thread that finds it set must also get the lock before it "
     "touches anything",
     "Turns._wanted": "the engine's thread writes it; a thread that misses the change keeps the turn for one more slice",
@@ -29,11 +29,12 @@ SHARED: Final = {
     "Order.result": _RESULT,
     "Order.refused": _RESULT,
     "Order.failed": _RESULT,
-    # operators'
+    # Switches, which operators set.
     "Switches.freeze": _SWITCH,
     "Switches.bypass": _SWITCH,
-    # traced
+    # The trace.
     "Recorder.step": "the scheduler's thread replaces the number; an event has the old or the new number",
     "Recorder._queue": "any thread appends events, and the writer takes them; it is a deque",
 }
-"""Attributes that the management thread and the scheduler's thread share without the turn, and why that is safe."""
+"""The attributes that the management thread and the scheduler's thread share without the turn, each with the reason why
+sharing is safe."""

@@ -68,8 +68,8 @@ _LOOKUP_BODY, _PIN_BODY, _EVICT_BODY, _MATCHING_BODY, _WARM_BODY, _SWITCHES_BODY
 def make_app(engine: ManagedEngine, counters: Counters) -> FastAPI:
     """Return the application that serves `engine`. Refusals are counted in `counters`.
 
-    The name of each path's function is its operation id in OpenAPI. Do not rename these functions, because clients are
-    generated from the ids.
+    The name of a path's function is the path's operation id in OpenAPI. Do not rename these functions, because clients
+    are generated from these ids.
     """
     app = FastAPI(
         title="kvpipe", version=__version__, description="A running engine, for its operators.",
@@ -170,7 +170,7 @@ def _add_orders(app: FastAPI, engine: ManagedEngine) -> None:
 
 
 async def _check_query(request: Request) -> None:
-    """Refuse queries that FastAPI would accept: with a key that the path does not have, or with a key given twice."""
+    """Refuse a query with an unknown or repeated key. FastAPI would accept such a query."""
     known = [one.alias for one in request.scope["route"].dependant.query_params]
     for key, times in Counter(key for key, _ in request.query_params.multi_items()).items():
         if key not in known:
@@ -196,7 +196,7 @@ def _read(body: bytes, kind: type[_T]) -> _T:
 
 
 def _keys(body: msgspec.Raw | bytes) -> int:
-    """Return the number of different keys in a JSON object, plus the keys in the objects that it contains."""
+    """Return the number of different keys in a JSON object, plus the numbers of keys in all objects inside."""
     table = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     return len(table) + sum(_keys(value) for value in table.values() if bytes(value).startswith(b"{"))
 
@@ -241,7 +241,7 @@ def _add_refusals(app: FastAPI, counters: Counters) -> None:
         return refuse(str(error), _UNAVAILABLE)
 
     @app.exception_handler(Exception)
-    async def failed(_: Request, __: Exception) -> JSONResponse:  # Starlette raises it again; `Guard` counts it
+    async def failed(_: Request, __: Exception) -> JSONResponse:  # Starlette raises the error again; `Guard` counts it
         return JSONResponse({"error": "the request failed; the reason is in the engine's log"}, _FAILED)
 
     @app.exception_handler(RequestValidationError)

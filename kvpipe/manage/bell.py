@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 class Bell:
-    """Any thread rings the bell. Tasks of one event loop wait for it. While no task waits, `ring` only tests a set."""
+    """Any thread rings the bell. Tasks of one loop wait for a ring. While no task waits, `ring` only tests a set."""
 
     def __init__(self) -> None:
         """Make a bell for which no task waits."""
@@ -17,7 +17,7 @@ class Bell:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[asyncio.Event]:
-        """Yield an event that each ring sets from now on.
+        """Yield an event. From now on, each ring sets this event.
 
         Clear the event before you read data that other threads change.
         """
@@ -29,7 +29,7 @@ class Bell:
             self._waiting.discard(event)
 
     def ring(self) -> None:
-        """Set the events of all tasks that listen. Any thread may call this. The call never waits."""
+        """Set the events of all tasks that listen. Any thread may call this method. The call never waits."""
         if self._waiting and self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed, so no task waits any more
                 self._loop.call_soon_threadsafe(self._set)

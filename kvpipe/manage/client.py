@@ -1,4 +1,4 @@
-"""Requests to a running engine's management interface. This module's HTTP client is the standard library's."""
+"""Requests to a running engine's management interface, by the HTTP client of the standard library."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _OverUnix(http.client.HTTPConnection):
         self._path = path
 
     def connect(self) -> None:
-        """Connect. Raises UsageError if the listening user must not get the token, OSError if no process listens."""
+        """Connect. Raises OSError if no process listens, UsageError if the listening user must not get the token."""
         until_s = time.monotonic() + (self.timeout or 0)
         self.sock = socket.socket(socket.AF_UNIX)
         self.sock.settimeout(self.timeout)
@@ -79,7 +79,7 @@ def _name(user: int) -> str:
 
 
 class _NumberError(ValueError):
-    """A number in an answer that is too large to be an engine's, or not finite."""
+    """This error means that a number in an answer is not finite, or too large for an engine's answer."""
 
 
 def _integer(text: str) -> int:
@@ -100,7 +100,7 @@ def _real(text: str) -> float:
 def connect(address: Address, answer_s_max: float = ANSWER_S_MAX) -> http.client.HTTPConnection:
     """Return a connection object for the engine at `address`. The object connects at its first request.
 
-    `answer_s_max`: the timeout, in seconds, of each operation on the socket.
+    `answer_s_max` is the timeout, in seconds, of each operation on the socket.
     """
     if address.path:
         return _OverUnix(address.path, answer_s_max)
@@ -110,12 +110,12 @@ def connect(address: Address, answer_s_max: float = ANSWER_S_MAX) -> http.client
 def send_request(
     address: Address, token: str, method: str, path: str, body: object = None, answer_s_max: float = ANSWER_S_MAX
 ) -> dict[str, Any]:
-    """Send one request and return the decoded JSON of the answer. `answer_s_max`: seconds per operation on the socket.
+    """Send a request and return the decoded JSON of the answer. `answer_s_max` limits each operation on the socket.
 
     Raises:
-        UsageError: no engine answers at `address`, or another user listens there. The answer has a number that is too
-            large or not finite, or a status other than 200 and 202. The token has characters that no HTTP header can
-            hold.
+        UsageError: no engine answers at `address`, or another user listens there. Or the answer has a number that is
+            too large or not finite, or a status other than 200 and 202. Or the token has characters that no HTTP header
+            can hold.
 
     """
     check_token(token)  # http.client's error about a header would show the token
@@ -124,7 +124,7 @@ def send_request(
     connection = connect(address, answer_s_max)
     try:
         connection.connect()
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused before the body was read
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the engine refuses before it reads the body
             connection.request(method, path, content, headers)
         answer = connection.getresponse()
         found = json.loads(answer.read(ANSWER_BYTES_MAX), parse_int=_integer, parse_float=_real, parse_constant=_real)
@@ -135,7 +135,7 @@ def send_request(
     except _NumberError as error:
         raise UsageError(f"kvpipe: {address}: its answer is unreadable ({error})") from None
     except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
-        why = config_errors.pydantic_reason(files.why(error))  # the text may be of any program
+        why = config_errors.pydantic_reason(files.why(error))  # another program may have sent the text
         raise UsageError(f"kvpipe: no engine answers at {address} ({why})") from None
     finally:
         connection.close()

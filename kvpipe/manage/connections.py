@@ -1,7 +1,7 @@
-"""uvicorn's connections, bounded in number and time.
+"""uvicorn's connections, with a limited number and a limited lifetime.
 
-Connections of clients without the token have a limit of their own, so that they do not use up the connections of
-clients with the token.
+Clients with the token and clients without the token have separate limits. So clients without the token do not use up
+the connections of clients with the token.
 """
 
 from __future__ import annotations
@@ -16,31 +16,33 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from kvpipe.trace.log import Counters
 
 CONNECTIONS_MAX: Final = 32
-"""The most open connections of clients that have sent the token."""
+"""The largest number of open connections of clients that have sent the token."""
 UNKNOWN_MAX: Final = 128
-"""The most open connections over which no request with the token was received yet."""
+"""The largest number of open connections over which no request with the token was received yet."""
 ACCEPTED_MAX: Final = 32
-"""The most connections that the loop accepts at once. The loop may accept 3 times this number before it reads a
-request."""
+"""The largest number of connections that the loop accepts at once.
+
+The loop may accept 3 times this number of connections before it reads a request.
+"""
 CONNECTION_S_MAX: Final = 30.0
-"""The longest life of a connection in seconds, also if a request is in progress."""
+"""The longest lifetime of a connection in seconds. This limit also ends a request in progress."""
 HEADERS_S_MAX: Final = 5.0
 """The deadline of a header in seconds: from the connection's start, or from the first byte of a later header.
 
 An idle connection is closed this number of seconds after its last answer.
 """
 
-_SILENT: Final = logging.getLogger("kvpipe-manage-http")  # no child of a logger: configuring that resets its children
-"""The logger of uvicorn's connections. It is silent, because clients could cause any number of lines."""
+_SILENT: Final = logging.getLogger("kvpipe-manage-http")  # a parent's configuration would reset this logger
+"""The logger of uvicorn's connections. This logger is silent, because clients could cause any number of lines."""
 _SILENT.propagate = False
 _SILENT.addHandler(logging.NullHandler())
 
 
 class Places:
-    """The open connections of one server. Connections that have sent the token are counted apart from the others.
+    """The open connections of one server. Connections with the token and without the token are counted separately.
 
-    If more than `UNKNOWN_MAX` connections have not sent the token, the oldest of them is closed. If more than
-    `CONNECTIONS_MAX` connections have sent the token, the oldest idle one of these is closed.
+    If more than `UNKNOWN_MAX` connections have not sent the token, the oldest such connection is closed. If more than
+    `CONNECTIONS_MAX` connections have sent the token, the oldest idle connection with the token is closed.
     """
 
     def __init__(self, admits: Callable[[MutableMapping[str, Any]], bool], counters: Counters) -> None:
@@ -56,13 +58,13 @@ class Places:
         return type("Connection", (BoundedConnection,), {"places": self})
 
     def enter(self, one: BoundedConnection) -> None:
-        """Add a new connection. Closes the oldest connection without the token if there are too many."""
+        """Add a new connection. If too many connections are without the token, close the oldest such connection."""
         if len(self._unknown) >= UNKNOWN_MAX:
             self._close(next(iter(self._unknown)))
         self._unknown[one] = None
 
     def asks(self, one: BoundedConnection) -> None:
-        """Handle a complete request header of the connection `one`. With the token the connection becomes known."""
+        """Handle a complete request header of the connection `one`. A header with the token makes `one` known."""
         if one not in self._unknown or not self.admits(one.scope):  # type: ignore[arg-type]
             return
         del self._unknown[one]

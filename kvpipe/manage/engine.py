@@ -1,8 +1,7 @@
 """A running engine, as the management interface reads and changes it. No request blocks the scheduler's thread.
 
 Orders read and change the data that the scheduler's thread owns. The engine's next steps carry the orders out. While
-the engine is idle, the management thread carries out the orders. Only switches are set directly, by one assignment
-each.
+the engine is idle, the management thread carries out the orders. Only a switch is set directly, by one assignment.
 """
 
 from __future__ import annotations
@@ -33,31 +32,31 @@ if TYPE_CHECKING:
     from kvpipe.scheduler.side import SchedulerSide
 
 PAUSE_S: Final = 0.0005
-"""Pause in seconds between two slices of hashing or of orders, so that other threads get the interpreter."""
+"""The pause in seconds between two slices of hashing or of orders, in which other threads get the interpreter."""
 WAIT_S_MAX: Final = 5.0
-"""Seconds to wait until a change is carried out. After this time the answer is `Pending`."""
+"""The longest wait for a change, in seconds. After this time the answer is `Pending`."""
 READ_S_MAX: Final = 4.0
-"""Seconds to wait for a read. After this time the engine is reported as busy. `kvpipe top` waits 1 s longer."""
+"""The longest wait for a read, in seconds. After it the engine is reported as busy. `kvpipe top` waits 1 s longer."""
 COUNT_S_MAX: Final = 20.0
-"""Seconds to wait until all slots are counted. `CONNECTION_S_MAX`, the longest life of a connection, is larger."""
+"""The longest wait for a count of all slots, in seconds. This time is shorter than `CONNECTION_S_MAX`."""
 PENDING_MAX: Final = 256
-"""The most pending orders whose results are kept. The oldest are dropped first."""
+"""The largest number of pending orders whose results are kept. The oldest orders are dropped first."""
 _NO_ADAPTER: Final = "adapter: some rank does not hold it, or ranks hold different versions of it"
 
 
 class BadRequestError(ValueError):
-    """A request that contradicts itself or the engine's configuration. The text is the reason, for the operator."""
+    """This error means that a request contradicts itself or the engine's configuration. Operators see the text."""
 
 
 class UnavailableError(Exception):
-    """An order cannot be carried out: the engine ends or is busy, or too many orders wait. The text is the reason."""
+    """This error means that the engine ends or is busy, or that too many orders wait. The text is the reason."""
 
 
 class PromptHasher(Protocol):
     """Hashes the blocks of prompts as the engine does."""
 
     def __call__(self, prompt: models.Prompt) -> Iterator[Sequence[bytes]]:
-        """Yield the hashes of the prompt's first blocks, more with each iteration, finally those of all full blocks.
+        """Yield the hashes of the prompt's first blocks, more hashes each time. The last result has all full blocks.
 
         Each iteration takes less than a millisecond. Raises `BadRequestError` if the engine would refuse the prompt.
         """
@@ -77,10 +76,10 @@ class ManagedEngine:
         set_freeze: Callable[[bool], None],
         set_bypass: Callable[[bool], None],
     ) -> None:
-        """`name`: the engine's name. `hash_tokens`: tokens per block hash. `hash_prompt`: hashes as the engine does.
+        """Serve `side`, the engine named `name`. `hash_tokens` is the number of tokens per block hash.
 
-        `request_of(prompt, hashes)` makes a request whose tokens KV events contain. If `request_of` is None, there are
-        no KV events.
+        `hash_prompt` hashes as the engine does. `request_of(prompt, hashes)` makes a request whose tokens KV events
+        contain. If `request_of` is None, there are no KV events.
         """
         self._side, self.name, self._hash, self._request_of = side, name, hash_prompt, request_of
         self._prefixes = side.prefetching.prefixes
@@ -99,7 +98,10 @@ class ManagedEngine:
         self._holders.token = token
 
     async def holders(self, rows_max: int) -> models.Holders:
-        """Return at most `rows_max` tenants that use the pool, and as many holders of leases. Raises as `state`."""
+        """Return at most `rows_max` tenants that use the pool, and at most `rows_max` holders of leases.
+
+        Raises as `state`.
+        """
         users: reads.PoolUsers = await self._read(lambda: reads.pool_users(self._side), self.count_s_max)
         return self._holders.holders(users, rows_max)
 
@@ -114,7 +116,10 @@ class ManagedEngine:
         return models.SwitchStates(freeze=switches.freeze, bypass=switches.bypass)
 
     def switch(self, wanted: models.SetSwitches) -> models.SwitchStates:
-        """Set switches from the next step on, and return all. Raises `BadRequestError` for both freeze and bypass."""
+        """Set switches from the next step on, and return all switches.
+
+        Raises `BadRequestError` if both freeze and bypass would be on.
+        """
         now = self.switches()
         freeze = now.freeze if wanted.freeze is None else wanted.freeze
         bypass = now.bypass if wanted.bypass is None else wanted.bypass
@@ -156,7 +161,7 @@ class ManagedEngine:
     # ---- orders ---------------------------------------------------------------------------------------------------
 
     async def pin(self, wanted: models.PinOrder) -> models.Pinned | models.Pending:
-        """Pin the chunks in memory of a prompt. Returns `Pending` if that takes more than `wait_s_max` seconds.
+        """Pin the chunks in memory of a prompt. Returns `Pending` if the order takes more than `wait_s_max` seconds.
 
         Raises:
             BadRequestError: the engine would not accept the prompt, or the order is refused.
@@ -236,7 +241,7 @@ class ManagedEngine:
             orders.turns.give_back()
 
     async def _outcome(self, order: Order) -> Any:  # noqa: ANN401
-        """Return the result of the change `order`, or `Pending` if it is not over after `wait_s_max` seconds."""
+        """Return the result of the change `order`, or `Pending` if `order` is not over after `wait_s_max` seconds."""
         await self._wait(order, self.wait_s_max)
         if not order.over:
             self._pending[order.number] = order
@@ -284,7 +289,7 @@ class ManagedEngine:
     async def _hashed(self, prompt: models.Prompt) -> HashedPrompt:
         """Return the prompt with all its keys. Other tasks run between two iterations of the hasher."""
         hashes: Sequence[bytes] = ()
-        async with self._one:  # hashing uses the processor, so one prompt is hashed at a time
+        async with self._one:  # only one prompt is hashed at a time, because hashing keeps a processor busy
             for some in self._hash(prompt):
                 hashes = some
                 await anyio.sleep(PAUSE_S)
@@ -342,15 +347,15 @@ class ManagedEngine:
 
 
 class HashedPrompt(KnownPrompt):
-    """An operator's prompt. `hashes`: the engine's block hashes.
+    """An operator's prompt. `hashes` are the engine's block hashes.
 
-    `unknown`: the digest of the prompt's adapter is not known, so the prompt has no keys.
+    `unknown` says that the digest of the prompt's adapter is not known, so that the prompt has no keys.
     """
 
     def __init__(
         self, prompt: models.Prompt, keys: Sequence[bytes], hashes: Sequence[bytes], digest: bytes = b""
     ) -> None:
-        """`keys`: the hashes, each followed by `digest`. `digest`: the digest of the adapter; b"": not known."""
+        """`keys` are the hashes, each followed by `digest`: the digest of the adapter, or b"" if it is not known."""
         one = prompt.adapter
         adapter = AdapterIdentity(one.name, one.path, digest) if one is not None else None
         super().__init__(keys, len(prompt.tokens), prompt.cache_salt or "", adapter)

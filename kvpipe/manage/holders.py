@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from kvpipe.manage.reads import PoolUsers, TenantCount
 
 _NAMES: Final = {STORES: "stores", "": "warm"}
-"""Names of lease holders that are not requests."""
+"""The names of holders of leases that are not requests."""
 
 
 def selecting(wanted: models.EvictMatching, token: bytes) -> Callable[[Tenant], bool]:
-    """Return the predicate for tenants whose chunks `wanted` selects. `token`: the operators' token, for salt digests.
+    """Return a function that says whether `wanted` selects a tenant. Salt digests depend on `token`.
 
-    Raises ValueError if `wanted` selects nothing, or if its fields contradict each other.
+    Raises ValueError if `wanted` has no field that selects chunks, or if its fields contradict each other.
     """
     salts = {"cache_salt": wanted.cache_salt, "salt_digest": wanted.salt_digest, "no_salt": wanted.no_salt}
     adapters = {"adapter": wanted.adapter, "adapter_digest": wanted.adapter_digest}
@@ -63,11 +63,11 @@ class PoolHolders:
     """Reports the users of the pool. Each engine has one `PoolHolders`, which only the management thread uses."""
 
     def __init__(self, slot_bytes: int) -> None:
-        """`slot_bytes`: bytes of a slot. The attribute `token` (the operators') is set before the first request."""
+        """`slot_bytes` is the size of a slot. The attribute `token`, for salt digests, is set before any request."""
         self._slot_bytes, self.token = slot_bytes, b""
 
     def holders(self, users: PoolUsers, rows_max: int) -> models.Holders:
-        """Return at most `rows_max` tenants and as many lease holders, each sorted by their chunks, the most first."""
+        """Return the `rows_max` tenants with most chunks, and the `rows_max` holders of leases with most chunks."""
         by_owner: dict[tuple[str, str], int] = {}
         for owner, chunks in users.leases:
             kind = (

@@ -293,7 +293,7 @@ class PoolState(_ToOperator):
 
 
 def slowness(lived_s: float, answer_tokens: int) -> tuple[bool, float]:
-    """Return a key that sorts requests by slowness: whether the answer has no token yet, then seconds per token."""
+    """Return a key that sorts requests by slowness: (whether the answer has no token yet, seconds per token)."""
     return not answer_tokens, lived_s / max(1, answer_tokens)
 
 

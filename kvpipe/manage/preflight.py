@@ -20,11 +20,11 @@ from kvpipe.tiers.registry import make_tier, named
 
 
 def check_settings(settings: Settings) -> None:
-    """Check the files, secrets and libraries that `settings` names. The check creates nothing and asks no server.
+    """Check the files, secrets and libraries that `settings` names. The check creates no file and calls no server.
 
     Raises:
-        ConfigError: the pool has no room for any chunk. A secret, a folder or a client library is missing or cannot be
-            used.
+        ConfigError: the pool has no room for any chunk, or a secret, a folder or a client library is missing or cannot
+            be used.
 
     """
     if settings.pool_bytes_max < SLOT_ALIGN_BYTES:

@@ -1,8 +1,8 @@
 """Reads of the scheduler side for operators: orders that copy the requested data into records that never change.
 
 The thread that has the turn carries reads out, part by part (`kvpipe.features.orders`). The engine's thread has the
-turn in its steps, and the management thread can have it while the engine is idle. All data that one part copies are of
-one moment.
+turn in its steps. The management thread can have the turn while the engine is idle. Data that are copied in the same
+part are of one moment.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
 REQUESTS_PER_PART: Final = 128
 SLOTS_PER_PART: Final = 256
 KEYS_PER_PART: Final = 512
-"""The most keys of a prompt that one part looks up in each cache group."""
+"""The largest number of a prompt's keys that one part of a read looks up in each cache group."""
 TENANTS_MAX: Final = 4096
-"""The most tenants that are counted one by one. The chunks of all other tenants are counted together."""
+"""The largest number of tenants that are counted separately. All other tenants' chunks are counted together."""
 
 _Ranked = tuple[tuple[bool, float], "Tracked"]
 
 
 def at_once(look: Callable[[], object]) -> Work:
-    """Make an order of one part, whose result is that of `look`."""
+    """Make an order of one part. The order's result is the result of `look`."""
     yield from ()
     return look()
 
@@ -188,9 +188,9 @@ def _answer_tokens(tracked: Tracked) -> int:
 
 
 class HeldKeys(NamedTuple):
-    """`found`: by cache group, the keys of a prompt that memory holds.
+    """The keys of a prompt that memory holds: `found` has these keys by cache group.
 
-    `space` and `also`: `name` and `also` of the tiers' `Namespace`; empty if the engine uses no tiers.
+    `space` and `also` are `name` and `also` of the tiers' `Namespace`. Both are empty if the engine uses no tiers.
     """
 
     found: tuple[dict[bytes, object], ...]
@@ -199,9 +199,9 @@ class HeldKeys(NamedTuple):
 
 
 def held_keys(side: SchedulerSide, units: Sequence[bytes], states: Sequence[bytes]) -> Work:
-    """Return the `HeldKeys` of a prompt. `units`: the prompt's keys.
+    """Return the `HeldKeys` of a prompt with the keys `units`.
 
-    `states`: the prompt's keys in the groups of states.
+    `states` has the prompt's keys in the groups of states.
     """
     catalog, of_states = side.catalog, side.geometry.states
     groups = [(group, states if group in of_states else units) for group in range(len(side.geometry.groups))]
@@ -219,9 +219,9 @@ def held_keys(side: SchedulerSide, units: Sequence[bytes], states: Sequence[byte
 
 
 class TenantCount(NamedTuple):
-    """The number of one tenant's chunks. `held`: the number of these chunks that have readers or writers.
+    """The number of one tenant's chunks. `held` is the number of these chunks that have readers or writers.
 
-    `used_s`: the last use of any of the chunks, in seconds of the catalog's clock.
+    `used_s` is the last use of any of these chunks, in seconds of the catalog's clock.
     """
 
     tenant: Tenant
@@ -231,10 +231,10 @@ class TenantCount(NamedTuple):
 
 
 class PoolUsers(NamedTuple):
-    """The users of the pool. `unnamed`: the number of chunks of tenants that are unknown, or beyond `TENANTS_MAX`.
+    """The users of the pool. `unnamed` is the number of chunks of unknown tenants and of tenants beyond `TENANTS_MAX`.
 
-    `leases`: each owner of leases, with the number of its chunks. `now_s`: the time in seconds of the catalog's clock.
-    The slots are counted part by part, so the counts are not of one moment.
+    `leases` has each owner of leases, with the number of the owner's chunks. `now_s` is the time in seconds of the
+    catalog's clock. The slots are counted part by part, so the counts are not of one moment.
     """
 
     tenants: list[TenantCount]
@@ -245,7 +245,7 @@ class PoolUsers(NamedTuple):
 
 def pool_users(side: SchedulerSide) -> Work:
     """Count the chunks in the pool by tenant, and return the `PoolUsers`."""
-    out: dict[Tenant, list[int]] = {}  # per tenant: chunks, held, used_s
+    out: dict[Tenant, list[int]] = {}  # by tenant: the fields chunks, held and used_s of `TenantCount`
     catalog, rest = side.catalog, 0
     for first in range(0, catalog.ready, SLOTS_PER_PART):
         for slot in range(first, min(first + SLOTS_PER_PART, catalog.ready)):

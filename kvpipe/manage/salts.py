@@ -9,7 +9,7 @@ from kvpipe.cache.tenants import kept_salt
 
 
 def salt_digest(token: bytes, salt: str) -> str:
-    """Return the digest of a salt in 16 hex digits, keyed with the operators' token. An empty salt gives ""."""
+    """Return the digest of a salt in 16 hex digits, keyed with the operators' token, or "" for an empty salt."""
     if not salt:
         return ""
     message = b"kvpipe cache_salt\0" + kept_salt(salt).encode("utf-8", "surrogatepass")

@@ -1,4 +1,4 @@
-"""uvicorn on a loop thread of kvpipe's own. A guard checks the token and the size of each request."""
+"""uvicorn on a loop thread of kvpipe. A guard checks the token and the size of each request."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ AsgiApp = Callable[[AsgiScope, Receive, Send], Awaitable[None]]
 
 
 class _BrokenOffError(Exception):
-    """A client has disconnected before it sent its whole body."""
+    """This error means that a client has disconnected before it sent its whole body."""
 
 
 class Guard:
     """Passes requests with the token and a short enough body to `app`. Exceptions of `app` are counted, not raised."""
 
     def __init__(self, app: AsgiApp, token: bytes, counters: Counters) -> None:
-        """`token`: the text that must follow `Bearer` in the header `Authorization`."""
+        """`token` must follow `Bearer` in the header `Authorization` of every request."""
         self._app, self._counters = app, counters
         self._wanted = hashlib.sha256(b"Bearer " + token).digest()
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         """Serve one ASGI request.
 
-        A wrong token is answered with 401, a too long body with 413; `app` answers all other requests.
+        A wrong token is answered with status 401, a too long body with status 413. `app` answers all other requests.
         """
         if scope["type"] != "http":
             return
@@ -64,8 +64,8 @@ class Guard:
 
     def admits(self, scope: AsgiScope) -> bool:
         """Whether a request has the token."""
-        tokens = b", ".join(value for name, value in scope["headers"] if name == b"authorization")  # two match none
-        given = hashlib.sha256(tokens).digest()  # of the same length as the wanted digest
+        tokens = b", ".join(value for name, value in scope["headers"] if name == b"authorization")  # two fail
+        given = hashlib.sha256(tokens).digest()  # both digests have the same length
         return hmac.compare_digest(given, self._wanted)
 
     async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
@@ -123,13 +123,13 @@ class OperatorServer:
         self.loop = LoopThread("kvpipe-manage", tasks=(self._serve,))
 
     def stop(self) -> None:
-        """Stop the server, and close the listener. Idempotent."""
+        """Stop the server, and close the listener. Later calls have no effect."""
         self.loop.stop()
         self._listener.close()
 
     async def _serve(self) -> None:
         try:
-            await self._server.serve(sockets=[self._listener.socket.dup()])  # uvicorn closes its sockets
+            await self._server.serve(sockets=[self._listener.socket.dup()])  # uvicorn closes this copy
         finally:
             for server in getattr(self._server, "servers", ()):
                 server.close()

@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 TOKEN_CHARS_MIN: Final = 16
 TOKEN_CHARS_MAX: Final = 4096
-"""The most characters of a token. A longer token would not fit into a request's header."""
+"""The largest number of characters of a token. A longer token would not fit into a request's header."""
 
 
 def read_token(settings: Settings) -> bytes:
     """Return the token that every request must carry.
 
     Raises:
-        ConfigError: the token is not configured or cannot be read, or other users may read its file. The token has too
-            few or too many characters, or characters that no header can hold.
+        ConfigError: the token is not configured or cannot be read, or other users may read its file. ConfigError is
+            also raised if the token has too few or too many characters, or characters that no header can hold.
 
     """
     file, why = settings.manage_token_file, ""
@@ -32,7 +32,7 @@ def read_token(settings: Settings) -> bytes:
         if file is not None and file.stat().st_mode & 0o077:
             why = "manage_token_file: other users may read the file; run chmod 0600 on it"
     except (OSError, ValueError):
-        pass  # `secret` reports it
+        pass  # `secret` reports the error
     try:
         found = secret(settings.manage_token_env, file, "manage_token")
     except ValueError as error:
@@ -53,7 +53,7 @@ def check_token(token: str) -> None:
     """Check that a header can hold `token`.
 
     Raises:
-        ConfigError: `token` has other than printable ASCII characters, or a blank. The message does not show `token`.
+        ConfigError: `token` has a blank or a character that is not printable ASCII. The message does not show `token`.
 
     """
     if not token.isascii() or not token.isprintable() or " " in token:
@@ -64,7 +64,7 @@ def check_token(token: str) -> None:
 
 
 def start(settings: Settings, engine: ManagedEngine, counters: Counters, *, numbered: bool = False) -> OperatorServer:
-    """Start the thread that serves `engine`'s operators. `numbered`: `listen` may append a number to the engine's name.
+    """Start the thread that serves `engine`'s operators. With `numbered`, `listen` may append a number to its name.
 
     Raises:
         ConfigError: the token or the address cannot be used, or FastAPI or uvicorn is not installed.

@@ -1,4 +1,4 @@
-"""Lookups for operators: how much of a prompt memory and tiers hold. Lookups of requests are not affected.
+"""Lookups for operators: how much of a prompt memory and tiers hold. These lookups do not affect requests.
 
 The management thread computes the answers from the keys that were found in memory (`kvpipe.manage.reads.HeldKeys`) and
 in tiers.
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from kvpipe.scheduler.side import SchedulerSide
 
 SURVEY_S_MAX: Final = 2.0
-"""Time limit of a survey in seconds. All tiers are queried in parallel."""
+"""The time limit of a survey in seconds. All tiers are queried in parallel."""
 _SLACK_S: Final = 0.5
-"""Seconds to wait beyond the time limit, until the finder's thread has ended the lookup."""
+"""The additional wait, in seconds, for the finder's thread to end the lookup after the time limit."""
 _LOOK_S: Final = 0.002
 
 Found = tuple[dict[bytes, object], ...]
-"""For each cache group, the keys that were found."""
+"""By cache group: the keys that were found."""
 
 
 class _NoChunks:
-    """An empty catalog. This catalog stands in for the pool's catalog, which only the scheduler's thread may use."""
+    """An empty catalog. It replaces the pool's catalog, which only the scheduler's thread may use."""
 
     def index(self, _: int) -> dict[bytes, object]:
         """Return the empty index of a cache group."""
@@ -50,7 +50,7 @@ class TierSurvey:
     """Asks tiers about prompts. Each engine has one `TierSurvey`, which one event loop uses."""
 
     def __init__(self, side: SchedulerSide, hash_tokens: int) -> None:
-        """`hash_tokens`: tokens per block hash. The attribute `seconds_max` limits a survey."""
+        """`hash_tokens` is the number of tokens per block hash. The attribute `seconds_max` limits a survey."""
         self._side, self._geometry = side, side.geometry
         self._groups = range(len(side.geometry.groups))
         nothing: Any = _NoChunks()
@@ -63,8 +63,8 @@ class TierSurvey:
     async def ask(self, asked: Request, memory: HeldKeys, why_not: str = "") -> tuple[list[models.HeldByTier], Found]:
         """Return how much of a prompt each tier holds by itself, and all keys found in memory or a tier.
 
-        Surveys run one at a time. `memory`: the keys found in memory. `why_not`: if not empty, the reason why no tier
-        is asked.
+        Surveys run one at a time. `memory` has the keys found in memory. If `why_not` is not empty, no tier is asked,
+        and `why_not` is the reason.
         """
         found: Found = tuple(map(dict, memory.found))
         staging = self._side.staging
@@ -106,7 +106,10 @@ class TierSurvey:
     def _held(
         self, asked: Request, name: str, lookup: TierLookup | None, found: Found, instead: str
     ) -> models.HeldByTier:
-        """Return how much the tier `name` holds, and add its keys to `found`. `instead`: why the tier was not asked."""
+        """Return how much the tier `name` holds, and add the tier's keys to `found`.
+
+        If the tier was not asked, `instead` is the reason.
+        """
         if lookup is None or not lookup.done:
             why = "no answer in time" if lookup is not None else instead
             return models.HeldByTier(name=name, held_tokens=None, unknown=why)

@@ -40,7 +40,7 @@ class Adapter(Protocol):
 
 
 class Request(Protocol):
-    """A request, from its arrival to `finished`. kvpipe reads its numbers when it needs them, and keeps no copies."""
+    """A request, from its arrival to `finished`. kvpipe reads these numbers when needed, and keeps no copies."""
 
     @property
     def request_id(self) -> str:
@@ -58,7 +58,7 @@ class Request(Protocol):
     def num_computed_tokens(self) -> int:
         """The number of tokens whose KV is computed before the step that is being planned.
 
-        Tokens of earlier steps that still run are included. Drafts may be included.
+        The number includes tokens of earlier steps that still run, and may include drafts.
         """
 
     @property
@@ -69,8 +69,8 @@ class Request(Protocol):
     def block_hashes(self) -> Sequence[bytes]:
         """The hash of each block of `hash_tokens` tokens. A hash covers all tokens up to its block's end.
 
-        A hash also covers everything else that decides the KV, except model, weights and adapter. Only full blocks of
-        final tokens have a hash. The list may grow, and may be cut.
+        A hash also covers all other inputs on which the KV depends, except model, weights and adapter. Only full blocks
+        of final tokens have a hash. The list may grow, and may become shorter.
         """
 
     @property
@@ -80,7 +80,7 @@ class Request(Protocol):
 
     @property
     def cache_salt(self) -> str | None:
-        """A text that separates the request's KV from the KV of requests with other salts, as a part of `block_hashes`.
+        """A text that is a part of `block_hashes`, so that requests with different salts share no KV.
 
         The salt also names the owner of the request's chunks.
         """
@@ -93,14 +93,14 @@ class Request(Protocol):
 
     @property
     def resumable(self) -> bool:
-        """Whether the prompt may be continued."""
+        """Whether the client may add more tokens to the prompt later (a streaming session)."""
         return False
 
 
 WholeSpan = tuple[int, int]
 """Tokens [first, stop) that attend to each other in both directions, like the tokens of an image."""
 SpansOf = Callable[[Request], Sequence[WholeSpan]]
-"""Returns the spans of a request in their order. An engine computes each span in one step.
+"""A function that returns the spans of a request in their order. An engine computes each span in one step.
 
 No hit ends inside a span.
 """
@@ -115,11 +115,11 @@ class Block(Protocol):
 
     @property
     def block_id(self) -> int:
-        """The block's place in the paged cache of its group."""
+        """The block's index in the paged cache of its group."""
 
     @property
     def is_null(self) -> bool:
-        """Whether the entry has no block, because it lies before a sliding window."""
+        """Whether the entry has no block, because the entry's tokens are before a sliding window."""
 
 
 Tables = Sequence[Sequence[Block]]
@@ -138,8 +138,8 @@ class Blocks(Protocol):
     def knows(self, block_id: int, key: bytes) -> bool:
         """Whether the prefix cache knows a block by `key`, one of a request's `block_hashes`.
 
-        This is called only for blocks with offered states. If a block is not known any more, another request may own
-        it, and may write it in the step that is being planned.
+        This method is called only for blocks with offered states. If a block is not known any more, another request may
+        own the block, and may write the block in the step that is being planned.
         """
 
     def forget(self, block_ids: set[int]) -> None:
@@ -177,10 +177,10 @@ class OfferedStates(Protocol):
 
 
 class Hit(NamedTuple):
-    """The result of a lookup: `tokens` tokens beyond those that the engine holds can be loaded; 0 means none.
+    """The result of a lookup: the number of `tokens` that can be loaded beyond the tokens that the engine holds.
 
-    `waits` says that the request waits until `reported` completes the load, while others run. Otherwise the request is
-    computed in this step.
+    `waits` says that the request waits until `reported` completes the load, while other requests run. Without `waits`,
+    the request is computed in this step.
     """
 
     tokens: int
@@ -196,7 +196,7 @@ class Later(enum.Enum):
 LATER: Final = Later.LATER
 """The answer is not known yet.
 
-The engine must not admit the request in this step, and repeats the lookup in the next step.
+The engine must not admit the request in this step. It repeats the lookup in the next step.
 """
 
 MISS: Final = Hit(0, waits=False)
@@ -205,30 +205,30 @@ MISS: Final = Hit(0, waits=False)
 LookupAnswer = Hit | Literal[Later.LATER]
 """The answer to a lookup.
 
-Within the scheduling pass in which it is given, every repeated lookup has the same answer.
+Within one scheduling pass, every repeated lookup has the same answer.
 """
 
 
 class Recovery:
-    """The engine's part when loads fail, blocks are short or weights change.
+    """The engine's part of recovery: when loads fail, when blocks are scarce, and when weights change.
 
-    The defaults suit an engine that needs no help, because it meets three conditions. The engine recomputes a block
-    into which a load has failed before any request reads the block. The engine can always preempt a request that waits
-    for a load. The engine empties its own prefix cache when its weights change.
+    The defaults suit an engine that meets three conditions. If a load into a block fails, the engine recomputes the
+    block before any request reads the block. The engine can always preempt a request that waits for a load. The engine
+    empties its own prefix cache when its weights change.
     """
 
     def __init_subclass__(cls) -> None:
-        """Refuse methods of older versions, which are never called."""
+        """Refuse a subclass that defines methods of older versions, because kvpipe never calls such methods."""
         if old := sorted(vars(cls).keys() & {"step_planned", "extra_loads"}):
             raise TypeError(
                 f"{cls.__name__}: rename {' and '.join(old)} to one method begin_step(step, requests, *, loading)"
             )
 
     def may_wait(self, request: Request, waiting: Mapping[str, Request]) -> bool:
-        """Whether `request` may begin to load asynchronously, or be a session, while the requests in `waiting` wait.
+        """Whether `request` may begin an asynchronous load, or be a session, while the requests in `waiting` wait.
 
-        The requests in `waiting` have an asynchronous load and have not run since the load began, or are sessions
-        (`resumable`).
+        A request is in `waiting` if it is a session (`resumable`), or if it has an asynchronous load and has not run
+        since this load began.
         """
         del request, waiting
         return True
@@ -245,7 +245,7 @@ class Recovery:
     def continued(self, request_id: str) -> bool:
         """The request continues with its blocks, after a load or with more input.
 
-        The result means the same as that of `admitted`.
+        The result has the same meaning as the result of `admitted`.
         """
         del request_id
         return False
@@ -256,21 +256,22 @@ class Recovery:
     def failed(self, block_ids: set[int], requests: Collection[str]) -> None:
         """A sync load into these blocks has failed.
 
-        Any of the unfinished `requests` may have read these blocks since.
+        Any of the unfinished `requests` may have read these blocks after the failure.
         """
 
     def given_away(self, block_ids: set[int]) -> None:
         """No unfinished request has held these blocks since the load that failed last was planned.
 
-        A request that holds one of these blocks now got it later, and writes the block before any request reads it.
+        A request that holds one of these blocks now got the block after this load was planned. The request writes the
+        block before any request reads the block.
         """
 
     def begin_step(self, step: Step, requests: Iterable[Request], *, loading: bool) -> Mapping[str, Sequence[int]]:
         """Return, by request, the blocks that `step` would read too early.
 
-        For these blocks, kvpipe plans a load that fails and is reported like any failed load, so that the engine
-        recovers. Called once per step, before the step's saves are planned. `requests` are all unfinished requests. The
-        blocks are of group 0. `loading` says that some sync load is not reported yet.
+        For these blocks, kvpipe plans a load that is certain to fail, and reports the failure, so that the engine
+        recovers. This method is called once per step, before the step's saves are planned. `requests` are all
+        unfinished requests. The blocks are of group 0. `loading` says that some sync load is not reported yet.
         """
         del step, requests, loading
         return {}
@@ -282,4 +283,4 @@ class Recovery:
         """
 
     def finished(self, request_id: str, *, loading: bool) -> None:
-        """The request is over, and still has its blocks. `loading` says that some sync load is not reported yet."""
+        """The request has ended, and still has its blocks. `loading` says that some sync load is not reported yet."""

@@ -1,8 +1,8 @@
 """The layout of a slot, as pure arithmetic that the scheduler side and every worker share.
 
 A *page* is one block of one layer. A *chunk* is `chunk_tokens` tokens of one cache group. A chunk fills one slot of the
-pool, contiguous as ``[layer][page]``. A layer is one slice of the slot, and a whole chunk is read or written at once.
-Where blocks are copied whole, a group has one layer on the rank (`kvpipe.transfer.whole_blocks`).
+pool, in the order ``[layer][page]`` without gaps. So a layer is one slice of the slot, and tiers read or write a whole
+chunk at once. If blocks are copied whole, a group counts as one layer on the rank (`kvpipe.transfer.whole_blocks`).
 
 A *unit* is the smallest number of tokens that a hit can have: the least common multiple of the cache groups' block
 sizes. A block is several units in two cases:
@@ -12,10 +12,10 @@ sizes. A block is several units in two cases:
 - The engine keeps states at boundaries within the states' own blocks.
 
 If a sliding window is shorter than a unit, only the last blocks of each unit are stored, because the window never
-reaches the other blocks.
+reaches the earlier blocks.
 
 A group of recurrent states (Mamba, gated delta nets, short convolutions) has chunks of another kind. Such a chunk is
-the state after all tokens up to one exact boundary, one page per layer. The state is useless at any other boundary.
+the state after all tokens up to one boundary, one page per layer. The state cannot be used at any other boundary.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def rounded_up(tokens: int, block_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One attention layer: its name, and the size of one of its blocks on this rank in bytes."""
+    """An attention layer: its name, and the size of one block of this layer on this rank, in bytes."""
 
     name: str
     page_bytes: int
@@ -79,7 +79,7 @@ class Group:
 
 
 class Paging:
-    """Computes which blocks of a request's table a cache group stores, and which pages of a chunk they fill."""
+    """Computes which blocks of a request's table a cache group stores, and which pages of a chunk these blocks fill."""
 
     __slots__ = ("_blocks", "_pages", "_units")
 
@@ -88,9 +88,9 @@ class Paging:
         self._units, self._blocks, self._pages = units_per_block, blocks_per_unit, pages_per_unit
 
     def stored(self, table: Sequence[T], low: int, high: int) -> Sequence[T]:
-        """Return those blocks of units [low, high) that are stored, one per page.
+        """Return the stored blocks of units [low, high), one per page.
 
-        There are fewer if `table` is too short. A block must begin at `low`. `high` may lie within a block.
+        Blocks beyond the end of `table` are missing. A block must begin at `low`. `high` may lie within a block.
         """
         if (units := self._units) > 1:
             return table[low // units : -(-high // units)]
@@ -113,16 +113,16 @@ class Geometry:
     chunk_tokens: int
     pool_bytes_max: int
     ahead_tokens: int = 0
-    """The number of following tokens on which a position's KV depends; above 0 if a drafter reads the next token."""
+    """The number of later tokens on which a token's KV depends. It is more than 0 if a drafter reads the next token."""
     states_back: int = 0
     """The distance from the engine's last state of a prompt to the prompt's last whole unit, in units."""
     match_tokens: int = 0
     """The number of tokens per unit, if the engine keeps states within blocks.
 
-    If it is 0, block sizes decide the unit.
+    If the number is 0, the unit is computed from the block sizes.
     """
     branches_within: bool = False
-    """Whether the engine keeps the state at a branch within a block, instead of the state at the block's begin."""
+    """Whether the engine keeps the state at a branch within a block, instead of the state at the block's beginning."""
 
     def __post_init__(self) -> None:
         """Check the two sizes that a user sets."""
@@ -156,12 +156,12 @@ class Geometry:
 
     @cached_property
     def blocks_per_unit(self) -> tuple[int, ...]:
-        """Per group, the number of blocks per unit; 1 if a block is several units."""
+        """By group: the number of blocks per unit, or 1 if a block is several units."""
         return tuple(max(1, self.unit_tokens // g.block_tokens) for g in self.groups)
 
     @cached_property
     def units_per_block(self) -> tuple[int, ...]:
-        """Per group, the number of units per block; 1 if a unit is several blocks."""
+        """By group: the number of units per block, or 1 if a unit is several blocks."""
         return tuple(max(1, g.block_tokens // self.unit_tokens) for g in self.groups)
 
     @cached_property
@@ -171,12 +171,12 @@ class Geometry:
 
     @cached_property
     def end_units(self) -> int:
-        """How many of a request's last units are searched for the last final unit that ends a block."""
+        """The number of a request's last units among which the last final unit that ends a block is searched."""
         return self.whole_units + 1
 
     @cached_property
     def pages_per_unit(self) -> tuple[int, ...]:
-        """Per group, the number of blocks of a unit that are stored. These are the unit's last blocks."""
+        """By group: the number of stored blocks of a unit. The stored blocks are the unit's last blocks."""
         return tuple(min(n, g.blocks_back or n) for n, g in zip(self.blocks_per_unit, self.groups, strict=True))
 
     @property
@@ -186,25 +186,25 @@ class Geometry:
 
     @cached_property
     def paging(self) -> tuple[Paging, ...]:
-        """Per group, the mapping from blocks to the pages that store them."""
+        """By group: the mapping from blocks to the pages that store the blocks."""
         return tuple(map(Paging, self.units_per_block, self.blocks_per_unit, self.pages_per_unit))
 
     @cached_property
     def pages_per_chunk(self) -> tuple[int, ...]:
-        """Per group, the number of pages per chunk and layer; 1 for a group of states."""
+        """By group: the number of pages per chunk and layer, or 1 for a group of states."""
         pages = [paging.pages(self.units_per_chunk) for paging in self.paging]
         return tuple(1 if g.state else n for g, n in zip(self.groups, pages, strict=True))
 
     @cached_property
     def token_bytes(self) -> float:
-        """The number of bytes stored per token on this rank, over all groups except those of states."""
+        """The number of stored bytes per token on this rank, over all groups except groups of states."""
         return sum(self._bytes_per_token(g, n) for g, n in zip(self.groups, self.pages_per_chunk, strict=True))
 
     @cached_property
     def whole_token_bytes(self) -> float:
-        """The number of bytes per token over groups that are read whole.
+        """The number of bytes per token over the groups of which a hit reads the whole prefix.
 
-        A long prompt reads only the end of a window.
+        Groups with a window are left out, because a hit of a long prompt reads only the last window.
         """
         groups = zip(self.groups, self.pages_per_chunk, strict=True)
         return sum(self._bytes_per_token(g, n) for g, n in groups if g.window_tokens is None)
@@ -224,7 +224,7 @@ class Geometry:
 
     @property
     def dropped_units(self) -> int:
-        """How many valid units the engine drops at the end of a hit in its own prefix cache."""
+        """The number of valid units that the engine drops at the end of a hit in its own prefix cache."""
         return 0 if self.ahead_tokens else self.states_back
 
     @property
@@ -237,14 +237,14 @@ class Geometry:
         """Whether every load must be asynchronous, because vLLM could not recover from a sync load that fails.
 
         With several groups, vLLM accepts no report of failed blocks. With a window, vLLM truncates the request to the
-        first failed block. By then, the window's earlier blocks were freed, and attention would read what these blocks
-        hold now.
+        first failed block. At that time, the window's earlier blocks are already free. Attention would read the present
+        content of these blocks.
         """
         return len(self.groups) > 1 or self.windows or bool(self.states)
 
     @cached_property
     def layer_offsets(self) -> tuple[tuple[int, ...], ...]:
-        """Per group and layer, the byte offset of the layer's first page in a slot."""
+        """By group and layer: the byte offset of the layer's first page in a slot."""
         out = []
         for group, pages in zip(self.groups, self.pages_per_chunk, strict=True):
             offset, offsets = 0, []

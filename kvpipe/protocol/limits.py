@@ -1,4 +1,4 @@
-"""The limits that a request may carry: how much of it is loaded and saved, and which tiers are asked for its chunks."""
+"""The limits of a request: how many tokens are loaded and saved, and which tiers are asked for the request's chunks."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ Locality = Literal["local", "remote"]
 
 
 class TierMatcher(NamedTuple):
-    """Stands for the tiers of one medium and one locality. None stands for every medium, or for every locality."""
+    """Matches the tiers of one medium and one locality. None matches every medium, or every locality."""
 
     medium: Medium | None = None
     locality: Locality | None = None
 
     def matches(self, locality: Locality | Literal[""]) -> bool:
-        """Whether this matcher stands for a tier of `locality`. An unknown locality, "", always matches."""
+        """Whether this matcher matches a tier of `locality`. The unknown locality, "", always matches."""
         return self.medium != "cpu" and (not locality or self.locality in {None, locality})
 
 
 class RequestLimits(NamedTuple):
-    """The limits of one request. None stands for no limit.
+    """The limits of one request. None means that there is no limit.
 
     Each load brings at most `load_tokens_max` tokens beyond the tokens that the engine's own cache holds. At most the
-    first `save_tokens_max` tokens are saved. A tier is asked only if some matcher of `load_tiers` stands for it.
+    first `save_tokens_max` tokens are saved. A tier is asked only if some matcher in `load_tiers` matches the tier.
     """
 
     load_tokens_max: int | None = None
@@ -33,20 +33,20 @@ class RequestLimits(NamedTuple):
     load_tiers: frozenset[TierMatcher] | None = None
 
     def load_units_max(self, local_tokens: int, unit_tokens: int) -> int | None:
-        """Return how many units of the prefix a hit may cover at most, or None.
+        """Return the largest number of units of the prefix that a hit may have, or None if there is no limit.
 
-        The engine's own cache holds `local_tokens`. A unit has `unit_tokens`.
+        The engine's own cache holds `local_tokens` tokens. A unit has `unit_tokens` tokens.
         """
         tokens = self.load_tokens_max
         return None if tokens is None else (local_tokens + tokens) // unit_tokens
 
     def save_units_max(self, unit_tokens: int) -> int | None:
-        """Return how many units of the prefix may be saved, or None. A unit has `unit_tokens`."""
+        """Return how many units of `unit_tokens` tokens may be saved, or None if there is no limit."""
         tokens = self.save_tokens_max
         return None if tokens is None else tokens // unit_tokens
 
     def asks(self, locality: Locality | Literal[""]) -> bool:
-        """Whether a tier of `locality` may be asked. An unknown locality is ""."""
+        """Whether a tier of `locality` may be asked. The unknown locality is ""."""
         return self.load_tiers is None or any(one.matches(locality) for one in self.load_tiers)
 
 

@@ -69,8 +69,8 @@ class TierOrder(NamedTuple):
 
     A tier order is not bound to the step. With `stores`, the chunk is copied to the tier, otherwise from the tier.
     `tier` is the tier's index in the configuration. `chunk` is the chunk's name in the tier. `split` is the number of
-    the chunk's parts in the tier; 0 means that each rank has a part of its own (`kvpipe.tiers.parts`). `space` is the
-    chunk's namespace in the tier. If it is empty, the namespace of the plan is used.
+    the chunk's parts in the tier, or 0 if each rank has a part of its own (`kvpipe.tiers.parts`). `space` is the
+    chunk's namespace in the tier. If `space` is empty, the namespace of the plan is used.
     """
 
     id: int
@@ -87,8 +87,8 @@ class TierOrder(NamedTuple):
 class Claim(NamedTuple):
     """The claim that the KV of job `job` belongs to LoRA adapter `adapter` (vLLM's number) with the digest `digest`.
 
-    A rank fails the job if it holds other bytes under that number, or has held other bytes since step `since_step`. If
-    `job` is 0, the rank only reports the digest that it holds under that number.
+    A rank fails the job if it holds other bytes under `adapter`, or has held other bytes since step `since_step`. If
+    `job` is 0, the rank only reports its digest for `adapter`.
     """
 
     job: int
@@ -101,9 +101,9 @@ class StepPlan(NamedTuple):
     """One engine step's jobs and tier orders.
 
     `space` is the namespace of the orders' chunks. If `question` is not 0, every rank reports the digest of its weights
-    under this number, before anything is computed. `claims` has one claim for each job of a request with an adapter. If
-    `wait_ms` is not 0, nothing is computed, and a rank with asynchronous loads waits at most `wait_ms` milliseconds for
-    a load to land. `computes` says whether any token is computed. In a step without tokens no layer calls a hook.
+    under this number, before any token is computed. `claims` has one claim for each job of a request with an adapter.
+    If `wait_ms` is not 0, no token is computed, and a rank with asynchronous loads waits at most `wait_ms` milliseconds
+    for a load to land. `computes` says whether any token is computed. In a step without tokens no layer calls a hook.
     `used` says that slots [0, used) were used by this step or an earlier step. `pool` names the shared memory of
     several engines to whose slots the jobs refer. `pool` is b"" if the ranks have pools of their own.
     """
@@ -124,7 +124,7 @@ EMPTY_PLAN = StepPlan(0)
 
 
 class Outcome(NamedTuple):
-    """The result of one job on one rank. `why` is the reason if the job has failed (not `ok`)."""
+    """The result of one job on one rank. If the job has failed, `ok` is False and `why` is the reason."""
 
     job: Job
     ok: bool
@@ -132,7 +132,7 @@ class Outcome(NamedTuple):
 
 
 class Tally(NamedTuple):
-    """The number of ranks that have finished a job or a tier order (`ok`), and of ranks that have failed it (`bad`)."""
+    """`ok` is the number of ranks that have finished a job or tier order. `bad` is the number of ranks that failed."""
 
     ok: int
     bad: int
@@ -144,24 +144,24 @@ ONE_OK, ONE_BAD = Tally(1, 0), Tally(0, 1)
 
 @dataclass(slots=True)
 class Report:
-    """The ranks' reports with a step's output, added up over the ranks. Every change is reported only once."""
+    """The sum of the reports that the ranks send with a step's output. Every change is reported only once."""
 
     tallies: dict[int, Tally] = field(default_factory=dict)
     """The tallies of jobs and tier orders that have ended, by their ids."""
     lost: bool = False
     """Whether the loop thread of a rank has ended, so that this rank can neither load nor save any more."""
     rate: float = 0.0
-    """The rate of loads on the slowest rank, in bytes per second; 0 if no rank has loaded yet."""
+    """The rate of loads on the slowest rank, in bytes per second, or 0 if no rank has loaded yet."""
     tier_rates: dict[int, float] = field(default_factory=dict)
-    """By tier, the rate of reads on the slowest of the ranks that have read the tier, in bytes per second."""
+    """By tier: the rate of reads in bytes per second, on the slowest rank that has read the tier."""
     unreadable: dict[int, frozenset[int]] = field(default_factory=dict)
-    """By rank, if it has changed: the indices of the tiers that the rank does not read at present."""
+    """By rank: the indices of the tiers that the rank does not read now. Ranks without a change are left out."""
     ready: dict[int, int] = field(default_factory=dict)
-    """By rank, if the number has changed: how many of the rank's slots, from the first on, may be used."""
+    """By rank: how many of the rank's slots, from the first on, may be used. Ranks without a change are left out."""
     weights: dict[int, tuple[int, str]] = field(default_factory=dict)
-    """By rank, if a plan asked for it: (`StepPlan.question`, digest of the rank's weights, "" if unknown)."""
+    """By rank, if a plan had a question: (`StepPlan.question`, digest of the rank's weights, or "" if unknown)."""
     adapters: dict[int, dict[int, bytes]] = field(default_factory=dict)
-    """By rank, the adapters that have changed there: digest by vLLM's number, or b"" if the adapter was removed."""
+    """By rank: the changed adapters. By vLLM's number of an adapter: its digest, or b"" if the adapter was removed."""
     step: int = 0
     """The step in which the ranks held the adapters in `adapters`."""
 

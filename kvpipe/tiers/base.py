@@ -1,9 +1,9 @@
 """The tier protocol: the methods of a store of chunks beyond host memory, and the guarantees that a tier must give.
 
 A tier keeps *values*. A value is an opaque byte string of known length under a key. A tier does not use tokens, headers
-or checksums. `envelope.py` defines the content of a value, and detects when a tier returns other bytes than were
-written. So a tier may return wrong bytes, be slow, or be down at any time. A tier must report errors, and must not
-touch a buffer after the call that received the buffer has ended.
+or checksums. `envelope.py` defines the content of a value, and detects wrong bytes. So a tier may return wrong bytes,
+be slow, or be down at any time. A tier must report errors. When a call has ended, the tier must not touch the buffers
+that the call received.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _T = TypeVar("_T")
 
 
 class TierError(TransferError):
-    """The tier cannot be used now: it is down or slow, refuses the call, or does not match its configuration."""
+    """This error means that a tier is down or slow, refuses the call, or does not match its configuration."""
 
 
 class TierFullError(TierError):
-    """The tier has no room, or does not permit writes. The tier's values can still be read."""
+    """This error means that a tier has no room, or does not permit writes. The tier's values can still be read."""
 
 
 class Key(NamedTuple):
     """The name of one part of one chunk.
 
-    `namespace`: 32 hex digits, a hash of everything but tokens that the bytes depend on (weights, dtype, layout …).
-    `chunk`: hash of the token prefix up to the chunk's end, 16 to 64 bytes.
-    `group`: KV cache group. `rank`: index of the part. `ranks`: number of parts of the chunk (`kvpipe.tiers.parts`).
+    `namespace` has 32 hex digits: a hash of all inputs except tokens on which the bytes depend (weights, dtype, layout
+    …). `chunk` is the hash of the token prefix up to the chunk's end, 16 to 64 bytes. `group` is the KV cache group.
+    `rank` is the index of the part, and `ranks` is the number of parts of the chunk (`kvpipe.tiers.parts`).
     """
 
     namespace: str
@@ -67,7 +67,7 @@ class Key(NamedTuple):
             raise ValueError(msg)
         chunk, numbers = bytes.fromhex(match["chunk"]), (int(match[part]) for part in ("group", "rank", "ranks"))
         key = cls(match["namespace"], chunk, *numbers)
-        if key.text != text:  # a number has leading zeros: one key must not have two names
+        if key.text != text:  # a number has leading zeros, so that this text is a second name of the key
             msg = f"{text!r} is no key of a chunk"
             raise ValueError(msg)
         return key
@@ -91,8 +91,8 @@ class Put(NamedTuple):
 class Get(NamedTuple):
     """A value to be read into the writable, aligned (`ALIGN_BYTES`) buffers `into`, which are filled in order.
 
-    The value must be exactly as long as all buffers together. Unless the read ends as `Read.HIT`, the content of the
-    buffers is undefined.
+    The value must be exactly as long as all buffers together. If the read does not end as `Read.HIT`, the content of
+    the buffers is undefined.
     """
 
     key: Key
@@ -113,7 +113,7 @@ class Read(Enum):
 
     HIT = "hit"
     MISS = "miss"  # the tier does not have the value
-    DAMAGED = "damaged"  # the tier has a value that differs from what was written, for example in its length
+    DAMAGED = "damaged"  # the tier has a value that differs from the written value, for example in its length
 
 
 class Written(Enum):
@@ -150,13 +150,12 @@ class Tier(Protocol):
     A call may be cancelled at any time. A method may raise `TierError` or the cancellation, and no other exception.
     When `read` or `write` has returned, raised, or been cancelled, nothing touches its buffers any more. If a write is
     cancelled or raises, the value is either stored completely or absent, never stored in part. No call waits longer
-    than the tier's `timeout_ms_max` without a byte moving. If a client cannot observe moving bytes, the limit is
+    than the tier's `timeout_ms_max` while no byte moves. If a client cannot observe moving bytes, the limit is
     `timeout_ms_max` plus a time in proportion to the number of bytes.
     """
 
     name: str
-    """The tier's name in traces, metrics and errors: the tier's kind; a second tier of the same kind also has a
-    number."""
+    """The tier's name in traces, metrics and errors: the tier's kind, with a number if an earlier tier has the kind."""
 
     async def open(self) -> None:
         """Connect, create folders, and rebuild an index. May be called again after a failure, or after `close`."""
@@ -183,12 +182,12 @@ class Tier(Protocol):
         """Return at once if the tier can be used. Otherwise raise `TierError` with the reason."""
 
     def scan(self) -> AsyncIterator[Entry]:
-        """Yield an entry for every value that kvpipe stored, in any order. Other calls may read and write meanwhile."""
+        """Yield an entry for every value that kvpipe stored, in any order. Reads and writes may run in parallel."""
 
     async def close(self) -> None:
-        """Finish the calls in progress, then release all connections and threads. Idempotent.
+        """Finish the calls in progress, then release all connections and threads. Later calls have no effect.
 
-        A tier does not leave the release of any resource to the exit of the process.
+        A tier must release every resource here, and not only when the process exits.
         """
 
 
@@ -213,7 +212,7 @@ class FillsSlots(Protocol):
     """A tier whose client runs in a process of its own, and can read values into slots that engines share."""
 
     def share(self, slots: SharedSlots) -> None:
-        """Let the client map `slots`. Called before `open`. Buffers of reads may lie in these slots."""
+        """Make the client map `slots`. Buffers of reads may lie in these slots. Called before `open`."""
 
 
 async def blocking(
@@ -236,7 +235,7 @@ async def blocking(
             done.set()
 
     async with limiter, anyio.create_task_group() as group:
-        group.start_soon(run)  # a task that is cancelled before its start never runs, and starts no thread
+        group.start_soon(run)  # if the task is cancelled before its start, no thread is started
         try:
             await done.wait()
         except anyio.get_cancelled_exc_class():

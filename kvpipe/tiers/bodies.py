@@ -1,4 +1,4 @@
-"""Bodies of values. A body is the bytes of a chunk or of a part of a chunk, gathered from a slot or copied to it."""
+"""Bodies of values. A body has the bytes of a chunk, or of a part of a chunk. Bodies are copied from and to slots."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Bodies:
     """
 
     def __init__(self, geometry: Geometry, pool: HostPool) -> None:
-        """View the pool's slots as a numpy array. `geometry`: this rank's geometry."""
+        """View the pool's slots as a numpy array. `geometry` is this rank's geometry."""
         self._geometry, self._is_shared = geometry, bool(pool.token)
         self._slots: Bytes = pool.tensor.numpy()
 
@@ -30,7 +30,7 @@ class Bodies:
         return -(-self._geometry.groups[group].bytes_per_block * self._pages(group, units) // ALIGN_BYTES) * ALIGN_BYTES
 
     def size_of(self, group: int, units: int, split: int, theirs: int) -> int:
-        """Return the size in bytes of a body in a split of `theirs` parts. The split of this rank has `split` parts."""
+        """Return the size in bytes of a body if a chunk has `theirs` parts. A chunk of this rank has `split` parts."""
         used = self._geometry.groups[group].bytes_per_block * self._pages(group, units) * split // theirs
         return -(-used // ALIGN_BYTES) * ALIGN_BYTES
 
@@ -46,7 +46,8 @@ class Bodies:
     def gather(self, slot: int, group: int, units: int) -> memoryview:
         """Return a body to be written to a tier: the slot's own memory for a whole chunk, otherwise a copy.
 
-        If engines share the slots, a chunk that needs padding is copied, because only the chunk's writer writes a slot.
+        If engines share the slots, a chunk that needs padding is also copied, because only the chunk's writer may write
+        the slot.
         """
         used = self._geometry.groups[group].bytes_per_block * self._pages(group, units)
         if self.whole(units) and not (self._is_shared and used < self.size(group, units)):
@@ -68,8 +69,8 @@ class Bodies:
     def move_heads(self, body: memoryview, order: TierOrder, share: Share, split: int, one: Slice) -> None:
         """Copy the KV heads of `one` between a body of another split and the slot, in the direction of `order`.
 
-        `split`: the number of parts of this rank's own split. `share`: the layout of heads in this rank's pages. A body
-        to be stored is filled completely, because this rank has all heads of the body.
+        `split` is the number of parts of this rank's own split. `share` is the layout of heads in this rank's pages. A
+        body to be stored is filled completely, because this rank has all heads of the body.
         """
         flat: Bytes = np.frombuffer(body, np.uint8)
         at, pages = 0, self._pages(order.group, order.units)

@@ -1,7 +1,7 @@
 """A rank's carrier: a thread that copies chunks from tiers into slots, and from slots to tiers.
 
 The scheduler side orders each copy, and keeps the slot reserved until the carrier has reported the order. Each order
-has a cursor on the loop thread. The carrier reports an order once, when nothing touches the order's slot any more.
+has a cursor on the loop thread. The carrier reports an order once, when no call touches the order's slot any more.
 """
 
 from __future__ import annotations
@@ -30,21 +30,19 @@ from kvpipe.trace.recorder import OFF, Recorder
 from kvpipe.transfer.pool import HostPool
 
 TIMEOUTS_MAX: Final = 10
-"""The time limit for one order, also while bytes move, in multiples of the tier's `timeout_ms_max`."""
+"""The time limit for one order, in multiples of the tier's `timeout_ms_max`. It also ends orders whose bytes move."""
 DRAIN_S_MAX, STOP_S_MAX = 5.0, 5.0
-"""The most seconds that a shutdown waits for stores in progress, and after that for tiers to close."""
+"""The longest waits of a shutdown, in seconds: for stores in progress, and then for tiers to close."""
 SPARE_BODIES_MAX, SPARE_S = 32, 10.0
-"""The number of buffers for parts of another split that are kept for reuse, and the seconds for which they are kept."""
+"""The number of buffers that are kept for parts of another split, and the time in seconds for which they are kept."""
 OTHER_FAULTS_MAX, OTHER_PAUSE_S = 3, 60.0
-"""After `OTHER_FAULTS_MAX` consecutive failures to read another split, it is not read for `OTHER_PAUSE_S` seconds."""
+"""If `OTHER_FAULTS_MAX` consecutive reads of another split fail, that split is not read for `OTHER_PAUSE_S` seconds."""
 MARK_S: Final = 60.0
-"""Seconds after which the next store writes the marker for its split again."""
+"""The first store that begins this number of seconds after the last marker of its split writes the marker again."""
 
-_QueuedOrder = tuple[TierOrder, str, int]
-"""(order, namespace, step)."""
+_QueuedOrder = tuple[TierOrder, str, int]  # (order, namespace, step)
 
-_Other = tuple[int, str, int]
-"""(index of the tier, namespace, number of parts of a chunk) of values of another split."""
+_Other = tuple[int, str, int]  # values of another split: (index of the tier, namespace, number of parts of a chunk)
 
 _Carry = Callable[[], Awaitable[tuple[str, int]]]
 _Fill = Callable[[], object]
@@ -90,10 +88,9 @@ class Carrier(TierThread[_QueuedOrder]):
         self._split = tuple(split_of(one, ranks) for one in heads)
         self._kept = kept_splits(heads, ranks, parts.share_ranks_max)
         self._spare: deque[memoryview] = deque(maxlen=SPARE_BODIES_MAX)
-        self._apart_open = 0  # orders for parts of another split
+        self._apart_open = 0  # the number of orders in progress for parts of another split
         self._rest: anyio.CancelScope | None = None  # the scope of the task that frees the spare buffers
-        self._other_faults: dict[_Other, tuple[int, float]] = {}
-        """(number of consecutive failures, time of the last failure by the monotonic clock)."""
+        self._other_faults: dict[_Other, tuple[int, float]] = {}  # (consecutive failures, monotonic time of the last)
         self.first_hash = FirstHash(leaves=rank == 0)
         self._marked: dict[tuple[int, str], float] = {}
         self._turns = [{use: anyio.CapacityLimiter(tier.spec.lanes) for use in (READ, WRITE)} for tier in tiers]
@@ -108,7 +105,7 @@ class Carrier(TierThread[_QueuedOrder]):
     # ---- vLLM's thread --------------------------------------------------------------------------------------------
 
     def carry_out(self, orders: Sequence[TierOrder], space: str, step: int) -> None:
-        """Begin the orders of step `step`. `space`: the namespace of orders that have none. Never blocks."""
+        """Begin the orders of step `step`. `space` is the namespace of orders without a namespace. Never blocks."""
         for order in orders:
             self._open[order.id] = order
             self._stores_begun += order.stores
@@ -133,7 +130,7 @@ class Carrier(TierThread[_QueuedOrder]):
 
     @property
     def unreadable(self) -> frozenset[int]:
-        """The indices of the tiers that this rank does not read at present. A rank that fetches nothing names none."""
+        """The indices of the tiers that this rank does not read now. The set is empty for a rank that never fetches."""
         tiers = enumerate(self.tiers if self._fetches else ())
         return frozenset(at for at, tier in tiers if not (self.alive and tier.breakers[READ].allows))
 
@@ -159,7 +156,7 @@ class Carrier(TierThread[_QueuedOrder]):
         cursor = Cursor(self.machine, order.id, self._watch(step))
         turns, has_turn, apart = None, False, False
         try:
-            tier = self.tiers[order.tier]  # raises IndexError if this rank has fewer tiers
+            tier = self.tiers[order.tier]  # raises IndexError if this rank does not have the tier
             if not self._touches(tier, order, space):
                 cursor.fire(m.BEGIN)
                 cursor.fire(m.DONE, "another rank carries it out")
@@ -173,7 +170,7 @@ class Carrier(TierThread[_QueuedOrder]):
             with anyio.move_on_after(tier.timeout_s * TIMEOUTS_MAX):
                 await turns.acquire_on_behalf_of(cursor)
                 has_turn = True
-            if not has_turn:  # not a fault of the tier, which may be busy with earlier orders
+            if not has_turn:  # this is not a fault of the tier, which may be busy with earlier orders
                 cursor.fire(m.FAULT, "no lane has become free")
             elif not tier.breakers[use].allows:
                 cursor.fire(m.REFUSE, "the breaker is open")
@@ -256,7 +253,7 @@ class Carrier(TierThread[_QueuedOrder]):
         return await self._check(tier, found, units, [body], [move]), body.nbytes
 
     async def _fetch_parts(self, tier: GuardedTier, order: TierOrder, space: str) -> tuple[str, int]:
-        """Fetch all parts of a chunk of another split that share KV heads with this rank. Returns like `_fetch`."""
+        """Fetch all parts of a chunk of another split that share KV heads with this rank. Returns as `_fetch` does."""
         wanted = self._slices(order)
         if not wanted:
             return "another layout", 0
@@ -276,7 +273,7 @@ class Carrier(TierThread[_QueuedOrder]):
         return "", sum(body.nbytes for body in bodies)
 
     def _slices(self, order: TierOrder) -> list[Slice]:
-        """Return the heads that this rank shares with each part of the order; [] if parts are not ranges of heads."""
+        """Return the heads that this rank shares with each part of the order; [] if no part is a range of heads."""
         share, split = self._shares[order.group], self._split[order.group]
         if not split or share.heads % order.split:
             return []
@@ -288,7 +285,7 @@ class Carrier(TierThread[_QueuedOrder]):
         return functools.partial(self._bodies.move_heads, body, order, share, split, one)
 
     def _room(self, order: TierOrder) -> memoryview:
-        """Return a buffer for a part's body. A used buffer avoids page faults, which take as long as the copy."""
+        """Return a buffer for a part's body, if possible a spare buffer: page faults take as long as the copy."""
         size = self._bodies.size_of(order.group, order.units, self._split[order.group], order.split)
         while self._spare:
             body = self._spare.pop()
@@ -332,7 +329,7 @@ class Carrier(TierThread[_QueuedOrder]):
         return next(filter(None, whys), "")
 
     async def _store(self, tier: GuardedTier, order: TierOrder, space: str) -> tuple[str, int]:
-        """Store this rank's part of a chunk, unless another rank stores this part. Returns ("", bytes written)."""
+        """Store this rank's part of a chunk, unless another rank stores the same part. Returns ("", bytes written)."""
         if self.first_hash.is_due(order.tier, space):
             await self.first_hash.leave(tier, order.tier, space)
         if self._marks(order, space):
@@ -369,7 +366,7 @@ class Carrier(TierThread[_QueuedOrder]):
         return due and self._rank == 0 and order.split != BOUND and all(self._split)
 
     def _touches(self, tier: GuardedTier, order: TierOrder, space: str) -> bool:
-        """Whether this rank fetches, or writes something for a store: its part, a marker, or the first hash."""
+        """Whether this rank calls the tier for `order`: to fetch, or to write its part, a marker or the first hash."""
         if not order.stores:
             return self._fetches
         marks = self._marks(order, space) or self.first_hash.is_due(order.tier, space)

@@ -17,9 +17,9 @@ from kvpipe.tiers.registry import make_tier
 from kvpipe.tiers.spec import TierSpec
 
 NAMESPACE = "0" * 32
-"""The namespace of the check's value. No engine has this namespace, because namespaces of engines are hashes."""
+"""The namespace of the value that a check writes. No engine has it, because namespaces of engines are hashes."""
 PATIENCE = 4
-"""Time limit for the whole check, in multiples of the tier's `timeout_ms_max`."""
+"""The time limit for the whole check, in multiples of the tier's `timeout_ms_max`."""
 
 
 def problem_of(name: str, spec: TierSpec) -> str:
@@ -33,7 +33,7 @@ def problem_of(name: str, spec: TierSpec) -> str:
     try:
         return anyio.run(_problem, tier, sealer, spec)
     finally:
-        with contextlib.suppress(OSError):  # an engine may have begun to use the folder
+        with contextlib.suppress(OSError):  # an engine may use the folder now
             for one in made:
                 one.rmdir()
 
@@ -56,7 +56,7 @@ async def _problem(tier: Tier, sealer: Sealer, spec: TierSpec) -> str:
 
 
 def first_hash_in(name: str, spec: TierSpec) -> str:
-    """Return the first hash that the last engine has stored in a tier; "": the tier has none, or cannot be read."""
+    """Return the first hash that the last engine has stored in a tier, or "" if no hash can be read."""
     return anyio.run(_first_hash, make_tier(name, spec, writes=False), Sealer(secrets_of(spec)), spec)
 
 

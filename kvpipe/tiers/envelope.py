@@ -1,14 +1,14 @@
 """The format of a value in a tier: a header (key, lengths, checksums) and the body.
 
-This module checks every value that a tier returns. A value that differs from the value stored under its key is damaged,
-and a damaged value is a miss. The header is HEADER_BYTES long, so that the body after the header is aligned:
+This module checks every value that a tier returns. A value is damaged if it differs from the value that was stored
+under its key. A damaged value is a miss. The header has HEADER_BYTES bytes, so that the body after it is aligned:
 
     fields    magic, version, cipher, units, length of the body, mark of the encryption key, salt, the whole name
     zeros
     check     xxh3-128 of the stored body, or the tag of AES-256-GCM, which also covers the fields and zeros
     checksum  xxh3-64 of all earlier bytes of the header
 
-With an encryption key, a value's name is not its key but a keyed hash of the key: see `keyring.py`.
+With an encryption key, a value's name is not its key, but a keyed hash of the key (`keyring.py`).
 """
 
 from __future__ import annotations
@@ -29,22 +29,21 @@ from kvpipe.tiers.keyring import MARK_BYTES, SALT_BYTES, EncryptionKey, ring
 
 HEADER_BYTES: Final = 4096
 VERSION: Final = 2
-"""Version of the format. A namespace is a hash that includes this version."""
+"""The version of the format. A namespace is a hash that includes this version."""
 _MAGIC = b"kvpipe\r\n"
-# The fields are listed in the module's docstring. The `B` before `I` is the length of the name.
+# The module's docstring lists the fields. The `B` before `I` is the length of the name.
 _FIELDS = struct.Struct(f"<8sHBBIQ{MARK_BYTES}s{SALT_BYTES}s192s")
 _CHECK_AT, _SUM_AT = HEADER_BYTES - 24, HEADER_BYTES - 8
 
 
 class DamagedError(TransferError):
-    """A value differs from what was stored under its key. The message is the reason, in one or two words."""
+    """This error means that a value differs from the stored value. The message is the reason, in one or two words."""
 
 
 class UnjudgedError(DamagedError):
-    """This reader cannot check the value, because the value has another version, key, format or namespace.
+    """This error means that the reader cannot check a value: its version, key, format or namespace differs.
 
-    An engine that asked for the value treats it as damaged. A command that searches for damaged values does not delete
-    this value.
+    An engine treats such a value as damaged. A command that searches for damaged values does not delete such a value.
     """
 
 
@@ -61,7 +60,7 @@ _CIPHERS = frozenset(Cipher)
 class Header(NamedTuple):
     """A value's header.
 
-    `check` has 16 bytes; the module's docstring describes them. `mark` and `salt` are zeros if the cipher is PLAIN.
+    `check` has 16 bytes, which the module's docstring describes. `mark` and `salt` are zeros if the cipher is PLAIN.
     """
 
     key: Key
@@ -112,13 +111,13 @@ def version_of(header: bytes | memoryview) -> int:
 
 
 class Sealer:
-    """Makes and checks values, which are encrypted if the sealer has secrets. May be called on any thread.
+    """Makes and checks values. If the sealer has secrets, values are encrypted. Any thread may call a sealer.
 
     `seal` and `unseal` release the GIL.
     """
 
     def __init__(self, secrets: Sequence[bytes] = ()) -> None:
-        """Make a sealer that encrypts with the first of `secrets` and decrypts with any of them.
+        """Make a sealer that encrypts with the first of `secrets` and decrypts with any of `secrets`.
 
         Raises `ConfigError` if the package for encryption is not installed.
         """
@@ -137,9 +136,9 @@ class Sealer:
     def seal(self, name: Key, units: int, body: memoryview) -> tuple[memoryview, memoryview]:
         """Return the aligned (`ALIGN_BYTES`) buffers (header, body) of a value.
 
-        `name`: the first of the key's `names`. `units`: the number of units of the chunk.
-        `body`: its length is a multiple of ALIGN_BYTES. Without secrets `body` itself is returned. With secrets a new
-        buffer with the encrypted body is returned.
+        `name` is the first of the key's `names`. `units` is the number of units of the chunk. The length of `body` is a
+        multiple of ALIGN_BYTES. Without secrets, the returned body is `body` itself. With secrets, the returned body is
+        a new buffer with the encrypted bytes.
         """
         text, key = name.text.encode(), self._first
         room = pages(HEADER_BYTES if key is None else HEADER_BYTES + body.nbytes)
@@ -164,9 +163,8 @@ class Sealer:
 
         Raises:
             UnjudgedError: the value has another version, format or namespace, or was encrypted with another secret.
-                Also if the value is encrypted and this sealer has no secrets, or if the value is not encrypted and this
-                sealer has secrets.
-            DamagedError: the value differs from the stored value. Then the content of `body` is undefined.
+                UnjudgedError is also raised if only the value or only this sealer uses encryption.
+            DamagedError: the value differs from the stored value. In this case the content of `body` is undefined.
 
         """
         found = describe(header)
@@ -205,6 +203,6 @@ def pages(size: int) -> memoryview:
     """Return a new buffer of `size` zero bytes, aligned to pages."""
     made = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages refuses the advice
-        # Page faults would cost as much time as the encryption. Huge pages cause fewer faults.
+        # Page faults of small pages would take as much time as the encryption. Huge pages cause fewer faults.
         made.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(made)

@@ -21,10 +21,11 @@ from kvpipe.trace.log import warn
 KEYS_PER_CALL_MAX = 4096
 STOP_S_MAX = 5.0
 LOOKUPS_MAX = 256
-"""The most lookups in progress at once. Further lookups wait, each until its deadline at most."""
+"""The largest number of lookups in progress at once. Further lookups wait, but not beyond their deadlines."""
 SPLITS_S = 10.0
-"""The number of seconds for which the finder caches the splits that a tier has. The finder asks a tier for other splits
-only if a lookup did not find all chunks.
+"""The time in seconds for which the finder caches the splits that a tier has.
+
+The finder asks a tier for other splits only if a lookup did not find all chunks.
 """
 
 REMEDY = "set the same PYTHONHASHSEED for all engines that share the tier, or for none"
@@ -58,32 +59,31 @@ class TierLookup:
         survey: bool = False,
         tiers: frozenset[int] | None = None,
     ) -> None:
-        """`wanted`: whole chunks that are not in host memory.
+        """`wanted` has the places of whole chunks that are not in host memory.
 
-        `space`: the namespace. `also`: a second namespace with chunks of the same bytes.
-        `seconds_max`: how long the request waits, until `deadline_s` of the monotonic clock.
-        `tiers`: the indices of the tiers that may be asked; None: all.
-        `survey`: no request waits for this lookup. Failures are reported in `why`, and do not open a breaker.
+        `space` is the namespace, and `also` is a second namespace with chunks of the same bytes. The request waits
+        `seconds_max` seconds, until `deadline_s` of the monotonic clock. `tiers` has the indices of the tiers that may
+        be asked, and is None for all tiers. With `survey`, no request waits for this lookup: failures are reported in
+        `why`, and do not open a breaker.
         """
         self.keys, self.groups, states, self.state_groups, self.full = prefix
         self.states, self.wanted, self.space, self.also = states or self.keys, wanted, space, also
         self.seconds_max, self.deadline_s = seconds_max, time.monotonic() + seconds_max
         self.found: dict[Place, int] = {}
-        """The index of the tier that has the chunk, by place."""
+        """By place: the index of the tier that has the chunk."""
         self.elsewhere: dict[Place, tuple[str, int]] = {}
-        """(namespace, number of parts) by place, for chunks stored in another namespace or split than this engine's."""
+        """By place: (namespace, number of parts) of a chunk that is stored in another namespace or another split."""
         self.announced: Sequence[Mapping[ChunkName, object]] = ()
-        """The chunks that KV events have announced, by the index of the tier. Misses of other chunks are not
-        recorded."""
+        """By index of the tier: the chunks that KV events have announced. Only misses of these chunks are recorded."""
         self.misses: list[tuple[int, ChunkName]] | None = None
         """(index of the tier, name) of each chunk that a tier lacks in this engine's own namespace and split.
 
-        If None, misses are not recorded.
+        None means that misses are not recorded.
         """
         self.number = 0
         """The number of `kvpipe.scheduler.tier_blocks` when the lookup began."""
         self.survey, self.tiers, self.why = survey, tiers, ""
-        self.down = False  # a tier could not be asked
+        self.down = False  # whether a tier could not be asked
         self.done = False  # written last
 
     def key(self, place: Place) -> bytes:
@@ -105,7 +105,7 @@ class Finder(TierThread[TierLookup]):
         share_ranks_max: int = 1,
         durations: Durations | None = None,
     ) -> None:
-        """Start the thread. `ranks`: the number of this engine's ranks. `share_ranks_max`: see `kept_splits`.
+        """Start the thread for an engine with `ranks` ranks. `share_ranks_max` is explained in `kept_splits`.
 
         The finder calls `fault(tier, use, why)` for every failed call to a tier.
         """
@@ -115,10 +115,9 @@ class Finder(TierThread[TierLookup]):
         self.unreadable: frozenset[int] = frozenset()
         """The indices of tiers that some rank does not read at present. The scheduler's thread sets this attribute."""
         self.heads: tuple[int, ...] = ()
-        """The number of KV heads of all ranks, by group; see `kvpipe.tiers.parts`. The scheduler's thread sets it
-        before lookups."""
+        """By group: the number of KV heads of all ranks (`kvpipe.tiers.parts`). Set by the scheduler's thread."""
         self.first_hash = ""
-        """The first hash of this engine's keys; "": do not compare. The scheduler's thread sets it before lookups."""
+        """The first hash of this engine's keys, or "" to compare no hashes. Set by the scheduler's thread."""
         self.other_hashes: dict[str, float] = {}
         """By tier: 1 if the engine that last used this engine's namespace had another first hash, else 0."""
         self._compared: set[tuple[int, str]] = set()
@@ -129,11 +128,11 @@ class Finder(TierThread[TierLookup]):
         super().__init__("kvpipe-finder", tiers)
 
     def look_up(self, lookup: TierLookup) -> None:
-        """Begin `lookup`. Never blocks. A lookup that cannot start is `done` at once, with nothing found."""
+        """Begin `lookup`. Never blocks. A lookup that cannot begin is `done` at once, and has found no chunks."""
         self._begin(lookup)
 
     def survey(self, place: int, lookup: TierLookup) -> None:
-        """Begin `lookup` as a survey of the tier with the index `place` only. Never blocks; on any thread."""
+        """Begin `lookup` as a survey of only the tier with the index `place`. Never blocks. Called on any thread."""
         if not self.loop.put(functools.partial(self._begin_survey, place, lookup)):
             _end_survey(lookup, "the engine is shutting down")
 
@@ -148,7 +147,7 @@ class Finder(TierThread[TierLookup]):
                 self._fault(guard.name, FIND, repr(error))
 
     def split(self, group: int) -> int:
-        """Return the number of parts in which this engine stores the group's chunks; see `kvpipe.tiers.parts`."""
+        """Return the number of parts in which this engine stores a chunk of the group (`kvpipe.tiers.parts`)."""
         return kept_splits(self.heads, self._ranks, self._share_ranks_max)[group] if self.heads else BOUND
 
     def parts(self, group: int) -> int:
@@ -161,7 +160,7 @@ class Finder(TierThread[TierLookup]):
         return self.alive and any(self._asks(place) for place in range(len(self.tiers)))
 
     def asked(self, limits: RequestLimits) -> frozenset[int] | None:
-        """Return the indices of the tiers that a request with `limits` may ask, or None for all."""
+        """Return the indices of the tiers that a request with `limits` may ask, or None for all tiers."""
         if limits.load_tiers is None:
             return None
         return frozenset(at for at, locality in enumerate(self._localities) if limits.asks(locality))
@@ -170,14 +169,14 @@ class Finder(TierThread[TierLookup]):
         return place not in self.unreadable and self.tiers[place].breakers[FIND].allows
 
     def stop(self, seconds_max: float = STOP_S_MAX) -> None:
-        """End the thread within `seconds_max`, and close the tiers. Idempotent."""
+        """End the thread within `seconds_max`, and close the tiers. Later calls have no effect."""
         super().stop(seconds_max)
 
     # ---- the loop thread ------------------------------------------------------------------------------------------
 
     async def _work(self, lookup: TierLookup) -> None:
         try:
-            with anyio.move_on_after(lookup.seconds_max * 2):  # a last resort, because each call has a shorter limit
+            with anyio.move_on_after(lookup.seconds_max * 2):  # rarely reached, because each call has a shorter limit
                 async with self._limit:
                     await self._find(lookup, lookup.wanted)
                     await self._find(lookup, (*self._partial(lookup), *self._other_states(lookup)))
@@ -257,13 +256,13 @@ class Finder(TierThread[TierLookup]):
         await self._find_in(index, lookup, places, lookup.space, own)
         left = [place for place in places if place not in lookup.found]
         if left:
-            seconds = (lookup.deadline_s - time.monotonic()) / 2  # the other half is for reporting the found places
+            seconds = (lookup.deadline_s - time.monotonic()) / 2  # the second half is for reporting the found places
             with anyio.move_on_after(seconds) as waited:
                 await self._find_elsewhere(index, lookup, left)
             lookup.down |= waited.cancelled_caught
 
     async def _compare(self, index: int, lookup: TierLookup) -> None:
-        """Warn once if the previous engine had another first hash, because then the two engines share no chunks."""
+        """Warn once if the previous engine had another first hash, because these two engines share no chunks."""
         tier, left_s = self.tiers[index], lookup.deadline_s - time.monotonic()
         self._compared.add((index, lookup.space))
         try:
@@ -280,8 +279,8 @@ class Finder(TierThread[TierLookup]):
     async def _find_elsewhere(self, index: int, lookup: TierLookup, left: list[Place]) -> None:
         """Find the places `left` in the tier with the index `index`, under the names of other splits.
 
-        The tier is asked for the first chunk of each group. The tier is asked for the other chunks only if it has such
-        a first chunk, or if `left` contains no whole chunk.
+        First, the tier is asked for the first chunk of each group. The tier is asked for other chunks only if it has
+        one of these first chunks, or if `left` contains no whole chunk.
         """
         for space, split in await self._elsewhere(index, lookup):
             parts = dict(enumerate(split))
@@ -303,7 +302,7 @@ class Finder(TierThread[TierLookup]):
     ) -> None:
         """Find the chunks of `places` that the tier with the index `index` holds in the namespace `space`.
 
-        `split`: the number of parts of a chunk, by group.
+        `split` has the number of parts of a chunk, by group.
         """
         tier = self.tiers[index]
         parts = max((split[group] or self._ranks for group, _ in places), default=1)
@@ -340,7 +339,7 @@ class Finder(TierThread[TierLookup]):
         return known
 
     async def _ready(self, tier: GuardedTier, lookup: TierLookup) -> bool:
-        """Wait until `tier` is open, for at most half of the time left. The other half is for other tiers."""
+        """Wait until `tier` is open, for at most half of the remaining time. The second half is for other tiers."""
         left_s = lookup.deadline_s - time.monotonic()
         with anyio.move_on_after(left_s / 2) as waited:
             await tier.ready()
@@ -351,7 +350,7 @@ class Finder(TierThread[TierLookup]):
     async def _exists(
         self, tier: GuardedTier, lookup: TierLookup, places: Sequence[Place], space: str, split: dict[int, int]
     ) -> list[Place] | None:
-        """Return the places in `places` of which `tier` holds every part; None if the call to the tier failed."""
+        """Return the places of the chunks of which `tier` holds every part, or None if the call to the tier failed."""
         names, owners = list[tuple[Key, ...]](), list[Place]()
         for group, units in places:
             chunk = chunk_name(lookup.key((group, units)))
@@ -365,7 +364,7 @@ class Finder(TierThread[TierLookup]):
         return [place for place in places if place not in missing]
 
     async def _have(self, tier: GuardedTier, lookup: TierLookup, names: list[tuple[Key, ...]]) -> list[bool] | None:
-        """Return, for each value, whether `tier` holds it under any of its names; None if the call failed."""
+        """Return, for each value, whether `tier` holds the value under any of its names. None: the call failed."""
         left_s = lookup.deadline_s - time.monotonic()
         if left_s <= 0:  # other tiers have used up the time
             return None

@@ -1,8 +1,8 @@
 """The first hash of an engine's keys, stored in a tier. Engines with different first hashes share no chunks.
 
 A tier cannot distinguish keys of another hash chain from keys that were never written. So each engine stores its first
-hash under two keys that do not depend on the first hash. One key is for the engine's namespace. The other key is for
-the whole tier (`ANY`), and `doctor` reads it.
+hash under two keys that do not depend on the first hash. The first key is for the engine's namespace. The second key is
+for the whole tier (`ANY`). `kvpipe doctor` reads the second key.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvpipe.tiers.envelope import HEADER_BYTES, DamagedError, Sealer, pages
 from kvpipe.tiers.guard import GuardedTier
 
 ANY: Final = "0" * 32
-"""The namespace under which every engine that uses the tier stores its first hash, too."""
+"""The second namespace under which every engine that uses the tier stores its first hash."""
 NAME: Final = hashlib.sha256(b"kvpipe first hash").digest()
 """The name under which first hashes are stored, instead of the name of a chunk."""
 
@@ -26,7 +26,7 @@ def _key(space: str) -> Key:
 
 
 async def read_first_hash(tier: Tier | GuardedTier, sealer: Sealer, space: str) -> str:
-    """Return the first hash that the previous engine has stored in `space`; "": no hash can be read.
+    """Return the first hash that the previous engine has stored in `space`, or "" if no hash can be read.
 
     Raises:
         TierError: the tier cannot be read.
@@ -56,11 +56,11 @@ async def leave_first_hash(tier: GuardedTier, space: str, first: str) -> None:
 
 
 class FirstHash:
-    """Stores the engine's first hash once in each tier and namespace, so that other engines can compare it."""
+    """Stores the engine's first hash once in each tier and namespace. Other engines compare their hashes with it."""
 
     def __init__(self, *, leaves: bool) -> None:
-        """`leaves`: whether this rank stores the first hash."""
-        self.text = ""  # the first hash, set before the first store; "": not known
+        """`leaves` says whether this rank stores the first hash."""
+        self.text = ""  # the first hash, or "" while unknown; set before the first store
         self._leaves, self._left = leaves, set[tuple[int, str]]()
 
     def is_due(self, place: int, space: str) -> bool:

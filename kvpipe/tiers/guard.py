@@ -23,10 +23,10 @@ from kvpipe.trace.recorder import OFF, Recorder
 FAULTS_MAX: Final = 3
 """The number of consecutive failures that opens a breaker. A single timeout opens the breaker, too."""
 PROBE_S, PROBE_S_MAX, JITTER = 0.5, 30.0, 0.2
-"""The seconds before the first probe, the maximum to which this delay doubles, and the share by which it varies."""
+"""The delay before the first probe in seconds, the limit to which the delay doubles, and its random share."""
 
 OPEN_S_MAX: Final = 30.0
-"""The lower bound of the time limit for opening, probing or closing a tier, in seconds.
+"""The lowest time limit, in seconds, for opening, probing or closing a tier.
 
 The tier may have to rebuild an index or to start a client process.
 """
@@ -69,7 +69,7 @@ class Breaker(Cursor):
             self._trace.put(e.TierBack(*self._trace.of("", 0), tier=self.tier, use=self.use))
 
     def fault(self, why: str, *, slow: bool = False) -> None:
-        """Record a call that has failed for the reason `why`. `slow`: the call timed out, which opens the breaker."""
+        """Record a call that has failed for the reason `why`. A call that timed out (`slow`) opens the breaker."""
         self.faults += 1
         last = slow or self.faults >= FAULTS_MAX
         if self.fire(m.FAULT_LAST if last else m.FAULT, why).moves:
@@ -85,7 +85,7 @@ class GuardedTier:
     def __init__(
         self, name: str, spec: TierSpec, tier: Tier, uses: tuple[str, ...], *, place: int = 0, trace: Recorder = OFF
     ) -> None:
-        """`uses`: the members of `USES` that this process needs. `place`: the tier's index in the configuration.
+        """`uses` are the members of `USES` that this process needs. `place` is the tier's index in the configuration.
 
         Raises:
             ConfigError: the tier's encryption key cannot be read.
@@ -113,7 +113,7 @@ class GuardedTier:
         self.breakers[use].fault(why, slow=slow)
         self._bell.set()
 
-    # ---- calls to the tier, which raise `TierError` and nothing else ----------------------------------------------
+    # ---- calls to the tier, which raise only `TierError` ----------------------------------------------------------
 
     async def exists(self, keys: Sequence[Key]) -> list[bool]:
         """See `Tier.exists`."""
@@ -160,7 +160,7 @@ class GuardedTier:
         try:
             await self._open()
             while True:
-                await self._probe()  # also at once, because failed attempts to open the tier open the breakers
+                await self._probe()  # failed attempts to open the tier have opened the breakers already
                 await self._bell.wait()
                 self._bell = anyio.Event()
         finally:
@@ -204,7 +204,7 @@ class GuardedTier:
             return str(error), isinstance(error, TierFullError)
         except TimeoutError:
             return "no answer in time", False
-        except BaseException as error:  # a bug in the tier, or no thread could be started: other tiers must continue
+        except BaseException as error:  # after a bug in the tier, or if no thread can start, other tiers must continue
             if _ends_the_task(error):
                 raise
             return repr(error), False
@@ -219,12 +219,12 @@ def _ends_the_task(error: BaseException) -> bool:
 
 
 def guarded(tiers: Sequence[MadeTier], uses: tuple[str, ...], trace: Recorder = OFF) -> list[GuardedTier]:
-    """Return a guard for each tier, in the order of `tiers`. Raises `ConfigError` as `GuardedTier` does."""
+    """Return a guard for each tier, in the order of `tiers`. Raises the same `ConfigError` as `GuardedTier`."""
     return [GuardedTier(name, spec, tier, uses, place=at, trace=trace) for at, (name, spec, tier) in enumerate(tiers)]
 
 
 async def capacity_of(tier: Tier) -> Capacity:
-    """Return a tier's capacity. Raises `TierError` if the call fails, or if a number is negative or no integer."""
+    """Return a tier's capacity. Raises `TierError` if the call fails, or if a number is negative or not an integer."""
     try:
         held = await tier.capacity()
         whole = [held.items, held.bytes_used, *([] if held.bytes_max is None else [held.bytes_max])]

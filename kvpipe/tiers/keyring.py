@@ -1,9 +1,9 @@
 """The encryption keys of a tier. Each key derives unguessable names, and a separate encryption key for every value.
 
 HKDF-SHA256 derives a mark, a key for names and a key for values from each secret. The mark is stored in each value that
-is encrypted with the secret. Each value has its own key, derived from the key for values and from 32 random bytes that
-are stored with the value. So one AES-256-GCM key encrypts one value, and GCM's limits do not bound the number of
-values.
+is encrypted with the secret. Each value has its own AES-256-GCM key, derived from the key for values and from 32 random
+bytes that are stored with the value. So each AES-256-GCM key encrypts only one value, and GCM's limits do not bound the
+number of values.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 SECRET_BYTES: Final = 32
 MARK_BYTES, SALT_BYTES = 16, 32
 KEYS_MAX: Final = 8
-"""The largest number of keys of one tier. Each key adds one name that a lookup must ask for."""
+"""The largest number of keys of a tier. For each key, a lookup must ask for one more name per value."""
 _NONCE = bytes(12)  # a constant nonce is safe, because each key encrypts one value only
 
 
 class EncryptionKey(NamedTuple):
-    """The mark and the keys derived from one secret. The mark does not reveal the secret.
+    """The mark and the keys that are derived from one secret. The mark does not reveal the secret.
 
-    `mark`: MARK_BYTES bytes, which are equal in all values of the secret. `name(key)`: the name of a key's value in the
-    tier. `sealing(salt)` and `opening(salt, tag)` return the cipher that encrypts or decrypts one value.
+    `mark` has MARK_BYTES bytes, which are equal in all values of the secret. `name(key)` returns the name of a key's
+    value in the tier. `sealing(salt)` and `opening(salt, tag)` return the cipher that encrypts or decrypts one value.
     """
 
     mark: bytes
@@ -74,11 +74,13 @@ def encryption_key(secret: bytes) -> EncryptionKey:
 
 
 def secrets_of(spec: TierSpec) -> tuple[bytes, ...]:
-    """Return the secrets of a tier. The first encrypts values, and any decrypts them. Empty: values are not encrypted.
+    """Return the secrets of a tier. The first secret encrypts values, and each secret decrypts values.
+
+    If there are no secrets, values are not encrypted.
 
     Raises:
-        ConfigError: the variable or file with the keys cannot be read, or is a file that other users may read. Also if
-            it does not hold 1 to KEYS_MAX keys of SECRET_BYTES bytes in base64.
+        ConfigError: the variable or file with the keys cannot be read, or other users may read the file. ConfigError is
+            also raised if the text does not have 1 to KEYS_MAX keys of SECRET_BYTES bytes in base64.
 
     """
     key = "encryption_key_env" if spec.encryption_key_env else "encryption_key_file"
@@ -105,7 +107,7 @@ def secrets_of(spec: TierSpec) -> tuple[bytes, ...]:
 
 
 def _check_mode(spec: TierSpec) -> None:
-    """Raise ValueError if others may read the key file. For a symbolic link the mode of the link's target counts."""
+    """Raise ValueError if other users may read the key file. For a symbolic link, the mode of its target is checked."""
     file = spec.encryption_key_file
     try:
         mode = 0 if file is None else file.stat().st_mode
@@ -124,5 +126,5 @@ def _decoded(text: str) -> bytes:
 
 
 def ring(secrets: Sequence[bytes]) -> dict[bytes, EncryptionKey]:
-    """Return the encryption keys of `secrets`, in the same order, by mark. Raises as `encryption_key` does."""
+    """Return the encryption keys of `secrets` by mark, in the order of `secrets`. Raises as `encryption_key` does."""
     return {one.mark: one for one in map(encryption_key, secrets)}

@@ -1,9 +1,9 @@
-"""The part of a chunk that a rank holds, and how to compose the part from parts written by another number of ranks.
+"""The part of a chunk that a rank holds, and how this part is composed of parts that other engines have stored.
 
 KV heads are divided evenly among tensor-parallel ranks, in order. With fewer heads than ranks, neighbouring ranks hold
 the same heads (MLA's latents count as one head). So a part is a range of heads, and `split` is the number of parts of a
-chunk. A group with an unknown or different layout is bound to its layout (`BOUND`). Then each rank has its own part,
-and an engine with another number of ranks cannot use these parts.
+chunk. A group with an unknown or different layout is bound to its layout (`BOUND`). In such a group, each rank has its
+own part, and an engine with another number of ranks cannot use these parts.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from typing import Final, NamedTuple
 from kvpipe.tiers.base import Key
 
 BOUND: Final = 0
-"""The value used instead of a number of parts if only engines of the same layout can use the parts, one per rank."""
+"""Replaces the number of parts if each rank has its own part, which only engines of the same layout can use."""
 
 
 class Share(NamedTuple):
     """How one group's KV is shared among ranks.
 
-    `heads`: number of KV heads of all ranks together; 1: all ranks hold the same bytes; 0: bound to the layout.
-    `rows`: the number of rows in a page, by layer. A row contains all heads, one after the other. If heads are the
-    first dimension of a kernel block, each kernel block is a row. Otherwise each token is a row.
+    `heads` is the number of KV heads of all ranks together. If it is 1, all ranks hold the same bytes. If it is 0, the
+    group is bound to its layout. `rows` is the number of rows in a page, by layer. A row contains all heads, one after
+    the other. If heads are the first dimension of a kernel block, each kernel block is a row. Otherwise each token is a
+    row.
     """
 
     heads: int = 0
@@ -31,15 +32,16 @@ class Share(NamedTuple):
 
     @property
     def whole(self) -> Share:
-        """The share if a page has the bytes of all layers of the group, so that the group counts as one layer."""
+        """The share of a group that counts as one layer, because a page has the bytes of all layers of the group."""
         return Share(self.heads, (sum(self.rows),) if self.rows else ())
 
 
 class RankParts(NamedTuple):
     """The facts that decide which parts of chunks rank `rank` of `ranks` has.
 
-    `shares`: one per cache group; empty: all groups are bound to the layout. `share_ranks_max`: see `kept_splits`.
-    `fetches`: False if another rank fetches the same bytes into the same slots.
+    `shares` has one `Share` per cache group. If `shares` is empty, all groups are bound to their layout.
+    `share_ranks_max` is explained in `kept_splits`. `fetches` is False if another rank fetches the same bytes into the
+    same slots.
     """
 
     rank: int
@@ -52,7 +54,7 @@ class RankParts(NamedTuple):
 class Slice(NamedTuple):
     """A range of heads that a rank shares with part `part` of another split.
 
-    `theirs`: the range's position in the part of the other split. `mine`: its position in this rank's part.
+    `theirs` is the range's position in the part of the other split. `mine` is its position in this rank's part.
     """
 
     part: int
@@ -61,7 +63,7 @@ class Slice(NamedTuple):
 
 
 def split_of(heads: int, ranks: int) -> int:
-    """Return the number of parts into which `ranks` ranks divide `heads` heads, or `BOUND` without an even division."""
+    """Return the number of parts into which `ranks` ranks divide `heads` heads, or `BOUND` if that is uneven."""
     if heads and (heads % ranks == 0 or ranks % heads == 0):
         return min(heads, ranks)
     return BOUND
@@ -70,8 +72,8 @@ def split_of(heads: int, ranks: int) -> int:
 def kept_splits(heads: Sequence[int], ranks: int, share_ranks_max: int) -> tuple[int, ...]:
     """Return the number of parts, by group, in which an engine stores a chunk in tiers.
 
-    `heads`: the number of KV heads of all ranks, by group. The result is the finer split of `share_ranks_max` ranks, if
-    heads divide evenly into both splits. Otherwise the result is the split of the engine's own ranks.
+    `heads` has the number of KV heads of all ranks, by group. The result is the finer split of `share_ranks_max` ranks,
+    if heads divide evenly into both splits. Otherwise the result is the split of the engine's own ranks.
     """
     own = tuple(split_of(one, ranks) for one in heads)
     finer = tuple(split_of(one, max(ranks, share_ranks_max)) for one in heads)
@@ -113,8 +115,8 @@ def slices(heads: int, split: int, theirs: int, part: int) -> list[Slice]:
 def splits(heads: Sequence[int], ranks: int, share_ranks_max: int = 1) -> list[tuple[int, ...]]:
     """Return all other splits in which engines with other numbers of ranks may have stored chunks.
 
-    A split is the number of parts by group. `heads`: the number of KV heads of all ranks, by group. The result is empty
-    if some group is bound to its layout.
+    A split is the number of parts by group. `heads` has the number of KV heads of all ranks, by group. The result is
+    empty if some group is bound to its layout.
     """
     own = kept_splits(heads, ranks, share_ranks_max)
     if not heads or not all(own):
@@ -124,6 +126,6 @@ def splits(heads: Sequence[int], ranks: int, share_ranks_max: int = 1) -> list[t
 
 
 def mark_key(space: str, split: Sequence[int]) -> Key:
-    """Return the key of the marker of `split`. The marker is a value that exists if chunks of `split` were stored."""
+    """Return the key of the marker of `split`. The marker is a value that is stored with the chunks of `split`."""
     text = "kvpipe split " + " ".join(map(str, split))
     return Key(space, hashlib.sha256(text.encode()).digest(), 0, 0, 1)

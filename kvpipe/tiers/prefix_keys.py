@@ -1,4 +1,4 @@
-"""The keys of a prompt, as a lookup in tiers needs them."""
+"""The keys of a prompt, for a lookup in tiers."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 NAME_BYTES: Final = 32
-"""Length of a chunk's name in bytes, equal to the length of vLLM's block hashes."""
+"""The length of a chunk's name in bytes. vLLM's block hashes have the same length."""
 
 
 class PrefixKeys(NamedTuple):
     """The keys under which tiers may hold chunks of a prefix.
 
-    `keys[u]`: key of the first u + 1 units. `groups`: the attention groups, whose last chunk may be shorter.
-    `states[u]`: key of the state after u + 1 units; empty: equal to `keys`. `state_groups`: the groups of states. A
-    request can use a boundary only if the states of all groups are found there. So the tiers are asked for the other
-    groups only at boundaries where the first group was found. `full`: the groups of full attention. Tiers are not asked
-    for boundaries after a missing chunk of such a group.
+    `keys[u]` is the key of the first u + 1 units. `groups` has the attention groups, whose last chunk may be shorter.
+    `states[u]` is the key of the state after u + 1 units. If `states` is empty, the keys are equal to `keys`.
+    `state_groups` has the groups of states. A request can use a boundary only if the states of all groups are found at
+    this boundary. So the tiers are asked for other groups only at boundaries with a state of the first group. `full`
+    has the groups of full attention. Tiers are not asked for boundaries after a missing chunk of such a group.
     """
 
     keys: Sequence[bytes]
@@ -28,8 +28,8 @@ class PrefixKeys(NamedTuple):
 
 
 def chunk_name(key: bytes) -> bytes:
-    """Return a chunk's name in tiers, which has at most `NAME_BYTES` bytes: its key, or the SHA-256 of a longer key.
+    """Return a chunk's name in tiers: its key, or the SHA-256 of a key that is longer than `NAME_BYTES` bytes.
 
-    The key of a chunk computed with an adapter is longer, because the adapter's digest is appended to the prefix hash.
+    The key of a chunk with an adapter is longer, because the adapter's digest is appended to the prefix hash.
     """
     return hashlib.sha256(key).digest() if len(key) > NAME_BYTES else key

@@ -1,8 +1,8 @@
 """The engine's side of a process that runs a tier's client.
 
 The engine's side starts the process, asks questions, and ends the process. `mooncake/child.py` and `s3/child.py` are
-the programs of the client's process. A lane is a socket and a range of the memory that both processes share. A lane
-carries one question at a time.
+the programs of the client's process. A lane consists of a socket and of a range of the memory that both processes
+share. Only one question at a time uses a lane.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from kvpipe.tiers.base import TierError, TierFullError
 
 MESSAGE_BYTES_MAX: Final = 1 << 20
 SEND_BYTES: Final = 256 << 10
-"""SO_SNDBUF of a lane's socket. The kernel doubles this value, or its own limit if that is lower.
+"""SO_SNDBUF of a lane's socket. The kernel doubles this value, or doubles its own limit if the limit is lower.
 
 The resulting size is less than `MESSAGE_BYTES_MAX`, and more than any question or answer.
 """
 INLINE_BYTES: Final = 64 << 10
-"""Copies of fewer bytes run on the loop's thread, because another thread would cost more than the copy."""
+"""Copies of fewer bytes run on the loop's thread, because handing them to another thread would take longer."""
 PIECE_BYTES: Final = 1 << 20
-"""Bytes of one piece of a copy. Two threads copy alternate pieces in parallel."""
+"""Copies are divided into ranges of this number of bytes. Two threads copy alternate ranges in parallel."""
 STEP_BYTES: Final = 2 << 20
 """The size of a lane's memory is a multiple of this number of bytes."""
 CANCEL: Final = b"cancel"
 """The message that cancels the question in progress on a lane. The client still sends an answer to that question."""
 FULL: Final = "full"
-"""The answer that accompanies an error if the tier has no room."""
+"""The answer that the client sends with an error if the tier has no room."""
 
 
 class ClientChannel:
     """One lane: a socket to the client's process, and a range of the memory shared with that process."""
 
     def __init__(self, wire: socket.socket, shared: io.FileIO, where: range, *, cancels: bool) -> None:
-        """`where`: the lane's range of the `shared` memory. `cancels`: the client understands `CANCEL`."""
+        """`where` is the lane's range of the `shared` memory. `cancels` says that the client understands `CANCEL`."""
         self.wire, self.memory = wire, memoryview(b"")
-        self.owed = False  # an answer is outstanding, so that the client may still use the memory
+        self.owed = False  # whether an answer is outstanding, so that the client may still use the memory
         self._shared, self._where, self._cancels = shared, where, cancels
 
     def room(self, size: int) -> memoryview:
@@ -150,7 +150,7 @@ class Pool:
 
     @asynccontextmanager
     async def lane(self, limit_s: float) -> AsyncIterator[ClientChannel]:
-        """Lend a lane. Raises TimeoutError if none is free within `limit_s`, ConnectionResetError after `shut`."""
+        """Lend a lane. Raises TimeoutError if no lane is free within `limit_s`, ConnectionResetError after `shut`."""
         with anyio.fail_after(limit_s):
             await self._turn.acquire()
         if self._shut:
@@ -164,7 +164,7 @@ class Pool:
             self._back(lane)
 
     def _back(self, lane: ClientChannel) -> None:
-        self._free.appendleft(lane)  # reused next, because its memory is mapped and in the CPU's cache
+        self._free.appendleft(lane)  # to be lent next, because its memory is mapped and in the CPU's cache
         self._turn.release()
         if self._shut:
             lane.wire.close()
@@ -188,7 +188,7 @@ class Pool:
 
 
 class ClientProcess:
-    """The parent's handle of the client's process. `pools`: the pools of lanes, by use."""
+    """The parent's handle of the client's process. `pools` has the pools of lanes, by use."""
 
     def __init__(
         self, child: Path, counts: dict[str, int], lane_bytes: int, environment: dict[str, str], *,
@@ -196,9 +196,9 @@ class ClientProcess:
     ) -> None:  # fmt: skip
         """Start the process. Blocks for some milliseconds.
 
-        `child`: the process's program, such as `mooncake/child.py`. `counts`: number of lanes by use. `lane_bytes`: the
-        most memory of a lane, a multiple of the page size. `cancels`: the client understands `CANCEL`. `log`: the
-        destination of the process's stderr.
+        `child` is the process's program, such as `mooncake/child.py`. `counts` has the number of lanes by use. The
+        memory of a lane has at most `lane_bytes` bytes, a multiple of the page size. `cancels` says that the client
+        understands `CANCEL`. `log` is the destination of the process's stderr.
         """
         self.lane_bytes = lane_bytes
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(1 + sum(counts.values()))]
@@ -240,10 +240,10 @@ class ClientProcess:
             raise TierError(answer.decode() or "its process has ended")
 
     async def end(self, limit_s: float) -> None:
-        """End the process: wait for questions in progress, then for the exit, `limit_s` seconds each, then kill it."""
+        """Wait for questions in progress, then for the process's exit, each for `limit_s` seconds. Then kill it."""
         try:
             await self._idle(limit_s)
-            with suppress(OSError):  # the process was killed before
+            with suppress(OSError):  # the process was already killed
                 self._control.shutdown(socket.SHUT_WR)
                 with anyio.move_on_after(limit_s, shield=True):
                     await anyio.wait_readable(self._control)  # readable when the process has closed its socket
@@ -257,7 +257,7 @@ class ClientProcess:
                 await pool.idle()
 
     async def kill(self) -> None:
-        """Kill the process without waiting for questions in progress. Idempotent."""
+        """Kill the process without waiting for questions in progress. Later calls have no effect."""
         self._process.kill()
         with anyio.CancelScope(shield=True):
             await anyio.to_thread.run_sync(self._process.wait)
@@ -271,7 +271,7 @@ class ClientTier:
     """The base class of tiers whose client runs in a process of its own."""
 
     def __init__(self, name: str, timeout_ms: int) -> None:
-        """Make a closed tier, whose process `open` starts. `timeout_ms`: the tier's `timeout_ms_max`."""
+        """Make a closed tier. `open` starts its process. `timeout_ms` is the tier's `timeout_ms_max`."""
         self.name = name
         self._opened = False  # if True, `health` restarts a client that has ended
         self._child: ClientProcess | None = None

@@ -7,22 +7,21 @@ from typing import Final
 
 PERIODS: Final = 15
 PERIOD_S_MAX: Final = 1.0
-"""A period that is longer than this number of seconds ends at the next end of a read, even if other reads are in
-progress."""
+"""If a period is longer than this number of seconds, it ends when a read ends, even if other reads are in progress."""
 
 
 class ReadRate:
     """The median read rate of the last `PERIODS` periods, weighted by the bytes of each period.
 
-    A period consists of time in which at least one read is in progress. A median ignores a single slow read, such as
-    the first read of a connection. The loop of a tier's thread measures the rate. Any thread may read `bytes_per_s`,
-    because the loop replaces the number in one assignment.
+    During a period, at least one read is always in progress. A median ignores a single slow read, such as the first
+    read of a connection. The loop of a tier's thread measures the rate. Any thread may read `bytes_per_s`, because the
+    loop replaces the number in one assignment.
     """
 
     def __init__(self) -> None:
         """Start with a `bytes_per_s` of 0, because nothing has been read yet."""
         self.bytes_per_s = 0.0
-        self._periods: deque[tuple[float, int]] = deque(maxlen=PERIODS)  # bytes per second, and bytes
+        self._periods: deque[tuple[float, int]] = deque(maxlen=PERIODS)  # (bytes per second, bytes) of each period
         self._open, self._since_s = 0, 0.0
         self._bytes = 0
 
@@ -33,7 +32,7 @@ class ReadRate:
         self._open += 1
 
     def end(self, now_s: float, size: int) -> None:
-        """Record that a read ends at `now_s`. `size`: bytes read; 0 if the value was missing or could not be read."""
+        """Record that a read of `size` bytes ends at `now_s`. `size` is 0 if no value was read."""
         self._open -= 1
         self._bytes += size
         took_s = now_s - self._since_s

@@ -25,7 +25,7 @@ _EXAMPLES = "a path such as /mnt/kv or a URL such as redis://HOST:6379/0"
 def parse_tiers(value: object) -> tuple[TierSpec, ...]:
     """Parse the configuration's `tiers`: a list of entries as `parse_tier` accepts, or a text.
 
-    The text is either a list of URLs separated by blanks, or a list of entries in JSON.
+    A text is either a list of URLs separated by blanks, or a list of entries in JSON.
 
     Raises:
         ConfigError: an entry is wrong, two entries are the same store, or there are more than `TIERS_MAX` entries.
@@ -58,10 +58,10 @@ def parse_tiers(value: object) -> tuple[TierSpec, ...]:
 def parse_tier(value: str | Mapping[str, Any], at: int = 1) -> TierSpec:
     """Parse one tier: a URL, an absolute path of a disk tier, or a table of keys with `kind`.
 
-    `at`: the number of the tier in the list, counted from 1, for errors.
+    `at` is the number of the tier in the list, counted from 1, for error messages.
 
     Raises:
-        ConfigError: `value` is none of these, or a key is unknown, missing or wrong. The message shows no secret.
+        ConfigError: `value` has another form, or a key is unknown, missing or wrong. The message shows no secret.
 
     """
     spec, given = _of_url(value, at) if isinstance(value, str) else _of_table(value, at)
@@ -77,7 +77,7 @@ def parse_tier(value: str | Mapping[str, Any], at: int = 1) -> TierSpec:
 
 
 def named(specs: Iterable[TierSpec]) -> tuple[tuple[str, TierSpec], ...]:
-    """Return (name, specification) of each tier. The name is the kind, with a number from the second of a kind on."""
+    """Return (name, specification) of each tier. The name is the kind, and a number if an earlier tier has the kind."""
     seen: Counter[str] = Counter()
     out = []
     for spec in specs:
@@ -87,7 +87,7 @@ def named(specs: Iterable[TierSpec]) -> tuple[tuple[str, TierSpec], ...]:
 
 
 def make_tier(name: str, spec: TierSpec, *, writes: bool = True) -> Tier:
-    """Return the tier of `spec`, not yet opened. `writes`: see `TierSpec.make`.
+    """Return the tier of `spec`, which is closed. `writes` is explained in `TierSpec.make`.
 
     Raises:
         ConfigError: the tier cannot be made, or lacks a method of `Tier`.
@@ -103,7 +103,7 @@ def spec_of(group: str, name: str) -> type[TierSpec]:
     """Return the specification registered in `group` under `name`: a kind of tier, or the scheme of a URL.
 
     Raises:
-        KeyError: nothing is registered under that name.
+        KeyError: no object is registered under `name`.
         ConfigError: the registered object cannot be used; the message names the package.
 
     """
@@ -133,7 +133,7 @@ def _plugin(spec: type[TierSpec]) -> plugins.Plugin:
 
 
 def _unread(spec: type[TierSpec], error: Exception) -> ConfigError:
-    """Return the error for a kind whose code fails to read its own configuration.
+    """Return the error for a kind of tier whose code fails to read the tier's configuration.
 
     The message does not show the configuration, because a value may be secret.
     """
@@ -198,6 +198,6 @@ def _split(text: str) -> SplitResult | None:
         url = urlsplit(text)
         url.port  # noqa: B018  (reading the property parses the port)
         parse_qsl(url.query, strict_parsing=bool(url.query))
-    except ValueError:  # not chained, because the message would show a part of the text, which may be secret
+    except ValueError:  # this error is not chained: its message would show a part of the text, which may be secret
         return None
     return url

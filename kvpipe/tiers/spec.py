@@ -28,7 +28,7 @@ class TierSpec(BaseModel):
     place: ClassVar[tuple[str, ...]] = ()
     """The configuration keys that identify the store. Two tiers with equal values of these keys are the same store.
 
-    If `place` is empty, all keys count.
+    If `place` is empty, all keys are compared.
     """
     medium: ClassVar[Literal["disk", "network"]] = "network"
     """The kind of place that keeps the values, for the engine's metric of hits by source."""
@@ -66,21 +66,21 @@ class TierSpec(BaseModel):
 
     @property
     def locality(self) -> Literal["", "local", "remote"]:
-        """The locality of the tier's values: `announce`, or the locality that kvpipe finds. "": unknown."""
+        """The locality of the tier's values: `announce`, or else the locality that kvpipe detects. "" means unknown."""
         if self.announce in {"local", "remote"}:
             return self.announce
         local = self.is_local()
         return "" if local is None else "local" if local else "remote"
 
     def is_local(self) -> bool | None:
-        """Whether the tier's values are on this host. None: unknown."""
+        """Whether the tier's values are on this host. None means unknown."""
         return None
 
     @classmethod
     def from_url(cls, url: SplitResult) -> dict[str, Any]:  # noqa: ARG003
-        """Return the configuration keys that `url` gives, without those of the URL's query.
+        """Return the configuration keys that `url` gives, without the keys of the URL's query.
 
-        Raises ValueError if the tier has no such URL; the message says what to write instead.
+        Raises ValueError if the tier has no such URL. The message names the accepted form.
         """
         raise ValueError("this kind of tier has no URLs; write a table of keys with 'kind'")
 
@@ -97,20 +97,20 @@ class TierSpec(BaseModel):
 
     @abstractmethod
     def make(self, name: str, *, writes: bool = True) -> Tier:
-        """Import the client and return the tier, not yet opened. Raises `ConfigError` if the client is not installed.
+        """Import the client, and return a closed tier. Raises `ConfigError` if the client is not installed.
 
-        `writes` is False if the caller only looks up and reads values, as the scheduler's process does. Then the tier
+        `writes` is False if the caller only looks up and reads values, as the scheduler's process does. Such a tier
         needs no memory or threads for writes.
         """
 
 
 def secret(env: str, file: Path | None, what: str) -> SecretStr | None:
-    """Return the secret in the environment variable `env` or in `file`; None if neither is given.
+    """Return the secret in the environment variable `env` or in `file`, or None if neither is given.
 
-    `what`: the configuration key of the secret, for errors.
+    `what` is the configuration key of the secret, for error messages.
 
     Raises:
-        ValueError: `env` and `file` are both given, or the given one does not exist, cannot be read or is empty. The
+        ValueError: `env` and `file` are both given, or the given source does not exist, cannot be read or is empty. The
             message does not show a name that may be the secret itself.
 
     """

@@ -24,7 +24,7 @@ class TierThread(Generic[_ItemT]):
     def __init__(self, name: str, tiers: Sequence[GuardedTier], cpus: frozenset[int] = frozenset()) -> None:
         """Start the thread, bound to `cpus` if any are given, and open the tiers.
 
-        A subclass sets every attribute that `_work` needs before the subclass calls this method.
+        Before a subclass calls this method, it must set every attribute that `_work` needs.
         """
         self.tiers = tuple(tiers)
         self._begun = self._ended = 0
@@ -40,16 +40,16 @@ class TierThread(Generic[_ItemT]):
 
     @property
     def open(self) -> int:
-        """The number of items that have begun and have not ended."""
+        """The number of items whose tasks have begun and have not ended."""
         return self._begun - self._ended
 
     def probe_now(self) -> None:
-        """Probe the tiers with open breakers at once. May be called on any thread."""
+        """Probe the tiers with open breakers at once. Any thread may call this method."""
         for tier in self.tiers:
             self.loop.put(tier.probe_now)
 
     def stop(self, seconds_max: float) -> None:
-        """End the tasks in progress and close the tiers, within `seconds_max` seconds. Idempotent."""
+        """End the tasks in progress and close the tiers, within `seconds_max` seconds. Later calls have no effect."""
         self.loop.stop(seconds_max)
 
     def _begin(self, item: _ItemT) -> None:

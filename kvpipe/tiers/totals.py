@@ -9,7 +9,7 @@ from kvpipe.protocol.messages import Kind
 from kvpipe.tiers.guard import GuardedTier
 
 Totals = dict[str, Mapping[str, float]]
-"""The number, by name of the metric and by value of the metric's label ("": the metric has no label)."""
+"""By the metric's name and by the label's value: a number. The label's value is "" if the metric has no label."""
 
 _NS_PER_S: Final = 1e9
 _NAMES: Final = {kind: kind.name.lower() for kind in Kind}
@@ -25,5 +25,5 @@ def copied(sizes: Mapping[Kind, int], times_ns: Mapping[Kind, int]) -> Totals:
 
 
 def left(tiers: Iterable[GuardedTier]) -> dict[str, float]:
-    """Return, for each tier and use, whether the breaker is open."""
+    """Return, for each tier and use, 1 if the breaker is open, else 0."""
     return {f"{one.name} {use}": not breaker.allows for one in tiers for use, breaker in one.breakers.items()}

@@ -21,8 +21,8 @@ def _raise(event: str, **fields: object) -> None:
 def make_policy(name: str, slots: int, fault: Callable[..., object] = _raise) -> Policy:
     """Create the policy `name` for a pool of `slots` slots.
 
-    `fault(event, **fields)` is called once if the policy fails. Before that call, LRU has replaced the policy. Without
-    `fault`, the method that failed raises RuntimeError.
+    If the policy fails, LRU replaces the policy, and then `fault(event, **fields)` is called once. Without `fault`, the
+    method that failed raises RuntimeError.
 
     Raises:
         KeyError: no policy has this name.

@@ -1,7 +1,7 @@
 """The eviction protocol.
 
-A policy knows only chunks that may be evicted now. When a chunk is held, it is removed from the policy. When it is
-released, it is inserted again.
+A policy contains only chunks that may be evicted now. A chunk is removed from the policy when it is held, and is
+inserted again when it is released.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ class Evictable(Protocol):
     """A chunk as a policy sees it: properties to read, and one attribute to write."""
 
     place: int
-    """The policy's position of the chunk. Only the policy reads and writes it. It is 0 until the policy sets it."""
+    """A number for the policy's own use, such as the chunk's position. The number is 0 until the policy sets it."""
 
     @property
     def identity(self) -> Hashable:
@@ -24,9 +24,9 @@ class Evictable(Protocol):
 
     @property
     def before(self) -> Hashable:
-        """The `identity` of the chunk before this one in the prefix.
+        """The `identity` of the previous chunk of the prefix.
 
-        The value is falsy for the first chunk, or if the chunk before is unknown.
+        The value is falsy if this chunk is the first, or if the previous chunk is unknown.
         """
 
 
@@ -34,13 +34,13 @@ class Policy(Protocol):
     """Decides which chunk is evicted when a slot is needed. Every operation is O(1) amortised."""
 
     def insert(self, chunk: Evictable, *, hit: bool) -> None:
-        """`chunk` may be evicted from now on: it was written (`hit` False), or released after a load (`hit` True)."""
+        """`chunk` may be evicted from now on. `hit` is True after a load, and False after a save."""
 
     def remove(self, chunk: Evictable) -> None:
-        """`chunk` may not be evicted any more: it is held, or was dropped. Unknown chunks are ignored."""
+        """`chunk` may not be evicted any more, because it is held or was dropped. Unknown chunks are ignored."""
 
     def refresh(self, chunk: Evictable) -> None:
-        """`chunk` was used without being loaded. Such a use only orders chunks that the policy rates equally."""
+        """`chunk` was used, but not loaded. Such a use decides only between chunks that the policy rates equally."""
 
     def victim(self) -> Evictable | None:
         """Remove and return the next chunk to evict, or None if no chunk may be evicted."""
@@ -57,10 +57,11 @@ class SessionPolicy(Policy, Protocol):
     """
 
     def request(self, now_s: float, *, over: bool) -> None:
-        """The following calls belong to one request, at the time `now_s`, in seconds of a clock that never decreases.
+        """Announce that the following calls belong to one request.
 
-        `over` says that the request has ended. Then `refresh` is called for all its chunks, the last one of the prefix
-        first. `insert` is called for each save of the request that lands later.
+        `now_s` is the present time in seconds of a clock that never decreases. `over` says that the request has ended.
+        After a call with `over`, `refresh` is called for all chunks of the request, the last chunk of the prefix first.
+        If a save of the request lands after the end, `insert` is called for the saved chunk.
         """
 
 
@@ -69,9 +70,9 @@ class AnsweredPolicy(SessionPolicy, Protocol):
     """A `SessionPolicy` that needs to know how long answers are."""
 
     def answered(self, tokens: int) -> None:
-        """The request that is over has decoded `tokens` tokens.
+        """The request that has ended has decoded `tokens` tokens.
 
-        Called between `request` and `refresh`, if the number is known.
+        This method is called between `request` and `refresh`, if the number is known.
         """
 
 
@@ -86,7 +87,7 @@ class BatchPolicy(Policy, Protocol):
         """`chunks` may be evicted from now on. The last chunk of the prefix is first."""
 
     def remove_all(self, chunks: Sequence[Evictable]) -> None:
-        """`chunks` may not be evicted any more: they are held, or were dropped.
+        """`chunks` may not be evicted any more, because they are held or were dropped.
 
         The first chunk of the prefix is first.
         """
@@ -97,10 +98,10 @@ class BatchPolicy(Policy, Protocol):
 
 @runtime_checkable
 class RememberingPolicy(Policy, Protocol):
-    """A policy that remembers held chunks. Therefore it must know which of these chunks are never inserted again."""
+    """A policy that remembers held chunks. `dropped` names the held chunks that are never inserted again."""
 
     def dropped(self, chunk: Evictable) -> None:
-        """`chunk`, for which `remove` was called before, was dropped, but not by `victim`.
+        """`chunk` was dropped after a call of `remove`, and not as a result of `victim`.
 
         Unknown chunks are ignored.
         """

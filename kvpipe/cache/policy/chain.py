@@ -9,12 +9,12 @@ from kvpipe.cache.policy.base import Evictable
 from kvpipe.cache.policy.hints import Hint
 from kvpipe.cache.policy.large import untracked
 
-NOTHING: Final[set[Evictable]] = set()  # the set of held chunks of chains without held chunks; never changed
-NONE: Final = -1  # the number of a chain without chunks in memory: never a chunk's place
+NOTHING: Final[set[Evictable]] = set()  # an empty set, never changed: `held` of each chain without held chunks
+NONE: Final = -1  # `number` of each chain without chunks in memory; no chunk's `place` is -1
 
 
 class Chain:
-    """A run of chunks. `stack` has the chunks in the order of the prefix. Some may be held, or dropped."""
+    """A chain. `stack` has its chunks in the order of the prefix. Some of these chunks may be held or dropped."""
 
     __slots__ = (
         "answer", "before", "ended_s", "free", "head", "held", "hint", "hinted", "hinted_s", "kind", "learnt_kept",
@@ -24,14 +24,14 @@ class Chain:
     def __init__(self, head: Hashable, before: Hashable, now_s: float, *, orphan: bool) -> None:
         """Start without chunks. The first chunk will be `head`, which follows `before`.
 
-        An `orphan` follows a chunk that is not in memory, so no lookup finds its chunks.
+        `orphan` says that `before` is not in memory. Lookups find no chunk of an orphan.
         """
         self.head, self.before, self.orphan = head, before, orphan
         self.stack: list[Evictable] = []
         self.held = NOTHING
         self.free = 0  # the number of the chain's chunks that may be evicted
-        self.number = NONE  # the place of the chain's chunks in memory, held or not
-        self.shared = False  # whether prompts have diverged after the chain
+        self.number = NONE  # the `place` of all chunks of this chain that are in memory, held or not
+        self.shared = False  # whether several prompts continue the chain differently
         self.pace: float | None = None
         self.kind = self.paced = 0  # `kind` decides the chain's worth; `paced` is the kind by pace when the wait began
         self.answer = 0  # the class of the last answer (`answer_class`)
@@ -39,13 +39,13 @@ class Chain:
         self.lru_kept = self.learnt_kept = self.learnt_kind = 0  # numbers of chunks, and the kind, in a duel's shadows
         self.used_s = now_s
         self.hint: Hint | None = None  # the hint on the chain's present or next wait
-        self.hinted, self.hinted_s = 0, now_s  # the kind of the hint (0: no hint), and when it came
-        self.ended_s: float | None = None  # the time since which the chain waits; None: a request uses it
+        self.hinted, self.hinted_s = 0, now_s  # the kind of the hint (0: no hint), and the time of its arrival
+        self.ended_s: float | None = None  # the time when the chain's wait began; None: a request uses the chain
         untracked(self)
         untracked(self.stack)
 
     def push(self, chunk: Evictable) -> None:
-        """Append a new chunk at the end. A chunk with a key from the middle of the chain is inserted before the end."""
+        """Append a new chunk. A chunk whose key is from the middle of the chain is inserted before the last chunk."""
         stack = self.stack
         if stack and stack[-1].identity not in (chunk.before, chunk.identity):
             stack.insert(-1, chunk)
@@ -53,9 +53,9 @@ class Chain:
             stack.append(chunk)
 
     def reorder(self, chunks: list[Evictable]) -> None:
-        """Put `chunks`, which may be evicted, in this order. Held chunks keep their places.
+        """Put `chunks`, which may be evicted, in this order. Held chunks keep their positions.
 
-        Other free chunks follow `chunks`.
+        The chain's other evictable chunks follow `chunks`.
         """
         if len(chunks) < len(self.stack):
             free = {one: None for one in self.stack if one not in self.held and one.place == self.number}
@@ -66,9 +66,9 @@ class Chain:
 
 
 def by_chain(chunks: Sequence[Evictable], chains: Sequence[Chain | None]) -> dict[Chain, list[Evictable]]:
-    """Return the known ones of `chunks` by chain, in their order. The first chunk of a prefix is first in `chunks`.
+    """Return the known chunks of each chain, in the order of `chunks`. The first chunk of a prefix comes first.
 
-    `chains` has the chains by the place of their chunks, and None at places of unknown chunks.
+    `chains` is indexed by `place` of a chunk. An entry is None if chunks with its index are unknown.
     """
     runs, at, many = dict[Chain, list[Evictable]](), 0, len(chunks)
     while at < many:

@@ -19,10 +19,13 @@ if TYPE_CHECKING:
     from kvpipe.cache.policy.chain import Chain
 
 BEGINS: Final = ((2.0, 0.005), (1.0, 0.01), (0.5, 0.05))
-"""(standard deviations of the lead in hits, share of LRU's hits): the leads after which the learnt order evicts."""
+"""Pairs (standard deviations, share of LRU's hits).
+
+The learnt order evicts if its lead in hits exceeds both values of any pair.
+"""
 ENDS: Final = ((0.5, 0.002),)
 DECAY: Final = 1 - 1 / 8192  # per request
-DEPTH_MAX: Final = 64  # the most chains that an eviction follows to the end of a prompt
+DEPTH_MAX: Final = 64  # an eviction follows at most this many chains towards the end of a prompt
 
 
 class _LruShadow:
@@ -70,7 +73,7 @@ class _LearntShadow:
     def __init__(self, slots: int, returns: Returns) -> None:
         self.slots, self.used = slots, 0
         self.queues = Queues(slots, returns)  # by the kinds that chains had when they were added
-        self.behind: MutableMapping[Chain, Chain] = make_order(slots)  # for each chain, the next in the last request
+        self.behind: MutableMapping[Chain, Chain] = make_order(slots)  # by chain: its successor in the last request
 
     def kept(self, chain: Chain) -> int:
         return chain.learnt_kept
@@ -127,7 +130,7 @@ class Duel:
     def sized(self, slots: int) -> None:
         """Set the number of usable slots to `slots`.
 
-        If this number were too high, both shadows would hit chunks that the pool cannot hold.
+        If this number were too high, both shadows would count hits of chunks that the pool cannot hold.
         """
         self._lru.slots = self._learnt.slots = slots
 
@@ -145,7 +148,7 @@ class Duel:
             self._learnt.fit(now_s)
 
     def _use(self, prompt: Sequence[tuple[Chain, int]]) -> None:
-        """Put a prompt into both shadows, its end first. A chain that is put in later is evicted later."""
+        """Put a prompt's chains into both shadows, the last chain first. So the last chain is evicted first."""
         lru, learnt, following = self._lru, self._learnt, None
         waiting, queues, changed = lru.order, learnt.queues.by_kind, learnt.queues.changed
         for chain, size in prompt:
@@ -216,7 +219,7 @@ class Duel:
 
 def _hits(prompt: Sequence[tuple[Chain, int]]) -> tuple[int, int]:
     """Return how many of a prompt's chunks, from its beginning on, LRU and the learnt order would hold."""
-    whole = lru = learnt = 0  # a shadow may count more: also chunks after a lost end of a chain
+    whole = lru = learnt = 0  # a shadow may hold more chunks: also chunks after a chain whose end was evicted
     lru_goes_on = learnt_goes_on = True
     for chain, size in reversed(prompt):
         whole += size

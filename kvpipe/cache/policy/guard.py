@@ -29,7 +29,7 @@ def takes_hints(policy: Policy) -> TypeGuard[HintedPolicy]:
 
 
 class RescuedPolicy:
-    """Evicts the victims of `policy`, one of kvpipe's own, until the policy raises. From then on, LRU evicts.
+    """Guards a policy of kvpipe. When the policy raises, LRU replaces it.
 
     The guard itself tracks no chunks. After the policy has raised, the guard asks the pool which chunks may be evicted.
     """
@@ -137,7 +137,7 @@ class RescuedPolicy:
             try:
                 self._dropped(chunk)
             except (Exception, SystemExit) as error:  # noqa: BLE001  (as above)
-                self._rescue(error).remove(chunk)  # the pool still considers the chunk evictable
+                self._rescue(error).remove(chunk)  # the pool has not removed the chunk yet
 
     def victim(self) -> Evictable | None:
         """See `Policy.victim`."""
@@ -166,8 +166,8 @@ class RescuedPolicy:
 class GuardedPolicy(RescuedPolicy):
     """Guards a policy from another package. LRU also replaces a policy that returns a wrong victim.
 
-    A victim is wrong if it may not be evicted, or if it is None although chunks may be evicted. An LRU in parallel to
-    the policy tracks which chunks may be evicted.
+    A victim is wrong if it may not be evicted, or if it is None although some chunk may be evicted. The guard tracks
+    all chunks that may be evicted in an LRU of its own.
     """
 
     def __init__(self, policy: Policy, name: str, fault: Callable[..., object], slots: int = 0) -> None:
@@ -224,9 +224,9 @@ class GuardedPolicy(RescuedPolicy):
         return len(self._followed)
 
     def _checked(self, chunk: Evictable | None) -> Evictable | None:
-        """Return a victim of the policy.
+        """Return `chunk`, a victim of the policy.
 
-        Raises LookupError if the chunk may not be evicted, or if it is None although chunks may be evicted.
+        Raises LookupError if `chunk` may not be evicted, or is None although some chunk may be evicted.
         """
         if chunk not in self._followed if chunk is not None else len(self._followed):
             raise LookupError("the policy's victim may not be evicted")

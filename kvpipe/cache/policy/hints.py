@@ -21,7 +21,7 @@ class Action(Enum):
 class Hint:
     """A hint on a chunk, valid until the chunk's next use.
 
-    If a request uses the chunk now, the hint is valid from that request's end on.
+    If a request is using the chunk, the hint becomes valid when this request ends.
     """
 
     action: Action

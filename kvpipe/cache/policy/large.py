@@ -1,8 +1,8 @@
 """Mappings whose calls stay fast with a million entries. The garbage collector does not traverse these mappings.
 
-A dict of n entries sometimes copies all entries in one call, even if it does not grow. The copy takes 0.3 ms for 40,000
-entries, and 40 ms for 700,000. These mappings consist of many small dicts. Up to `PLAIN_MAX` entries they are plain
-dicts.
+A dict sometimes copies all of its entries in one call, even if the dict does not grow. The copy takes 0.3 ms for 40,000
+entries, and 40 ms for 700,000 entries. Therefore these mappings consist of many small dicts. For at most `PLAIN_MAX`
+entries, a plain dict is used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RUN_MAX: Final = 1 << 10
 _MISSING: Final = object()
 
 untracked = ctypes.pythonapi.PyObject_GC_UnTrack
-"""Untracks one object: the garbage collector ignores the object, and only its reference count frees it.
+"""Untracks one object: the garbage collector ignores the object, which is freed when its reference count reaches 0.
 
 A full collection traverses all tracked objects, which takes 0.6 s for a million chunks. An untracked object must not be
 part of a reference cycle, because the cycle would never be freed.
@@ -42,7 +42,7 @@ class Shard(dict[K, V]):
 
 
 class Shards(MutableMapping[bytes, V]):
-    """A dict that is divided into 256 pieces by the first byte of the key, which must be a hash.
+    """A dict that is divided into 256 dicts by the first byte of the key. Each key must be a hash.
 
     The dict has no order.
     """
@@ -54,7 +54,7 @@ class Shards(MutableMapping[bytes, V]):
         self._shards: tuple[Shard[bytes, V], ...] = tuple(Shard() for _ in range(256))
 
     def __getitem__(self, key: bytes) -> V:
-        """Return the value of `key`. Raises KeyError if there is none."""
+        """Return the value of `key`. Raises KeyError if the mapping does not have `key`."""
         return self._shards[key[0]][key]
 
     def __setitem__(self, key: bytes, value: V) -> None:
@@ -62,7 +62,7 @@ class Shards(MutableMapping[bytes, V]):
         self._shards[key[0]][key] = value
 
     def __delitem__(self, key: bytes) -> None:
-        """Delete an entry, as in a dict. Raises KeyError. A piece that becomes empty frees its memory."""
+        """Delete an entry, as in a dict, or raise KeyError. A shard that becomes empty frees its memory."""
         shard = self._shards[key[0]]
         del shard[key]
         if not shard:
@@ -90,7 +90,7 @@ class Shards(MutableMapping[bytes, V]):
             shard.clear()
 
     def leading(self, keys: Iterable[bytes]) -> int:
-        """Return how many of `keys` are in the mapping, up to the first that is not."""
+        """Return how many of the first `keys` are in the mapping, before the first missing key."""
         shards, held = self._shards, 0
         for key in keys:
             if key not in shards[key[0]]:
@@ -119,22 +119,22 @@ class _Stretch:
 
 
 class ShardedOrder(MutableMapping[K, V]):
-    """An `OrderedDict` in pieces: runs of at most `RUN_MAX` entries, and an index from each key to its run."""
+    """An `OrderedDict` that consists of runs of at most `RUN_MAX` entries, and of an index from each key to its run."""
 
     __slots__ = ("_first", "_last", "_len", "_many", "_shards")
 
     def __init__(self, entries_max: int, shards: tuple[Shard[K, _Stretch], ...] = ()) -> None:
         """Start without entries. With more than `entries_max` entries, calls take longer.
 
-        `shards` is an index that several orders share. At any time a key may be in only one of these orders, and only
-        this order may be asked for the key.
+        `shards` is an index that several orders share. At any time a key may be in only one of these orders. A call
+        with this key may only be made on the order that has the key.
         """
         self._shards = shards or _shards(entries_max)
         self._many, self._len = len(self._shards), 0
         self._first = self._last = _Stretch()
 
     def __getitem__(self, key: K) -> V:
-        """Return a value, as a dict does. Raises KeyError."""
+        """Return a value, or raise KeyError, as a dict does."""
         value: V = self._shards[hash(key) % self._many][key].entries[key]
         return value
 
@@ -157,7 +157,7 @@ class ShardedOrder(MutableMapping[K, V]):
         run.entries[key] = value
 
     def __delitem__(self, key: K) -> None:
-        """Delete an entry. Raises KeyError."""
+        """Delete an entry. Raises KeyError if the key is missing."""
         self.pop(key)
 
     def pop(self, key: K, default: Any = _MISSING) -> Any:  # noqa: ANN401
@@ -186,7 +186,7 @@ class ShardedOrder(MutableMapping[K, V]):
         return key, self.pop(key)  # type: ignore[arg-type, return-value]
 
     def move_to_end(self, key: K) -> None:
-        """Make the entry the newest. Raises KeyError."""
+        """Make the entry the newest. Raises KeyError if the key is missing."""
         self[key] = self.pop(key)
 
     def __contains__(self, key: object) -> bool:
@@ -212,7 +212,7 @@ class ShardedOrder(MutableMapping[K, V]):
         return self._len
 
     def _open(self) -> _Stretch:
-        """Return a run for a new entry. The last run has reached `RUN_MAX`, but may have few entries left."""
+        """Return a run for a new entry, because the last run has reached `RUN_MAX`, including removed entries."""
         last = self._last
         if len(last.entries) * 2 < RUN_MAX:
             _fill(last, dict(last.entries))
@@ -222,7 +222,7 @@ class ShardedOrder(MutableMapping[K, V]):
         return self._last
 
     def _shrink(self, run: _Stretch) -> None:
-        """Compact `run`, which has few entries left and is not the last run, or join it with a small neighbour."""
+        """Compact `run`, or join `run` with a small neighbour. `run` has few entries left, and is not the last run."""
         older, newer = run.older, run.newer
         if not run.entries:
             self._unlink(run)
@@ -275,7 +275,10 @@ def order(entries_max: int) -> Ordered[K, V]:
 
 
 def orders(entries_max: int, count: int) -> tuple[Ordered[K, V], ...]:
-    """Return `count` mappings as from `order`. Large ones share an index, so a key may be in one of them at a time."""
+    """Return `count` mappings, each as `order` returns it. A key may be in only one of these mappings at a time.
+
+    The reason is that large mappings share an index.
+    """
     if entries_max <= PLAIN_MAX:
         return tuple(OrderedDict() for _ in range(count))
     shards = _shards(entries_max)

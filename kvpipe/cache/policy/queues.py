@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 _LEAVES_S: Final = (*INNER_S, math.inf)
 """The end of each bin of idle time, in seconds."""
 Candidate: TypeAlias = "tuple[float, float, int, Chain, float]"
-"""The chain of a kind that is worth the least: (worth, last use, kind, chain, valid until)."""
-_EARLY: Final = 1 - 1e-12  # renews a worth slightly too early, never too late
+"""The chain with the lowest worth of its kind: (worth, time of last use, kind, chain, end of the worth's validity)."""
+_EARLY: Final = 1 - 1e-12  # because of this factor, a worth is computed again slightly too early, never too late
 
 
 class Queues:
     """Queues of chains, one per kind. Only the oldest and the newest chain of each kind are compared.
 
-    The result of a comparison is kept for as long as it is valid. Code that changes a chain's kind, or the time when
-    the chain was used, must add the kind of the chain's queue to `changed`.
+    The result of a comparison is kept while it is valid. Code that changes the kind of a chain, or the time of its last
+    use, must add the kind of the chain's queue to `changed`.
     """
 
     def __init__(self, slots: int, returns: Returns) -> None:
         """Start without chains. `slots` is the largest number of chains. `returns` has the worths of chains."""
-        lines: tuple[Ordered[Chain, None], ...] = orders(slots, KINDS + 1)  # each chain is in one of them
+        lines: tuple[Ordered[Chain, None], ...] = orders(slots, KINDS + 1)  # each chain is in one of these queues
         self.by_kind, self.others = lines[:-1], lines[-1]
         """Queues by kind, and the queue of chains that are not compared."""
         self.changed: set[int] = set()
@@ -36,10 +36,10 @@ class Queues:
         self._returns, self._renewals = returns, returns.renewals
         self._candidates: dict[int, Candidate] = {}
         self._least: Candidate | None = None
-        self._until_s = math.inf  # `_least` stays valid until this time unless other data changes
+        self._until_s = math.inf  # the time until which `_least` is valid unless other data changes
 
     def put(self, chain: Chain, kind: int) -> None:
-        """Add `chain` as the newest of a kind. A chain that the kind has already keeps its position."""
+        """Add `chain` as the newest chain of `kind`. A chain that is already in the kind's queue keeps its position."""
         self.by_kind[kind][chain] = None
         self.changed.add(kind)
 
@@ -56,9 +56,9 @@ class Queues:
         self.changed.add(to)
 
     def least(self, now_s: float) -> Chain | None:
-        """Return the chain that is worth the least now, or None.
+        """Return the chain with the lowest worth now, or None if there are no chains.
 
-        If chains are equal, return the least recently used one.
+        If several chains have this worth, return the least recently used chain.
         """
         changed, candidates = self.changed, self._candidates
         if self._returns.renewals != self._renewals:
@@ -76,7 +76,7 @@ class Queues:
         return self._least[3] if self._least is not None else None
 
     def _compare(self, now_s: float) -> None:
-        """Compare the oldest and the newest chain of each changed kind, and the results with the other kinds."""
+        """Compare the oldest and the newest chain of each changed kind. Then compare the results of all kinds."""
         changed, candidates, least, tables = self.changed, self._candidates, self._least, self._returns.tables
         if least is not None and least[2] in changed:
             least = None

@@ -50,5 +50,5 @@ class Recency:
         rest.run = chain.run
 
     def first(self) -> Chain:
-        """Return the least recently used chain. Raises StopIteration if there is none."""
+        """Return the least recently used chain. Raises StopIteration if the set is empty."""
         return self._runs[next(iter(self._runs))][0]

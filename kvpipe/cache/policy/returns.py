@@ -12,34 +12,34 @@ from kvpipe.cache.policy.hints import Action
 PER_OCTAVE: Final = 3
 SHORTEST_S: Final = 0.25
 BINS: Final = 48  # bins of idle times up to 4.5 hours; the last bin has longer times, too
-PACES: Final = 13  # kinds of chains by pace: no pause yet, then octaves of the usual pause from 1 s on
+PACES: Final = 13  # the number of kinds by pace: 0: no pause yet; 1 to 11: octaves of the usual pause; 12: `LEFT`
 LEFT: Final = PACES - 1  # the kind of chains behind a point where requests ended or branched off
 SILENT: Final = PACES
 """The first kind of waits without a hint. Each class of answers (`answer_class`) has `PACES` kinds from here on."""
 ANSWERS_TOKENS: Final = (128, 1024)
-"""The lengths in tokens at which the next class of answers begins: about the best of five simulated divisions."""
-RESUMES: Final = SILENT + (2 + len(ANSWERS_TOKENS)) * PACES  # kinds by octave of the pause that a client has hinted
-RETAINS: Final = RESUMES + 15  # kinds by two octaves of the time for which a client wants chains
+"""Each of these lengths in tokens begins a class of answers. They were about the best of five simulated choices."""
+RESUMES: Final = SILENT + (2 + len(ANSWERS_TOKENS)) * PACES  # the first kind of resume hints: one kind per octave
+RETAINS: Final = RESUMES + 15  # the first kind of retain hints: one kind per two octaves of the retained time
 DEMOTED: Final = RETAINS + 8
 KINDS: Final = DEMOTED + 1
-PRIOR: Final = 20.0  # the number of waits after which a kind's own counts weigh as much as those of all kinds
-PRIOR_HINTED: Final = 4.0  # the same for kinds of hints, which begin as if hints were right
+PRIOR: Final = 20.0  # after this number of waits, a kind's own counts weigh as much as the counts of all kinds
+PRIOR_HINTED: Final = 4.0  # as `PRIOR`, for kinds of hints, whose counts start as if hints were right
 PRIOR_TURNS: Final = 20.0
-REMEMBERED: Final = 8192  # turns of a kind, after which older turns count half
+REMEMBERED: Final = 8192  # if a kind has more turns than this, its counts are halved
 REMEMBERED_HINTED: Final = 512
-USELESS: Final = 0.05  # if a larger share of demoted chains returns, such chains are kept by their worth
-TRUST_DECAY: Final = 0.995  # per return
-PROOF_MAX: Final = 0.25  # the most by which one return changes the trust, which stays between -50 and 50
+USELESS: Final = 0.05  # if a smaller share of demoted chains is used again, demoted chains are worth nothing
+TRUST_DECAY: Final = 0.995  # each return multiplies the trust by this factor
+PROOF_MAX: Final = 0.25  # one return changes the trust by at most this; so the trust stays between -50 and 50
 DISTRUST: Final = -4.0
 CHANCE_MAX: Final = 0.999  # the highest chance that a chain returns within a bin
-RENEW_EVERY: Final = 8  # turns after which the tables of one pace are renewed, at first
-RENEW_SHARE: Final = 256  # this interval grows by one turn for each 256 turns so far, up to `RENEW_MAX`
+RENEW_EVERY: Final = 8  # the tables of one pace are renewed after this number of turns, at first
+RENEW_SHARE: Final = 256  # the interval between renewals grows by 1 turn per 256 turns so far, up to `RENEW_MAX`
 RENEW_MAX: Final = 64
 _EDGES_S: Final = [0.0, *(SHORTEST_S * 2 ** (at / PER_OCTAVE) for at in range(1, BINS + 1))]
 _WIDTHS_BACK_S: Final = [stop_s - start_s for start_s, stop_s in itertools.pairwise(_EDGES_S)][::-1]
 """The widths of the bins, the last bin first."""
 INNER_S: Final = _EDGES_S[1:-1]
-"""The edges between bins, in seconds: the bin of an idle time is the number of edges that it has reached."""
+"""The edges between bins, in seconds. The bin of an idle time is the number of edges that are at most this time."""
 
 
 def pace_after(before: float | None, idle_s: float) -> float:
@@ -60,15 +60,15 @@ def chain_kind(usual: float | None) -> int:
 
 
 def answer_class(tokens: int) -> int:
-    """Return the offset to `SILENT` plus the kind of a pace, for a wait after an answer of `tokens` tokens.
+    """Return the class of an answer of `tokens` tokens. The class of an answer of unknown length is 0.
 
-    The offset for an answer of unknown length is 0.
+    A wait after the answer has the kind `SILENT` + class + kind of the chain's pace.
     """
     return PACES * (1 + bisect_right(ANSWERS_TOKENS, tokens))
 
 
 def hinted_kind(action: Action, in_s: float) -> int:
-    """Return the kind of a chain with the hint `action`, whose time is `in_s` seconds from now."""
+    """Return the kind of a chain with the hint `action`. The time of the hint is `in_s` seconds from now."""
     if action is Action.DEMOTE:
         return DEMOTED
     octave = int(math.log2(in_s)) + 1 if 1 <= in_s < 1 << 14 else 14 * (in_s >= 1)
@@ -83,24 +83,24 @@ class Returns:
     """Counts, by kind, how often chains began to wait (*turns*), and after which idle times they were used again.
 
     The worth of a waiting chain is its Gittins index: the expected hits per second until the best time to stop waiting.
-    The index needs no horizon. Between two chains, the chain with the larger index is kept. Worths are kept in tables
-    that are sometimes renewed, so a decision is a table lookup.
+    The index needs no horizon. The chain with the larger index is kept. Worths are kept in tables that
+    are renewed after some turns, so a decision is a table lookup.
 
-    Each kind of hint is a kind of chain, too. Its worth is computed from how long chains with such a hint have waited.
+    Each kind of hint is also a kind of chain. The worth of the kind is computed from the waits of chains with the hint.
     """
 
     def __init__(self) -> None:
         """Start without counts. At first, hints are treated as right, and all other kinds are worth the same."""
         self._ended = [0.0] * KINDS
         self._returned = [[0.0] * BINS for _ in range(KINDS)]
-        self._everybody = [0.0] * BINS  # the sum of all kinds by pace
+        self._everybody = [0.0] * BINS  # the sum of the returns of all kinds by pace
         self.tables: list[WorthTable] = [_Useless()] * KINDS
-        """By kind, the table of what its chains are worth, by bin of idle time."""
+        """By kind: the table of the worths of the kind's chains."""
         self.renewals = 0
         """How often `tables` have changed."""
         self._turns = self._renewed = 0
         self._renew_at = RENEW_EVERY
-        self._changed = [True] * KINDS  # by kind, whether counts have changed since its table was renewed
+        self._changed = [True] * KINDS  # by kind: whether its counts have changed since its table was renewed
         self._trust = 0.0
         for kind in range(RESUMES, KINDS):
             self._ended[kind], self._returned[kind] = PRIOR_TURNS, _as_hinted(kind)
@@ -113,7 +113,7 @@ class Returns:
         With `turns` -1, take one count back, because the chain's kind has changed.
         """
         ended = self._ended[kind] + turns
-        self._ended[kind] = ended if ended > 0 else 0.0  # older turns may have been halved meanwhile
+        self._ended[kind] = ended if ended > 0 else 0.0  # halving may have removed part of the turn to take back
         self._changed[kind] = True
         self._turns += 1
         if self._turns >= self._renew_at:
@@ -122,9 +122,9 @@ class Returns:
             self._renew(self._renewed)
 
     def waits(self, pace: int, silent: int) -> None:
-        """Count that a chain begins to wait without a hint, for both its kinds: `pace` and `silent`.
+        """Count that a chain begins to wait without a hint, for both kinds of the chain: `pace` and `silent`.
 
-        The effect is that of two calls of `ended`.
+        Two calls of `ended` would have the same effect.
         """
         if self._turns + 2 < self._renew_at:
             self._turns += 2
@@ -136,7 +136,7 @@ class Returns:
             self.ended(silent)
 
     def back(self, pace: int, silent: int, idle_s: float) -> None:
-        """Count that a chain without a hint is used again after `idle_s` seconds: `returned` for both its kinds."""
+        """Count that a chain without a hint is used again after `idle_s` seconds, as two calls of `returned` would."""
         at = bisect_right(INNER_S, idle_s)
         self._everybody[at] += 1
         self._returned[pace][at] += 1
@@ -154,8 +154,7 @@ class Returns:
     def proven(self, hinted: int, pace: int, idle_s: float) -> None:
         """Adjust the trust in hints, because a chain with a hint is used again after `idle_s` seconds.
 
-        The trust rises if this time was more likely for the kind of the hint, `hinted`, than for the kind of the pace,
-        `pace`.
+        The trust rises if the kind of the hint, `hinted`, predicted this time better than the kind of the pace, `pace`.
         """
         at = _bin(idle_s)
         better = self._likely(hinted, at) / self._likely(pace, at)
@@ -178,7 +177,7 @@ class Returns:
         everybody = _Everybody(sum(self._ended[:PACES]), self._everybody.copy())
         for kind in range(pace, KINDS, PACES):
             if kind >= RESUMES and not self._changed[kind]:
-                continue  # no hint is of this kind
+                continue  # the counts of this kind of hints are the same as at the last renewal
             self._changed[kind] = False
             if kind == pace or kind >= RESUMES:
                 self._renew_kind(kind, everybody)
@@ -186,12 +185,12 @@ class Returns:
             if kind == SILENT + pace:
                 silent = self._silent(pace, everybody)
             if not self._ended[kind] or self._counts(kind) == self._counts(pace):
-                self.tables[kind] = silent  # there were no hints and no other answers
+                self.tables[kind] = silent  # the kind has no counts of its own, or the counts of the whole pace
             else:
                 self._renew_kind(kind, silent)
 
     def _silent(self, pace: int, everybody: _Everybody) -> WorthTable:
-        """Return the worths of waits of a pace without hints, after any answer."""
+        """Return the worths of waits without hints at one pace, after answers of any length."""
         ended = sum(self._ended[SILENT + pace : RESUMES : PACES])
         returned = [sum(counts) for counts in zip(*self._returned[SILENT + pace : RESUMES : PACES], strict=True)]
         if (ended, returned) == self._counts(pace):
@@ -243,7 +242,7 @@ class WorthTable:
     def __init__(self, ended: float, returned: list[float], prior: float, everybody: _Everybody | WorthTable) -> None:
         """Keep the counts. `returned` has the returns of `ended` chains, by bin of idle time.
 
-        `everybody` counts as much as `prior` of these chains.
+        `everybody` has the weight of `prior` chains.
         """
         self._chances: list[float] | None = None
         self._ended, self._returned, self._prior, self._everybody = ended, returned, prior, everybody
@@ -251,7 +250,7 @@ class WorthTable:
         """The result of `worths`, or None before its first call."""
 
     def worths(self) -> list[float]:
-        """Return, by bin of idle time, the expected hits per second and chunk of a chain that has waited that long."""
+        """Return the expected hits per second and chunk of a waiting chain, by bin of the time that it has waited."""
         if self.computed is None:
             self.computed = _indices(self.usual())
         return self.computed
@@ -279,7 +278,7 @@ class _Useless(WorthTable):
 
 
 def _as_hinted(kind: int) -> list[float]:
-    """Return how many of `PRIOR_TURNS` return in each bin if hints are right within a factor of about two."""
+    """Return how many of `PRIOR_TURNS` chains return in each bin if hinted times are right within a factor of two."""
     if kind == DEMOTED:
         return [0.0] * BINS
     resumes = kind < RETAINS
@@ -294,13 +293,13 @@ def _indices(chances: list[float]) -> list[float]:
     """Return the Gittins index at each bin, in hits per second.
 
     `chances` has, for each bin, the probability that a chain returns within the bin if it has not returned before. The
-    index is computed from the last bin on. A bin is joined with the bins after it while their index is larger, because
-    waiting longer then pays.
+    indices are computed from the last bin back to the first. A bin is joined with the following bins while their index
+    is larger than the bin's own, because a longer wait then has more hits per second.
     """
     out, ahead, log1p = list[float](), list[tuple[float, float, float]](), math.log1p
     for chance, width_s in zip(reversed(chances), _WIDTHS_BACK_S, strict=True):
         hits, waits_s, stays = chance, -width_s * chance / log1p(-chance), 1 - chance
-        while ahead:  # hits, seconds, chance that the wait continues behind these bins
+        while ahead:  # (hits, seconds, chance that the wait is longer than these bins)
             more, longer_s, still = ahead[-1]
             if more * waits_s <= hits * longer_s:
                 break

@@ -1,8 +1,8 @@
 """S3-FIFO: a scan of one-time prompts cannot evict chunks that are used again.
 
 Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023. A small queue (10 % of the cache) holds new
-chunks, and a main queue holds chunks that were hit. A ghost list has the identities that the small queue has evicted. A
-chunk whose identity is in the ghost list is inserted into the main queue.
+chunks, and a main queue holds chunks that were hit. A ghost list has the identities of chunks that the small queue has
+evicted. If such a chunk is inserted again, it goes into the main queue.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class S3Fifo:
     """Evicts new chunks without a hit before chunks with a hit."""
 
     def __init__(self, slots: int) -> None:
-        """Start without chunks. `slots` of the pool limit the ghost list and the small queue."""
+        """Start without chunks. `slots`, the number of the pool's slots, limits the ghost list and the small queue."""
         self._small: Ordered[Evictable, int] = order(slots)
         self._main: Ordered[Evictable, int] = order(slots)
         self._ghost: Ordered[Hashable, None] = order(slots)

@@ -1,4 +1,4 @@
-"""Keeps the prefixes that are used again soonest: those of sessions that pause and continue, each at its own pace.
+"""Keeps the prefixes that will be used again soonest, for sessions that pause and continue, each at its own pace.
 
 Chunks are in *chains*: runs of chunks that follow each other, with no branch between them. A chain is evicted from its
 end, and after the chains that follow it. `returns.py` decides which chain is evicted. The decision depends on how long
@@ -21,9 +21,9 @@ from kvpipe.cache.policy.recency import Recency
 from kvpipe.cache.policy.returns import LEFT, SILENT, Returns, answer_class, chain_kind, hinted_kind, pace_after
 
 CHAIN_MAX: Final = 256  # in chunks: the time to split a chain is proportional to its length
-DEPTH_MAX: Final = 1024  # the most chains that an eviction follows to the end of a prompt
-FORGOTTEN_MAX: Final = 64  # identities per call, because finding the oldest takes longer than removing it
-NOWHERE: Final = object()  # an identity that no chunk follows
+DEPTH_MAX: Final = 1024  # an eviction follows at most this many chains towards the end of a prompt
+FORGOTTEN_MAX: Final = 64  # identities per call: several, because finding the oldest takes longer than removing it
+NOWHERE: Final = object()  # an identity that no chunk has as its `before`
 NOBODY: Final = Chain(NOWHERE, NOWHERE, 0.0, orphan=False)  # a chain without chunks
 
 
@@ -38,21 +38,21 @@ class Sessions:
         self._duel = Duel(self._slots, self._returns)
         self.sized = self._duel.sized  # see `SizedPolicy`
         self._revalued = self._duel.revalued
-        self._chains: list[Chain | None] = [None]  # by the place of their chunks
-        self._numbers: list[int] = []  # numbers that no chain has now
-        self._free = self._held = 0  # numbers of chunks that may be evicted, and of known held chunks
-        self._known: MutableMapping[Hashable, Chain] = make_order(slots)  # by the identity of their chunks
+        self._chains: list[Chain | None] = [None]  # by `place` of the chains' chunks
+        self._numbers: list[int] = []  # indices of `_chains` that are free for new chains
+        self._free = self._held = 0  # the number of chunks that may be evicted, and the number of known held chunks
+        self._known: MutableMapping[Hashable, Chain] = make_order(slots)  # by `identity` of the chains' chunks
         self._gone: Ordered[Hashable, Chain] = order(slots)  # evicted chains, by the identity of their head
         self._branches: Ordered[Hashable, dict[Chain, None]] = order(slots)  # by the identity of the chunk before
         self._queues = Queues(slots, self._returns)
         self._orphans = self._queues.others
         self._recency = Recency(slots)  # chains in the queues, and orphans
         self._tip = NOBODY  # the chain in which a chunk was saved last
-        self._follows: Hashable = NOWHERE  # the identity of that chunk
+        self._follows: Hashable = NOWHERE  # the identity of the chunk that was saved last
         self._now_s, self._over, self._answer = 0.0, False, 0
         self._touched: list[Evictable] = []  # chunks of the finished request, its end first
         self._draining, self._bare = NOBODY, False  # the chain to evict from; whether no chain follows this chain
-        self._lost = 0  # chunks of requests in progress that were evicted or orphans
+        self._lost = 0  # the number of chunks of running requests that were evicted or are orphans
         untracked(self._chains)
 
     # ---- the policy's calls --------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ class Sessions:
         self._insert(chunk, hit=hit)
 
     def _insert(self, chunk: Evictable, *, hit: bool) -> None:
-        """Insert any chunk, as `insert`."""
+        """Insert any chunk. `insert` handles the usual case itself."""
         chain = self._chains[chunk.place]
         if chain is None:
             self._insert_new(chunk)
@@ -133,7 +133,7 @@ class Sessions:
         self._free += back
         self._held -= back
         end = chain.stack[-1]
-        for chunk in run if not hit else (end,) if end in run else ():  # of used chunks, only a prompt's end grows
+        for chunk in run if not hit else (end,) if end in run else ():  # after a hit only the last chunk may grow
             self._know(chunk.identity, chain)
 
     def _insert_new(self, chunk: Evictable) -> None:
@@ -183,7 +183,7 @@ class Sessions:
             self._forget_oldest()
 
     def _forget_oldest(self) -> None:
-        """Forget the chains of the identities that have been known for the longest time."""
+        """Forget the identities that have been known for the longest time, with their chains."""
         for identity in [*islice(self._known, min(FORGOTTEN_MAX, 1 + self._slots // 128))]:
             del self._known[identity]
 
@@ -213,13 +213,13 @@ class Sessions:
         self._held += len(run)
         if run and not chain.free:
             self._leave(chain)
-        if self._held > self._slots:  # dropped chunks were not reported, and never return
+        if self._held > self._slots:  # some chunks that count as held were dropped without a call of `dropped`
             for holder in [one for one in self._chains if one is not None and one.held]:
                 for chunk in [one for one in holder.stack if one in holder.held]:
                     self.dropped(chunk)
 
     def dropped(self, chunk: Evictable) -> None:
-        """See `RememberingPolicy.dropped`. The chunk's place is removed when no chunk in memory is behind it."""
+        """See `RememberingPolicy.dropped`. The chunk stays in its stack while later chunks of it are in memory."""
         chain = self._chains[chunk.place]
         if chain is None or chunk not in chain.held:
             return
@@ -228,7 +228,7 @@ class Sessions:
         self._held -= 1
         while chain.stack and chain.stack[-1].place != chain.number:
             self._pop(chain)
-        if len(chain.stack) > 2 * (chain.free + len(chain.held)) + 8:  # half of the places are of dropped chunks
+        if len(chain.stack) > 2 * (chain.free + len(chain.held)) + 8:  # half of the stack's chunks were dropped
             chain.stack = [one for one in chain.stack if one.place == chain.number]
             untracked(chain.stack)
         self._end_number(chain)
@@ -258,7 +258,7 @@ class Sessions:
         stack = chain.stack
         if not (self._bare and len(stack) == chain.free > 1):
             return self._victim()
-        chunk = stack.pop()  # all of the chain may be evicted, and the chain is not empty after this
+        chunk = stack.pop()  # every chunk of the chain may be evicted, and at least one chunk stays
         chunk.place, identity = 0, chunk.identity
         chain.free -= 1
         self._free -= 1
@@ -271,7 +271,7 @@ class Sessions:
         return chunk
 
     def _victim(self) -> Evictable | None:
-        """Return a victim of any chain, as `victim`."""
+        """Return a victim of any chain. `victim` handles the usual case itself."""
         if self._touched:
             self._settle()
         while self._free:
@@ -307,7 +307,7 @@ class Sessions:
         return worst
 
     def _end_of(self, chain: Chain) -> Chain:
-        """Return a chain at the end of those that follow `chain`, or `chain` if no evictable chain follows it."""
+        """Follow evictable chains from `chain` on, and return the last. Return `chain` if no such chain follows it."""
         for _ in range(DEPTH_MAX):
             branches = self._branches.get(chain.stack[-1].identity)
             following = next((one for one in branches if one.free), None) if branches else None
@@ -382,7 +382,7 @@ class Sessions:
         """Return the chain at whose end a new chunk belongs."""
         chain = self._known.get(identity)
         if chain is not None and chain.stack:  # false for an evicted chain that once had a chunk with this identity
-            return chain  # the chunk is of another cache group, or has the same content
+            return chain  # a chunk of another cache group has this identity, or a chunk with the same content
         parent = self._known.get(before) if before else None
         if parent is not None and not parent.stack:
             parent = None
@@ -413,7 +413,7 @@ class Sessions:
                 self._branches.popitem(last=False)
 
     def _adopt(self, identity: Hashable) -> None:
-        """Make the orphans after `identity` findable, because the missing chunk before these orphans was inserted."""
+        """End the orphan state of the chains after `identity`, because the chunk with this identity was inserted."""
         ends = [identity]
         while ends:
             for chain in [one for one in self._branches.get(ends.pop(), ()) if one.orphan]:
@@ -425,17 +425,17 @@ class Sessions:
                 ends.append(chain.stack[-1].identity)
 
     def _leave_behind(self, chain: Chain, last: Evictable) -> None:
-        """Split the chain after `last`, the last used chunk, because the chunks after `last` stay idle."""
+        """Split the chain after `last`, because the request does not use the chunks after `last`."""
         stack = chain.stack
         if stack[-1] is not last and chain.held.isdisjoint(stack[stack.index(last) + 1 :]):
             self._split(chain, last.identity)
 
     def _split(self, chain: Chain, at: Hashable) -> None:
-        """Split off the chunks after `at` as a chain of a kind of its own, which waits from now on."""
+        """Split off the chunks after `at` as a new chain of kind `SILENT + LEFT`. The new chain's wait begins now."""
         stack = chain.stack
         stop = next((i for i in range(len(stack), 0, -1) if stack[i - 1].identity == at), len(stack))
         rest = stack[stop:]
-        if not any(one.place == chain.number for one in rest):  # only places of dropped chunks
+        if not any(one.place == chain.number for one in rest):  # all chunks of `rest` were dropped
             while len(stack) > stop:
                 self._pop(chain)
             return
@@ -458,7 +458,7 @@ class Sessions:
             chain.free -= end.free
             if not chain.free:
                 self._leave(chain)
-        if not any(one.place == chain.number for one in chain.stack):  # else `_give_back` counts them as free later
+        if not any(one.place == chain.number for one in chain.stack):  # no chunk of the chain is in memory
             self._end_number(chain)
         self._duel.split(chain, len(chain.stack), end, len(rest))
         self._returns.waits(LEFT, SILENT + LEFT)
@@ -484,7 +484,7 @@ class Sessions:
         self._become(chain, chain_kind(chain.pace))
 
     def _learn(self, chain: Chain) -> None:
-        """Learn from the chain's wait, which is over."""
+        """Count the chain's wait, which has ended, and update the chain's pace."""
         assert chain.ended_s is not None  # noqa: S101  (checked by the callers)
         idle_s = self._now_s - chain.ended_s
         if not chain.hinted:
@@ -497,7 +497,7 @@ class Sessions:
         chain.ended_s, chain.hint, chain.hinted = None, None, 0
 
     def _become(self, chain: Chain, kind: int) -> None:
-        """Value the chain as a chain of kind `kind` that is used now."""
+        """Set the chain's kind to `kind`, and the time of its last use to now."""
         if chain.learnt_kept:
             self._revalued.add(chain.learnt_kind)
         if chain.free:
@@ -528,7 +528,7 @@ class Sessions:
             self._believe(chain, hint)
 
     def _expect(self, chain: Chain, hint: Hint) -> None:
-        """Value a chain that a request uses by the hint on the wait that follows."""
+        """Apply a hint to a chain that a request is using. The hint is on the wait that begins after the request."""
         chain.hint, kind = hint, hinted_kind(hint.action, hint.at_s - self._now_s)
         if self._returns.trusts:
             self._become(chain, kind)
@@ -540,7 +540,7 @@ class Sessions:
         return self._returns.worth(hinted, 0.0) < self._returns.worth(chain.kind, now_s - chain.used_s)
 
     def _believe(self, chain: Chain, hint: Hint) -> None:
-        """Value a chain that waits by its hint."""
+        """Apply `hint` to a chain that waits."""
         returns = self._returns
         returns.ended(chain.hinted or SILENT + chain.answer + chain.paced, -1)
         chain.hinted, chain.hinted_s = hinted_kind(hint.action, hint.at_s - self._now_s), self._now_s
@@ -549,7 +549,7 @@ class Sessions:
         self._duel.hinted(chain)
 
     def _settle(self) -> None:
-        """Begin the waits of the chains of a request that is over."""
+        """Begin the waits of all chains that the finished request has used."""
         touched, self._touched = self._touched, []
         at, many, chains, prompt = 0, len(touched), self._chains, list[tuple[Chain, int]]()
         while at < many and (chain := chains[touched[at].place]) is not None:
@@ -572,10 +572,10 @@ class Sessions:
         self._duel.used(prompt, self._now_s)
 
     def _put_in_order(self, touched: list[Evictable]) -> list[tuple[Chain, int]]:
-        """Put the chunks of each chain in the order in which the request had them.
+        """Put the chunks of each chain in the order in which the request had these chunks.
 
-        The last chunk is first in `touched`. Returns the chains except orphans, each with the number of its chunks in
-        `touched`.
+        The request's last chunk is first in `touched`. Returns pairs (chain, number of its chunks in `touched`) of all
+        chains except orphans.
         """
         chains: dict[Chain, dict[Evictable, None]] = {}
         for chunk in touched:

@@ -1,1 +1,1 @@
-"""`kvpipe doctor` checks the environment, and prints a remedy for each problem."""
+"""`kvpipe doctor` checks the environment, and prints a solution for each problem."""

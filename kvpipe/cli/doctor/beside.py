@@ -1,6 +1,6 @@
 """Checks of the connectors that run beside kvpipe.
 
-These checks need vLLM's whole `--kv-transfer-config` as doctor's input.
+These checks need vLLM's whole `--kv-transfer-config` as the input of `kvpipe doctor`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ if TYPE_CHECKING:
     from kvpipe.config.settings import Settings
 
 NIXL: Final = "nixl"
-"""The module that vLLM imports. Only the wheel `nixl` has this module; `nixl-cu12` has the module under another
-name."""
+"""The module that vLLM imports. The wheel `nixl` has this module. The wheel `nixl-cu12` has it under another name."""
 
 
 class DoctorInput(NamedTuple):
-    """The parts of doctor's input: kvpipe's extra config as JSON, its `kv_role`, and the names of all connectors.
+    """The input of `kvpipe doctor`: kvpipe's extra config as JSON, its `kv_role`, and the names of all connectors.
 
-    The connectors are in the order in which vLLM asks them. If the input is an extra config alone, `role` and
-    `connectors` are empty.
+    vLLM asks the connectors in the given order. If the input is an extra config, `role` and `connectors` are empty.
     """
 
     extra: str
@@ -32,9 +30,9 @@ class DoctorInput(NamedTuple):
 
 
 def read_input(given: str) -> DoctorInput:
-    """Split `given` into its parts. `given`: the extra config, or vLLM's `--kv-transfer-config`, as JSON.
+    """Split `given`, the JSON text of an extra config or of vLLM's `--kv-transfer-config`.
 
-    The latter may configure kvpipe alone, or a `MultiConnector` with several connectors.
+    A `--kv-transfer-config` may configure kvpipe alone, or a `MultiConnector` with several connectors.
     """
     try:
         config = json.loads(given)
@@ -55,7 +53,7 @@ def _extra(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_connectors(_: Settings, machine: HostFacts) -> PendingFinding | None:
-    """Check that kvpipe is among the connectors and is asked first, and that a NIXL connector finds its module.
+    """Check that vLLM asks kvpipe before all other connectors, and that a NIXL connector finds its module.
 
     Returns None if the connectors are not known.
     """

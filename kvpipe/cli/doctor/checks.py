@@ -1,7 +1,7 @@
-"""`kvpipe doctor`: checks the machine and the installed software, and names remedies.
+"""`kvpipe doctor` checks the machine and the installed software, and names solutions.
 
 A check is a function of the settings and of a `HostFacts` (`facts.py`). `HostFacts` supplies all facts about the
-machine, so that tests can replace them.
+machine, so that tests can replace these facts.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def examine(settings: Settings, machine: HostFacts | None = None) -> list[Findin
     for check in (*CHECKS, *TIERS):
         try:
             answer = check.ask(settings, facts)
-        except UsageError as e:  # the error's text names the remedy
+        except UsageError as e:  # the error's text names the solution
             answer = PendingFinding(check.if_raised, one_line(e), "change the configuration as this message asks")
         except Exception as e:  # noqa: BLE001  (a finding reports it)
             detail = f"could not be checked ({type(e).__name__}: {one_line(e)})"
@@ -85,7 +85,7 @@ def examine_extra(extra: str, *, ranks: int = 1) -> list[Finding]:
 
 
 def _given(settings: Settings, key: str) -> str:
-    """Return a setting's value as text. For tiers and quotas these are their names."""
+    """Return a setting's value as text. For tiers and quotas, return their names."""
     if key == "tiers":
         return ",".join(name for name, _ in named(settings.tiers))
     if key == "quotas":

@@ -1,7 +1,7 @@
 """Facts about this machine for `kvpipe doctor`: versions, the device, limits, processors.
 
-Only the functions that need vLLM or torch import them, so `kvpipe doctor` works without these packages. The connector's
-module `kvpipe/connectors/vllm/doctor_facts.py` supplies the facts about vLLM.
+Functions import vLLM and torch only when they are called, so `kvpipe doctor` works without these packages. The
+connector's module `kvpipe/connectors/vllm/doctor_facts.py` supplies the facts about vLLM.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class DeviceFacts(NamedTuple):
 
 
 class HashSeeds(NamedTuple):
-    """vLLM's prefix hash algorithms. `default`: the default one.
+    """vLLM's prefix hash algorithms. `default` is the default algorithm.
 
-    `random`: the algorithms that are seeded at random unless PYTHONHASHSEED is set.
+    `random` has the algorithms whose seed is random unless PYTHONHASHSEED is set.
     """
 
     default: str
@@ -97,14 +97,17 @@ def _cpus() -> frozenset[int]:
 
 
 def probe_geometry(size: int) -> Geometry:
-    """Return the geometry of a pool of `size` bytes in slots of at most 1 MiB. Raises `ConfigError` below one page."""
+    """Return the geometry of a pool of `size` bytes with slots of at most 1 MiB.
+
+    Raises `ConfigError` if `size` is less than one page.
+    """
     return Geometry((Group((Layer("probe", min(size, 1 << 20)),), 1),), chunk_tokens=1, pool_bytes_max=size)
 
 
 class HostFacts(NamedTuple):
-    """The facts that checks use. `ranks`: the number of engine ranks on this host, each with its own pool.
+    """The facts that checks use. `ranks` is the number of engine ranks on this host, each with its own pool.
 
-    `connectors`: vLLM's connectors, in the order in which vLLM asks them. If empty, they are not known.
+    `connectors` has vLLM's connectors, in the order in which vLLM asks them. If unknown, `connectors` is empty.
     """
 
     ranks: int = 1

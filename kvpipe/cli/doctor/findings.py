@@ -1,4 +1,4 @@
-"""The results of doctor's checks, and functions that format numbers and errors."""
+"""The results of the checks of `kvpipe doctor`, and functions that format numbers and errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DETAIL_CHARS_MAX: Final = 400
 
 
 class Finding(NamedTuple):
-    """The result of one check. `remedy` is empty if `status` is ok."""
+    """The result of one check. `remedy` is the solution of the problem, and is empty if `status` is ok."""
 
     name: str
     status: Status
@@ -33,7 +33,7 @@ class PendingFinding(NamedTuple):
 
 
 class Check(NamedTuple):
-    """One check. `ask` returns None if there is nothing to check. `if_raised`: the status if `ask` raises."""
+    """One check. `ask` returns None if the check does not apply. `if_raised` is the status if `ask` raises."""
 
     name: str
     ask: Callable[[Settings, HostFacts], PendingFinding | None]

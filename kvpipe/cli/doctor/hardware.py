@@ -15,7 +15,7 @@ from kvpipe.machine.huge_pages import shared_huge_pages
 from kvpipe.node.health import health_of
 from kvpipe.node.processes import folder_of_user
 
-POOL_SHARE_WARN: Final = 0.8  # of the free memory, because the model and the engine need memory, too
+POOL_SHARE_WARN: Final = 0.8  # a share of the free memory, because the model and the engine need memory, too
 POOL_SHARE_FAIL: Final = 1.0
 PIN_BEYOND_BYTES: Final = 16 << 20
 PIN_PROBE_BYTES_MAX: Final = 256 << 20
@@ -47,7 +47,7 @@ def check_graphs(settings: Settings, machine: HostFacts) -> PendingFinding:
 def check_locked_memory(settings: Settings, machine: HostFacts) -> PendingFinding:
     """Check that the pool may be pinned.
 
-    The driver may ignore the limit on locked memory. So a small piece of memory beyond the limit is pinned as a test.
+    The driver may ignore the limit on locked memory. So the check pins a little more memory than the limit allows.
     """
     if machine.device().kind != "cuda":
         return PendingFinding("ok", "nothing is pinned without a CUDA device")
@@ -75,7 +75,7 @@ def check_locked_memory(settings: Settings, machine: HostFacts) -> PendingFindin
 
 
 def check_copy_core(settings: Settings, machine: HostFacts) -> PendingFinding:
-    """Check that on CPU a core is left for copying, to which vLLM binds none of its threads."""
+    """Check that on a CPU device, there is a core for copies to which vLLM binds no thread."""
     if machine.device().kind != "cpu":
         return PendingFinding("ok", "not needed, because the device's copy engines copy")
     if settings.copy_threads == 0:
@@ -105,11 +105,11 @@ def _spare_cpus(machine: HostFacts, cpus: frozenset[int]) -> int:
     if bind == "nobind":
         return len(cpus) - int(machine.environ.get("OMP_NUM_THREADS", used))
     reserved = int(machine.environ.get("VLLM_CPU_NUM_OF_RESERVED_CPU", RESERVED_CPUS_PER_RANK * machine.ranks))
-    return len(cpus) - (used - reserved if used > reserved else used)  # with too few cores vLLM reserves none
+    return len(cpus) - (used - reserved if used > reserved else used)  # with too few cores vLLM reserves no core
 
 
 def _core(machine: HostFacts, cpu: int) -> str:
-    """Return a name that the logical CPUs of one physical core share."""
+    """Return a name of the physical core of a logical CPU."""
     path = machine.cpu_topology / f"cpu{cpu}" / "topology" / "thread_siblings_list"
     try:
         return path.read_text(encoding="utf-8").strip()
@@ -144,7 +144,7 @@ def check_memory(settings: Settings, machine: HostFacts) -> PendingFinding:
 
 
 def _has_memory(folder: Path) -> bool:
-    """Return whether engines of this node have a memory. An error is reported by the check of the node's memory."""
+    """Return whether engines of this node share memory now. `check_node_pool` reports errors."""
     try:
         status = health_of(folder).status
     except UsageError:

@@ -40,7 +40,7 @@ def check_torch(_: Settings, machine: HostFacts) -> PendingFinding:
 
 
 def check_vllm(_: Settings, machine: HostFacts) -> PendingFinding:
-    """Check that vLLM can be imported, and that its version is one that kvpipe supports."""
+    """Check that vLLM can be imported, and that kvpipe supports its version."""
     remedy = f"install vLLM {' or '.join(map(dotted, VLLM.SUPPORTED))} into this environment"
     try:
         found = machine.vllm_version()
@@ -57,7 +57,7 @@ def check_vllm(_: Settings, machine: HostFacts) -> PendingFinding:
 
 
 def check_plugin(_: Settings, machine: HostFacts) -> PendingFinding:
-    """Check that the entry point is installed and loads, and that vLLM then knows the connector by its name."""
+    """Check that the entry point is installed, and that after its import vLLM knows the connector by its name."""
     plugins = machine.plugins()
     if not plugins:
         detail = f"no entry point {PLUGIN!r} of {VLLM.GROUP} is installed, so vLLM does not know {VLLM.NAME}"
@@ -79,8 +79,8 @@ def check_plugin(_: Settings, machine: HostFacts) -> PendingFinding:
 def check_plugin_filter(_: Settings, machine: HostFacts) -> PendingFinding:
     """Check that VLLM_PLUGINS does not exclude the entry point.
 
-    vLLM splits the variable at commas and compares the names exactly, so a name with a blank beside the comma does not
-    match.
+    vLLM splits the variable at commas and compares the names exactly. So a name does not match if there is a blank
+    between the name and a comma.
     """
     value = machine.environ.get("VLLM_PLUGINS")
     if value is None:

@@ -20,7 +20,7 @@ def check_manage(settings: Settings, _: HostFacts) -> PendingFinding | None:
     """
     if not settings.manage:
         return None
-    read_token(settings)  # the error's text names the remedy
+    read_token(settings)  # the error's text names the solution
     try:
         for name in ("fastapi", "uvicorn"):
             importlib.import_module(name)
@@ -37,5 +37,5 @@ def check_quotas(settings: Settings, _: HostFacts) -> PendingFinding | None:
     """Check that each quota's salt can be read, and that no two quotas have the same salt."""
     if not settings.quotas:
         return None
-    salts(settings.quotas)  # the error's text names the remedy
+    salts(settings.quotas)  # the error's text names the solution
     return PendingFinding("ok", "every salt can be read, and no two quotas have the same salt")

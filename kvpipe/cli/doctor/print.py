@@ -51,7 +51,7 @@ def summary(findings: Sequence[Finding]) -> str:
 
 
 def _show(findings: Sequence[Finding]) -> None:
-    """Print a line per finding, with its remedy below. Lines are not wrapped, so that other programs can read them."""
+    """Print each finding on a line, and its solution below. Lines are not wrapped, so that programs can read them."""
     console = Console(highlight=False)
     width = max(len(f.name) for f in findings)
     for f in findings:
@@ -64,7 +64,7 @@ def _show(findings: Sequence[Finding]) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Let vLLM log errors only, unless the variable VLLM_LOGGING_LEVEL is set."""
+    """Make vLLM log only errors, unless the variable VLLM_LOGGING_LEVEL is set."""
     key = "VLLM_LOGGING_LEVEL"
     if key in os.environ:
         yield

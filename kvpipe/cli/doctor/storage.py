@@ -98,9 +98,9 @@ def check_control_file(settings: Settings, machine: HostFacts) -> PendingFinding
 
 
 def _writable(folder: Path, machine: HostFacts) -> int:
-    """Return the free bytes of the file system of `folder`, which need not exist yet.
+    """Return the free bytes of the file system of `folder`. The folder may be missing.
 
-    Raises `OSError` if the folder, or its nearest parent that exists, is not writable.
+    Raises `OSError` if the folder, or its nearest existing parent, is not writable.
     """
     folder = folder.absolute()
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
@@ -145,9 +145,9 @@ def check_tiers(settings: Settings, _: HostFacts) -> PendingFinding | None:
 
 
 def check_first_hash(settings: Settings, machine: HostFacts) -> PendingFinding | None:
-    """Check that block hashes in this environment equal those of the engines that have used the tiers.
+    """Check that block hashes in this environment equal the block hashes of the engines that have used the tiers.
 
-    Returns None if no tier has a record of such an engine.
+    Returns None if no tier has a record of the block hashes of an engine.
     """
     from kvpipe.tiers.checkup import first_hash_in  # noqa: PLC0415  (imports their clients)
     from kvpipe.tiers.registry import named  # noqa: PLC0415
@@ -167,9 +167,9 @@ def check_first_hash(settings: Settings, machine: HostFacts) -> PendingFinding |
 
 
 def check_node_pool(settings: Settings, _: HostFacts) -> PendingFinding | None:
-    """Check that engines of this node can share memory, and that its holder works. Returns None without `pool: node`.
+    """Check that engines of this node can share memory, and that the memory's holder works.
 
-    The holder's process answers for the memory. The check fails if the folder or the socket is another user's.
+    Returns None without `pool: node`. The check fails if the folder or the socket belongs to another user.
     """
     if settings.pool == "private":
         return None
@@ -184,7 +184,7 @@ def check_node_pool(settings: Settings, _: HostFacts) -> PendingFinding | None:
         return PendingFinding("ok", f"process {health.pid} holds {folder}; the first engine makes the memory")
     memories = health.status.memories
     doubts = [doubt for memory in memories for doubt in _engines_that_end(memory)]
-    doubts = [*_lacking(settings, memories[0]), *doubts]  # the first slots are those of the engine that made the memory
+    doubts = [*_lacking(settings, memories[0]), *doubts]  # `memories[0]` is of the memory's first engine
     sizes = ((memory.slots["slots"], size_text(memory.slot_bytes)) for memory in health.status.memories)
     titles = " and ".join(f"{slots:,} slots of {size}" for slots, size in sizes)
     engines = sum(len(memory.clients) for memory in health.status.memories)
@@ -195,7 +195,7 @@ def check_node_pool(settings: Settings, _: HostFacts) -> PendingFinding | None:
 
 
 def _lacking(settings: Settings, memory: MemoryStatus) -> Iterator[tuple[str, str]]:
-    """Yield (what is wrong with a memory, what to do)."""
+    """Yield a pair for each problem of a memory: (problem, solution)."""
     slots, unready = memory.slots["slots"], memory.slots["unready"]
     size, wanted = slots * memory.slot_bytes, int(settings.pool_bytes_max)
     if unready:
@@ -207,7 +207,7 @@ def _lacking(settings: Settings, memory: MemoryStatus) -> Iterator[tuple[str, st
 
 
 def _engines_that_end(memory: MemoryStatus) -> Iterator[tuple[str, str]]:
-    """Yield (what is wrong with an engine, what to do)."""
+    """Yield a pair for each problem of an engine: (problem, solution)."""
     for engine in memory.clients:
         if engine.state == ENDING:
             rest, name = ", ".join(map(str, engine.pids)), printable(engine.name) or "an engine"

@@ -26,7 +26,7 @@ SCHEMA = """
     CREATE INDEX IF NOT EXISTS by_use ON chunks (used_s);
 """
 NAMES_MAX = 500
-"""The most names in one statement. SQLite accepts at least 999."""
+"""The largest number of names in one statement. Every version of SQLite accepts at least 999."""
 
 _T = TypeVar("_T")
 
@@ -42,13 +42,13 @@ class SqliteSpec(TierSpec):
 
     @classmethod
     def from_url(cls, url: SplitResult) -> dict[str, Any]:
-        """See `TierSpec.from_url`: sqlite:///var/cache/kv.db, with further keys in the query."""
+        """See `TierSpec.from_url`. An example is sqlite:///var/cache/kv.db. The query may have further keys."""
         if url.netloc or not url.path.startswith("/"):
             raise ValueError("write sqlite:///ABSOLUTE/PATH")
         return {"path": unquote(url.path)}
 
     def make(self, name: str, *, writes: bool = True) -> SqliteTier:  # noqa: ARG002  (a connection costs nothing)
-        """See `TierSpec.make`. With `store: never` no database is created."""
+        """See `TierSpec.make`. With `store: never`, the tier does not create the database."""
         database = f"{self.path.as_uri()}?mode={'rw' if self.store == 'never' else 'rwc'}"
         return SqliteTier(name, database, int(self.bytes_max), self.lanes, self.timeout_ms_max / 1000)
 
@@ -118,7 +118,7 @@ class SqliteTier:
     async def _run(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
         """Run `work` as one transaction in a thread, and return its result. A cancellation interrupts the thread."""
         self._check_open()
-        async with self._threads:  # one connection each, so that `interrupt` stops no work but this
+        async with self._threads:  # each thread has its own connection, so that `interrupt` stops only this work
             try:
                 db = self._idle.pop() if self._idle else self._connect()
                 try:

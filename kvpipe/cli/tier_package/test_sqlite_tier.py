@@ -18,7 +18,7 @@ from kvpipe.tiers.base import TierError, TierFullError
 
 @contextmanager
 def broken(path: Path) -> Iterator[None]:
-    """Rename the table, so that the tier's calls fail, and rename it back at the end."""
+    """Rename the table, so that the tier's calls fail. At the end, give the table its old name."""
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute("ALTER TABLE chunks RENAME TO away")
         yield
@@ -43,7 +43,7 @@ def test_the_oldest_go_first(tmp_path: Path) -> None:
     async def play() -> None:
         async with client(TierWorld(lambda: spec.make("sqlite"), spec)) as tier:
             await tier.write([put(i, 4096) for i in range(3)])
-            await tier.write([put(0, 4096)])  # the value is present, so this is a use
+            await tier.write([put(0, 4096)])  # a write of a value that the tier has is a use
             await tier.write([put(3, 4096)])
             assert await tier.exists([some_key(i) for i in range(4)]) == [True, False, True, True]
             with pytest.raises(TierFullError):
@@ -53,7 +53,7 @@ def test_the_oldest_go_first(tmp_path: Path) -> None:
 
 
 def test_a_tier_that_never_stores_makes_no_database(tmp_path: Path) -> None:
-    """`kvpipe cache` opens a tier with `store` `never`: a misspelt path is an error, not an empty tier."""
+    """`kvpipe cache` opens tiers with `store: never`, so a misspelt path must be an error and not an empty tier."""
     spec = SqliteSpec.model_validate({"path": tmp_path / "kv.db", "store": "never"})
 
     async def play() -> None:

@@ -1,4 +1,4 @@
-"""File access of the disk tier: folders opened without following symbolic links, and values moved by direct I/O."""
+"""File access of the disk tier. Folders are opened without following symbolic links. Values are moved by direct I/O."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Final
 from kvpipe.tiers.base import Key, TierError, TierFullError
 
 ACCOUNT, TMP = "account", "tmp"
-"""The names of a file and of a folder in the tier's folder. The other entries are folders of namespaces."""
+"""The names of a file and of a folder in the tier's folder. All other entries are folders of namespaces."""
 
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _PRIVATE: Final = 0o600
@@ -45,7 +45,7 @@ def opened(name: str | Path, flags: int, at: int | None = None) -> Iterator[int]
 def folder(name: str, at: int, *, make: bool = False, sync: bool = False) -> Iterator[int]:
     """Open the folder `name` in the folder `at`. Raises OSError if `name` is a symbolic link.
 
-    `make`: create the folder if it does not exist. `sync`: fsync `at` after that.
+    With `make`, the folder is created if it does not exist. With `sync`, `at` is fsynced after the creation.
     """
     try:
         fd = os.open(name, _FOLDER, dir_fd=at)
@@ -89,7 +89,7 @@ def folders(at: int, name: re.Pattern[str]) -> list[os.DirEntry[str]]:
 
 
 def file_at(name: str, at: int) -> os.stat_result | None:
-    """Return the stat result of the file `name` in the folder `at`; None if there is no regular file `name`."""
+    """Return the stat result of the file `name` in the folder `at`, or None if there is no regular file `name`."""
     try:
         found = os.stat(name, dir_fd=at, follow_symlinks=False)
     except FileNotFoundError:
@@ -100,20 +100,20 @@ def file_at(name: str, at: int) -> os.stat_result | None:
 class Root:
     """The tier's folder.
 
-    Each use opens the folder again, because the folder's file system may be unmounted at any time.
+    The folder is opened again for each use, because its file system may be unmounted at any time.
     """
 
     def __init__(self, path: Path) -> None:
-        """`path`: an absolute path."""
+        """`path` must be absolute."""
         self.path = path
         self._device: int | None = None
 
     def adopt(self, *, make: bool) -> None:
-        """Record which file system the folder is on. `make`: create the folder if it does not exist.
+        """Record on which file system the folder is. With `make`, the folder is created if it does not exist.
 
         Raises:
-            TierError: the folder does not exist or cannot be created. Also if the file system of the path has changed,
-                and the folder does not exist or has no account.
+            TierError: the folder does not exist or cannot be created. TierError is also raised if the file system of
+                the path has changed, and the folder does not exist or has no account.
 
         """
         with self.failures():
@@ -134,7 +134,7 @@ class Root:
 
     @contextmanager
     def open(self) -> Iterator[int]:
-        """Open the folder. Raises `TierError` if it does not exist, or is not on the file system that was adopted."""
+        """Open the folder. Raises `TierError` if the folder is missing, or not on the file system of `adopt`."""
         try:
             fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
@@ -160,13 +160,13 @@ class ValueFiles:
     """Moves whole values between aligned buffers and files, with direct I/O if the file system supports direct I/O."""
 
     def __init__(self, direct: str) -> None:
-        """`direct`: "on", "off", or "auto", which uses direct I/O until a file system refuses direct I/O."""
+        """`direct` is "on", "off" or "auto". "auto" uses direct I/O until a file system refuses direct I/O."""
         self._must, self._direct = direct == "on", direct != "off"
 
     def move(self, fd: int, call: MoveBytes, parts: Sequence[memoryview]) -> int:
-        """Move the bytes of all `parts` with `call`. Returns the number of bytes moved, which is less if the file ends.
+        """Move the bytes of all `parts` with `call`. Returns the number of moved bytes: fewer if the file ends.
 
-        Raises OSError. Raises `TierError` if direct="on" and the file system has no direct I/O.
+        Raises OSError. Raises `TierError` if `direct` is "on" and the file system has no direct I/O.
         """
         if self._direct:
             try:

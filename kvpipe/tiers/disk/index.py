@@ -1,7 +1,8 @@
 """The disk tier's index in memory: the files in the folder, their sizes, and the order of their last use.
 
-Other processes add and delete files, so passes list the folder again. A pass does not list a sub-folder whose mtime has
-not changed since the last listing. So a pass over an unchanged folder takes one `stat` per sub-folder.
+Other processes add and delete files. So the index lists the folder again from time to time: such a listing is a *pass*.
+If the mtime of a sub-folder has not changed since its last listing, a pass skips the sub-folder. So a pass over an
+unchanged folder takes one `stat` per sub-folder.
 """
 
 from __future__ import annotations
@@ -23,24 +24,23 @@ from kvpipe.tiers.disk.files import folder, folders, folders_of, list_folder
 _SPACE, _SHELF = re.compile(r"[0-9a-f]{32}"), re.compile(r"[0-9a-f]{2}")
 _SHELVES: Final = [f"{byte:02x}" for byte in range(256)]
 _GRAIN_S, _COARSE_S = 0.05, 2.0
-"""Two changes within `_GRAIN_S` seconds may leave the same mtime.
+"""Two changes within `_GRAIN_S` seconds may have the same mtime.
 
-`_COARSE_S` is the limit for file systems that record times in whole seconds.
+`_COARSE_S` replaces `_GRAIN_S` for file systems that record times in whole seconds.
 """
 _CHUNK_BYTES: Final = range(16, 65)
 _SPACE_CHARS: Final = 32
 _WRITTEN_MAX: Final = 4096
-"""The most keys that are kept because they were reported as written and are not yet listed. The oldest key is
-dropped."""
+"""The largest number of keys that are reported as written and not yet listed. The oldest key is dropped first."""
 
 
 class _Shelf:
     """One folder of files.
 
-    `keys`: the keys of its files. `changed_ns`: its mtime at the last listing; None: the folder may have changed since.
-    `seen_ns`: its mtime at the last listing. Since `seen_s` (`time.monotonic`) listings have seen this mtime. If an
-    mtime is old enough, a later change gives a different mtime. The age of an mtime is measured by this machine's
-    clock, because the file system's clock may differ.
+    `keys` has the keys of the files. `changed_ns` is the folder's mtime at the last listing, or None if the folder may
+    have changed after that listing. `seen_ns` is also the mtime at the last listing. All listings since `seen_s`
+    (`time.monotonic`) have seen this mtime. If an mtime is old enough, a later change gives a different mtime. The age
+    of an mtime is measured by this machine's clock, because the file system's clock may differ.
     """
 
     __slots__ = ("changed_ns", "keys", "seen_ns", "seen_s")
@@ -50,7 +50,7 @@ class _Shelf:
         self.keys: set[Key] = set()
 
     def forget_time(self) -> None:
-        """Make the next pass list the folder, whatever its mtime is."""
+        """Make the next pass list the folder, even if the folder's mtime is unchanged."""
         self.changed_ns: int | None = None
         self.seen_ns, self.seen_s = -1, 0.0
 
@@ -60,7 +60,7 @@ class Index:
 
     def __init__(self) -> None:
         """Make an empty index."""
-        # Two dictionaries with numbers as values, because the garbage collector does not need to visit numbers.
+        # There are two dictionaries of numbers, because the garbage collector need not visit numbers.
         self._used_s: OrderedDict[Key, float] = OrderedDict()
         self._sizes: dict[Key, int] = {}
         self._unsorted: dict[Key, float] = {}
@@ -70,13 +70,13 @@ class Index:
         self._passing, self._own = False, set[Key]()
         self._frames: dict[tuple[str, str], Key] = {}
         self._bare: set[str] = set()  # namespaces whose folders contain no sub-folder
-        self._written: OrderedDict[Key, int] = OrderedDict()  # keys reported as written, and the pass number then
+        self._written: OrderedDict[Key, int] = OrderedDict()  # by key reported as written: number of that pass
         self._passes = 0
         self.on_gone: Callable[[Key], object] | None = None
-        """See `kvpipe.tiers.base.Noticing`."""
+        """This attribute is explained in `kvpipe.tiers.base.Noticing`."""
 
     def holds(self, keys: Sequence[Key]) -> list[bool]:
-        """Return, for each key, whether its value is in the folder."""
+        """Return, for each key, whether the key's value is in the folder."""
         sizes, reported = self._sizes, self._written
         return [key in sizes or key in reported for key in keys]
 
@@ -90,7 +90,7 @@ class Index:
                 self._written.popitem(last=False)
 
     def add(self, key: Key, size: int, used_s: float) -> None:
-        """Add a value of `size` bytes as the most recently used. `used_s`: its mtime in seconds since the epoch."""
+        """Add a value of `size` bytes as the most recently used. `used_s` is its mtime in seconds since the epoch."""
         with self._lock:
             self._note(key)
             self._bytes += size - self._sizes.get(key, 0)
@@ -124,7 +124,7 @@ class Index:
     def refresh(self, root: int, stopping: threading.Event, spaces: AbstractSet[str] | None = None) -> None:
         """Update the index by a pass over the folder `root`, or only over its sub-folders `spaces`.
 
-        The pass ends early once `stopping` is set. The index keeps the files that were listed by then.
+        The pass ends early when `stopping` is set. The index keeps the files that the pass has listed so far.
 
         Raises:
             OSError: a folder cannot be read.
@@ -157,7 +157,7 @@ class Index:
                     self._bare = {space for space in found if not any((space, shelf) in seen for shelf in _SHELVES)}
 
     def _merge_written(self, spaces: AbstractSet[str] | None) -> None:
-        """Drop the keys reported before this pass began, because the pass has listed all files of that time."""
+        """Drop the keys that were reported before this pass began, because this pass has listed their files."""
         for key, before in list(self._written.items()):
             if before < self._passes and (spaces is None or key.namespace in spaces):
                 del self._written[key]
@@ -176,7 +176,7 @@ class Index:
         return shelf is None or not shelf.keys
 
     def _look(self, at: int, space: str, entry: os.DirEntry[str], new: dict[Key, float]) -> None:
-        """List one folder if it has changed, and add the found files to the index, and their times of use to `new`."""
+        """List one folder if it has changed. Add the found files to the index, and their times of use to `new`."""
         shelf = self._shelves.setdefault((space, entry.name), _Shelf())
         if entry.stat(follow_symlinks=False).st_mtime_ns == shelf.changed_ns:
             return
@@ -213,7 +213,7 @@ class Index:
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """Record the keys that this process adds and removes during a pass. The pass may list an older state."""
+        """Record the keys that this process adds and removes during a pass: the pass may list an older state."""
         self._passing = True
         try:
             yield
@@ -225,7 +225,7 @@ class Index:
     def _sort(self) -> None:
         """Sort the keys that passes have found into the order of use. Called only when the order is needed."""
         for key in sorted(self._unsorted, key=self._unsorted.__getitem__):
-            if self._used_s.get(key) == self._unsorted[key]:  # otherwise the value was used or deleted since
+            if self._used_s.get(key) == self._unsorted[key]:  # the value was neither used nor deleted after the pass
                 self._used_s.move_to_end(key)
         self._unsorted.clear()
 
@@ -249,8 +249,8 @@ class Index:
     def _key(self, name: str) -> Key | None:
         """Return the key whose file is named `name`, or None if `name` is not the name of a key's file.
 
-        The method is three times as fast as `Key.parse`: for names that differ only in the chunk, it reuses the parsed
-        rest.
+        The method is three times as fast as `Key.parse`. If names differ only in the chunk, only the chunk is parsed
+        again.
         """
         space = name[:_SPACE_CHARS]
         chunk, _, tail = name[_SPACE_CHARS + 1 :].partition("-")
@@ -269,6 +269,6 @@ class Index:
 
 @contextlib.contextmanager
 def _vanishing() -> Iterator[None]:
-    """Ignore the error if a folder is deleted, or replaced by something else, while the pass reads it."""
+    """Ignore the error if a folder is deleted or replaced while a pass reads the folder."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         yield

@@ -1,12 +1,12 @@
-"""The room in the disk tier's folder: a bound on its bytes that holds across all processes that use the folder.
+"""The room in the disk tier's folder: a limit on its bytes for all processes together that use the folder.
 
 One file, the account, contains the number of kvpipe's bytes in the folder, unfinished files included. A process takes
 the account's lock (flock) to begin a file, to give the file its name, and to delete the file. A process never holds the
-lock while it reads or writes values. The kernel releases the lock of a dead process. A process that holds the lock
-marks the account as void until the new number is written. If the process dies before that, the next process counts the
-files.
+lock while it reads or writes values. The kernel releases the lock of a dead process. A process that has taken the lock
+marks the account as void, and later writes the new number. If the process dies before it has written the number, the
+next process counts the files.
 
-An unfinished file is called a draft. Each opened tier keeps its drafts in a folder of its own, called the desk. The
+An unfinished file is called a *draft file*. Each opened tier keeps its draft files in its own folder, the desk. The
 tier's process holds a lock on the desk as long as the process lives. The next tier that is opened deletes the desks of
 dead processes.
 """
@@ -36,15 +36,15 @@ _ACCOUNT = re.compile(rb"[0-9]{20}\n")
 _ACCOUNT_BYTES: Final = 21
 _VOID: Final = b"?"
 _LOW: Final = 0.95
-"""Eviction deletes files until only this share of the room is used, so that not every write has to delete files."""
+"""Eviction deletes files until only this share of the room is used, so that the next writes need no eviction."""
 _BATCH: Final = 256
-"""The most files that are deleted before the lock is released."""
+"""The largest number of files that are deleted before the lock is released."""
 _PAUSE_S, _PAUSE_S_MAX = 0.0001, 0.005
 _BUSY: Final = "other processes have held the lock of the folder's account for timeout_ms_max"
 
 
 class Draft(NamedTuple):
-    """A file that is being written. `desk`: the folder that contains the file. `bytes`: the size of the whole file."""
+    """A file that is being written. `desk` is the folder with the file. `bytes` is the size of the finished file."""
 
     desk: str
     name: str
@@ -52,7 +52,7 @@ class Draft(NamedTuple):
 
 
 class _Sum:
-    """The account while its lock is held. `root`: the open folder. `bytes`: the bytes in the folder."""
+    """The account while its lock is held. `root` is the open folder. `bytes` is the number of bytes in the folder."""
 
     __slots__ = ("bytes", "root")
 
@@ -61,7 +61,7 @@ class _Sum:
 
 
 class _Desk:
-    """A folder for drafts. The folder stays locked until `leave` is called or the process dies."""
+    """A folder for draft files. The folder stays locked until `leave` is called or the process dies."""
 
     def __init__(self, tmp: int) -> None:
         self.name, self._numbers = secrets.token_hex(8), itertools.count()
@@ -71,24 +71,24 @@ class _Desk:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def draft(self, size: int) -> Draft:
-        """Return a draft with an unused name."""
+        """Return a draft file with an unused name."""
         return Draft(self.name, str(next(self._numbers)), size)
 
     def leave(self) -> None:
-        """Release the lock, so that other processes may delete the remaining drafts."""
+        """Release the lock, so that other processes may delete the remaining draft files."""
         os.close(self._lock)
 
 
 class DiskRoom:
-    """One opened tier's access to the folder's account. May be called on any thread.
+    """One opened tier's access to the folder's account. Any thread may call the methods.
 
     Every method may raise OSError and TierError.
     """
 
     def __init__(self, root: Root, index: Index, bytes_max: int, wait_s_max: float, *, sync: bool) -> None:
-        """`bytes_max`: bound on the bytes of all files. `wait_s_max`: longest wait for the lock, in seconds.
+        """`bytes_max` limits the bytes of all files. `wait_s_max` is the longest wait for the lock, in seconds.
 
-        `sync`: fsync the parent of a new folder.
+        With `sync`, the parent of a new folder is fsynced.
         """
         self._root, self._index, self._bytes_max = root, index, bytes_max
         self._wait_s_max, self._sync = wait_s_max, sync
@@ -98,7 +98,7 @@ class DiskRoom:
         """Set this event to end a count of the files early. The count then raises `TierError`."""
 
     def open(self) -> None:
-        """Make a desk. Delete the drafts of dead processes, and count the files if no other process is alive."""
+        """Make a desk. Delete the draft files of dead processes, and count the files if no other process is alive."""
         self._leave()
         with self._locked() as held:
             self._set_up(held)
@@ -109,21 +109,21 @@ class DiskRoom:
                     _remove(held.root, one)
 
     def close(self) -> None:
-        """Release the desk and delete its drafts. The last process also deletes the account if no value is left."""
+        """Release the desk, and delete its draft files. If no value is left, the last process deletes the account."""
         if self._desk is not None:
             self._leave()
             with self._locked() as held:
                 with folder(TMP, held.root) as tmp:
                     alone = self._sweep(held, tmp)
                 if alone and all(one.name in {ACCOUNT, TMP} for one in list_folder(held.root)):
-                    with suppress(OSError):  # the folder contains a file that is not kvpipe's
+                    with suppress(OSError):  # the folder contains a file that does not belong to kvpipe
                         os.rmdir(TMP, dir_fd=held.root)
                         os.unlink(ACCOUNT, dir_fd=held.root)
 
     def yield_bytes(self, size: int) -> bool:
-        """Delete at least `size` bytes of the oldest files, at most one batch. Called if other files fill the disk.
+        """Delete at least `size` bytes of the oldest files, but at most one batch. Called if other files fill the disk.
 
-        Returns False if no file was deleted, because all files together have less than `size` bytes.
+        If all files together have less than `size` bytes, delete no file and return False.
         """
         with self._locked() as held:
             if not self._index.oldest(1):
@@ -147,15 +147,15 @@ class DiskRoom:
             self.open()
 
     def used(self) -> int:
-        """Return the number in the account, which is the number of bytes of all files, drafts included."""
+        """Return the number in the account: the number of bytes of all files, draft files included."""
         with self._locked() as held:
             return held.bytes
 
     def begin_draft(self, size: int) -> Draft:
-        """Reserve `size` bytes for a file and make its draft. Deletes the oldest files if there is no room.
+        """Reserve `size` bytes for a file, and make the draft file. Delete the oldest files if there is no room.
 
         Raises:
-            TierFullError: drafts take all the room, or `size` is more than `bytes_max`.
+            TierFullError: draft files take all the room, or `size` is more than `bytes_max`.
 
         """
         if size > self._bytes_max:
@@ -176,7 +176,7 @@ class DiskRoom:
 
     @contextmanager
     def opened(self, draft: Draft) -> Iterator[int]:
-        """Open the draft `draft` for writing."""
+        """Open a draft file for writing."""
         with self._root.open() as root, _drafts(root, draft.desk) as at:
             fd = os.open(draft.name, os.O_WRONLY | os.O_NOFOLLOW, dir_fd=at)
         try:
@@ -185,9 +185,9 @@ class DiskRoom:
             os.close(fd)
 
     def finish(self, draft: Draft, key: Key) -> bool:
-        """Rename a written draft to the name of `key`. Deletes the draft and returns False if the name is in use.
+        """Give a written draft file the name of `key`. If the name is in use, delete the draft file and return False.
 
-        A value or a folder may have the name. A folder that contains files is not kvpipe's and is kept. In this case
+        A value or a folder may have the name. A folder with files does not belong to kvpipe, and stays. In this case
         lookups of `key` miss, and the tier remains usable.
         """
         with self._locked() as held, shelf(held.root, key, make=True, sync=self._sync) as at:
@@ -203,7 +203,7 @@ class DiskRoom:
         return stored
 
     def drop(self, draft: Draft) -> None:
-        """Delete the draft `draft`."""
+        """Delete a draft file."""
         with self._locked() as held:
             self._drop(held, draft)
 
@@ -248,7 +248,7 @@ class DiskRoom:
             desk.leave()
 
     def _sweep(self, held: _Sum, tmp: int) -> bool:
-        """Delete the desks of dead processes. Returns whether no other process has a desk."""
+        """Delete the desks of dead processes. Returns True if no other process has a desk."""
         alone = True
         for desk in folders(tmp, _DESK):
             with folder(desk.name, tmp) as at:
@@ -262,7 +262,7 @@ class DiskRoom:
         return alone
 
     def _count(self, root: int) -> int:
-        """Update the index by a pass, and return the bytes of all files, drafts included."""
+        """Update the index by a pass, and return the bytes of all files, draft files included."""
         self._index.refresh(root, self.stopping)
         if self.stopping.is_set():
             raise TierError("it was closed")
@@ -292,7 +292,7 @@ class DiskRoom:
         held.bytes -= draft.bytes
 
     def _evict(self, held: _Sum, goal: int) -> bool:
-        """Delete the oldest files, at most one batch, until `goal` bytes are left. Returns False without any file."""
+        """Delete the oldest files, at most one batch, until `goal` bytes are left. Returns False if no file exists."""
         oldest = self._index.oldest(_BATCH)
         for key, used_s in oldest:
             if held.bytes <= goal:
@@ -318,7 +318,7 @@ class DiskRoom:
 
 
 def _is_free(name: str, at: int) -> bool:
-    """Whether a file can be renamed to `name`. Removes an empty folder; the rename replaces a link or a pipe."""
+    """Whether a file can be renamed to `name`. Removes an empty folder. The rename itself replaces a link or pipe."""
     try:
         os.rmdir(name, dir_fd=at)
     except (FileNotFoundError, NotADirectoryError):
@@ -340,7 +340,7 @@ def _remove(root: int, at: tuple[str, str]) -> None:
 
 @contextmanager
 def _locked(root: int, until: float) -> Iterator[int]:
-    """Open the account and hold its lock. Raises `TierError` if `time.monotonic` reaches `until` before that."""
+    """Open the account and hold its lock. Raises `TierError` if the lock is not free by `until` (`time.monotonic`)."""
     while True:
         with opened(ACCOUNT, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, root) as fd:
             pause_s = _PAUSE_S
@@ -374,7 +374,7 @@ def _drafts(root: int, desk: str) -> Iterator[int]:
 
 
 def _draft_sizes(root: int) -> list[int]:
-    """Return the size in bytes of each draft of all processes."""
+    """Return the size in bytes of each draft file of all processes."""
     with folder(TMP, root, make=True) as tmp:
         sizes = []
         for desk in folders(tmp, _DESK):

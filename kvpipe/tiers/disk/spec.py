@@ -73,7 +73,7 @@ class DiskSpec(TierSpec):
         """See `TierSpec.make`.
 
         Raises:
-            ConfigError: `path` is not a folder, or must be written to and cannot be, or is on a file system that is
+            ConfigError: `path` is not a folder, or is not writable although values are stored. Or the file system is
                 smaller than `bytes_max`.
 
         """
@@ -83,7 +83,7 @@ class DiskSpec(TierSpec):
         return DiskTier(self.fitted(), name, writes=writes)
 
     def fitted(self) -> DiskSpec:
-        """Return this configuration. An unset `bytes_max` is lowered to fit the file system."""
+        """Return this configuration. If the user has not set `bytes_max`, lower its default to fit the file system."""
         if "bytes_max" in self.model_fields_set or self.store == "never":
             return self
         size = int(_file_system_bytes(self._there()) * _DEFAULT_SHARE)

@@ -28,28 +28,28 @@ from kvpipe.tiers.disk.spec import DiskSpec
 from kvpipe.trace.log import warn
 
 _RENEW_S: Final = 60.0
-"""A use of a file renews the file's mtime if the mtime is older than this number of seconds."""
+"""A use of a file sets the file's mtime to now if the mtime is older than this number of seconds."""
 _LOOK_S, _LOOK_SHARE = 0.1, 10
-"""Shortest time between passes over the folder: in seconds, and in multiples of the last pass's duration."""
+"""The shortest time between passes over the folder: in seconds, and in multiples of the last pass's duration."""
 _ASKED_S, _SPACES_MAX = 60.0, 64
-"""A pass for lookups covers namespaces asked for within the last `_ASKED_S` seconds, at most `_SPACES_MAX` of them."""
+"""A pass for lookups covers at most `_SPACES_MAX` namespaces: those of lookups in the last `_ASKED_S` seconds."""
 _OLD_S: Final = 0.5
-"""Maximum age of the index in seconds. If the index is older, a lookup waits for the next pass."""
+"""The largest age of the index in seconds. If the index is older, a lookup waits for the next pass."""
 _READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # O_NONBLOCK: opening a pipe must not block
 _NO_FILE: Final = frozenset((errno.ELOOP, errno.ENXIO))
 """The errors that `open` raises for a symbolic link or a socket."""
 _NO_SPACE: Final = frozenset((errno.ENOSPC, errno.EDQUOT))
 _YIELDS: Final = (1, 2, 4)
-"""How many bytes each attempt deletes if the disk is full, in multiples of the value's size."""
+"""The bytes that each attempt deletes if the disk is full, in multiples of the value's size."""
 _FILLED: Final = "other files fill the disk, so the tier deletes its oldest values to make room for new ones"
 _I = TypeVar("_I")
 _O = TypeVar("_O")
 
 
 class _Pass(NamedTuple):
-    """A pass over the folders of the namespaces `spaces` (None: all).
+    """A pass over the folders of the namespaces `spaces`, or of all namespaces if `spaces` is None.
 
-    `ended_s`: the time of its end by `time.monotonic`. `took_s`: its duration in seconds.
+    `ended_s` is the time of the pass's end by `time.monotonic`. `took_s` is its duration in seconds.
     """
 
     spaces: frozenset[str] | None
@@ -61,7 +61,7 @@ class DiskTier:
     """A `Tier` on a disk. Every file operation runs in a thread. `exists` is answered from the index in memory."""
 
     def __init__(self, spec: DiskSpec, name: str, *, writes: bool) -> None:
-        """`writes`: see `TierSpec.make`. The folder is not accessed before `open`."""
+        """`writes` is explained in `TierSpec.make`. The folder is not accessed before `open`."""
         self.name, self.spec = name, spec
         self.timeout_s = spec.timeout_ms_max / 1000
         self._makes, self._writes = spec.store != "never", writes and spec.store != "never"
@@ -96,7 +96,7 @@ class DiskTier:
         """See `Tier.exists`.
 
         Values of other engines are found at most 0.5 s after the write, or after ten times the duration of a pass if
-        that time is longer. This engine's own values are found at once, see `Listed`.
+        that time is longer. This engine's own values are found at once (`Listed`).
         """
         self._check_open()
         await anyio.lowlevel.checkpoint()
@@ -166,7 +166,7 @@ class DiskTier:
         self._open = False
         for limiter in (self._reads, self._puts):
             async with AsyncExitStack() as places:
-                for _ in range(self.spec.lanes):  # once `close` holds every token, no operation is in progress
+                for _ in range(self.spec.lanes):  # when `close` holds every token, no operation is in progress
                     user = object()
                     await limiter.acquire_on_behalf_of(user)
                     places.callback(limiter.release_on_behalf_of, user)
@@ -214,8 +214,8 @@ class DiskTier:
     async def _fresh(self, spaces: AbstractSet[str]) -> None:
         """Begin a pass over the namespaces' folders if the last pass is not recent.
 
-        If the last pass is too old to answer lookups, the call waits for the new pass. All lookups wait for the same
-        pass, and a waiting lookup uses no thread. Raises TierError if the pass takes too long.
+        If the last pass is too old for lookups, the call waits for the new pass. All lookups wait for the same pass. A
+        waiting lookup uses no thread. Raises TierError if the pass takes too long.
         """
         now_s = time.monotonic()
         for space in spaces:
@@ -308,7 +308,7 @@ class DiskTier:
             first = self._put(put)
             if self.spec.fsync:
                 with (
-                    contextlib.suppress(FileNotFoundError),  # the file is evicted and its folder removed already
+                    contextlib.suppress(FileNotFoundError),  # the file was evicted, and its folder was removed
                     self._root.open() as root,
                     shelf(root, put.key) as at,
                 ):
@@ -368,9 +368,9 @@ class DiskTier:
 
     def _fill(self, fd: int, put: Put) -> None:
         try:
-            os.posix_fallocate(fd, 0, put.size)  # reports a full disk before bytes are written
+            os.posix_fallocate(fd, 0, put.size)  # raises an error for a full disk before bytes are written
         except OSError as error:
-            if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:  # errors of a file system without this function
+            if error.errno not in {errno.EINVAL, errno.EOPNOTSUPP}:  # the file system may lack this function
                 raise
         if self._mover.move(fd, os.pwritev, put.parts) < put.size:
             raise TierError(f"{self.spec.path}: a write ended early")
@@ -381,7 +381,7 @@ class DiskTier:
 def _renewed(fd: int, found: os.stat_result) -> float:
     """Set a file's mtime to now if the mtime is older than `_RENEW_S`. Returns the file's mtime."""
     if time.time() - found.st_mtime > _RENEW_S:
-        with contextlib.suppress(OSError):  # a read-only disk refuses
+        with contextlib.suppress(OSError):  # a read-only disk refuses the change
             os.utime(fd)
             return os.fstat(fd).st_mtime
     return found.st_mtime

@@ -1,15 +1,15 @@
 """The program of the process that runs Mooncake's client for `tier.py`.
 
-The program is started by its path and imports nothing of kvpipe. Its arguments are the descriptors of the shared
+The program is started by its path and imports no module of kvpipe. Its arguments are the descriptors of the shared
 memory, of the control socket, and of one socket per lane. The parent sends the settings over the control socket, and
-receives ``ready`` or the reason for a failure. Then a thread for each lane answers one question after the other. A
+receives ``ready`` or the reason for a failure. Each lane has a thread that answers one question after the other. A
 question is ``[operation, argument …]``, and its answer is ``[error or "", answer]``. The values of a lane are in the
 lane's range of the shared memory, one after the other. The process ends when the control socket closes or the parent
 ends.
 
-The process can also map the slots that the engines of a node share (`join`), to `fill` them. Then only the beginning of
-each value is in the lane's memory. The client may abandon a transfer without stopping it, so the parent revokes a fill
-that was not answered. After that the fill no longer writes into its slots.
+The process can also map the slots that the engines of a node share (`join`), and read values into slots (`fill`). In
+this case, only the beginning of each value is in the lane's memory. The client may abandon a transfer without stopping
+the transfer. So the parent revokes a fill that was not answered. A revoked fill no longer writes into its slots.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ import msgspec
 MESSAGE_BYTES_MAX = 1 << 20
 CLOSE_S_MAX = 10.0
 PAGE_KEYS, NAME_CHARS_MAX = 500, 190
-"""Keys per page of a listing, and the longest name of a key. A page must fit into one message of a local socket."""
+"""The number of keys per page of a listing, and the longest name of a key. A page must fit into one message."""
 LINE_BYTES_MAX, METRICS_LINES_MAX = 64 << 10, 100_000
 WINDOWS_MAX = 8192
-"""The most slots that are mapped at once. Each needs two mappings, and a process may have 65,530 of them."""
+"""The largest number of slots that are mapped at once. Each slot needs two of a process's 65,530 mappings."""
 LOST_MAX = 20_000
-"""The most windows that abandoned transfers may still use. Beyond that the process ends, which also ends these."""
+"""The largest number of windows that abandoned transfers may still use. With more, the process ends."""
 NOTHING_BEGUN = frozenset({-600, -703, -704})
-"""Codes of reads that have begun no transfer: wrong size, not written yet, not found."""
+"""The codes of reads that have begun no transfer: wrong size, not written yet, not found."""
 SPINNER_NICE = 10
-"""Niceness of the threads that poll for transfers. Threads that move bytes or run a model have a higher priority."""
+"""The niceness of threads that poll for transfers. Threads that move bytes or run a model have a higher priority."""
 
 MAP_FIXED = 0x10
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -52,7 +52,7 @@ _encode, _decode = msgspec.msgpack.encode, msgspec.msgpack.decode
 
 
 def address_to(host: str, port: int) -> str:
-    """Return the local address of the route to `host`. Nothing is sent to `host`."""
+    """Return the local address of the route to `host`. No packet is sent to `host`."""
     family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(where)
@@ -61,10 +61,10 @@ def address_to(host: str, port: int) -> str:
 
 
 class Windows:
-    """The slots of a shared memory as reads see them. A window has some pages of its own, and then a slot's pages.
+    """Windows onto the slots of a shared memory, for reads. A window has some pages of its own, then a slot's pages.
 
-    So a value is one piece of memory for the client, though its header is not in the slot. Slots are not registered
-    with the client, because the network may access registered memory, and because transfers over TCP do not need it.
+    So a value is contiguous for the client, although the value's header is not in the slot. Slots are not registered
+    with the client: the network may access registered memory, and transfers over TCP need no registered memory.
     """
 
     def __init__(self, fd: int, offset: int) -> None:
@@ -88,7 +88,7 @@ class Windows:
             return [at for _, at in opened]
 
     def close(self, fill: int, doubtful: list[bool]) -> None:
-        """End a fill. `doubtful`: whether a transfer may still write to the window, for each window."""
+        """End a fill. For each window, `doubtful` says whether a transfer may still write to the window."""
         with self._lock:
             for (key, at), lost in zip(self._busy.pop(fill, []), doubtful, strict=False):
                 if lost:
@@ -100,7 +100,7 @@ class Windows:
                 LIBC.munmap(self._free.pop((head, place, size)), head + size)
 
     def revoke(self, fill: int) -> None:
-        """Let fill number `fill` write nothing into slots from now on, whether it runs or has not begun."""
+        """Prevent all further writes of fill number `fill` into slots, whether the fill runs or has not begun."""
         with self._lock:
             opened = self._busy.pop(fill, None)
             if opened is None:
@@ -118,9 +118,9 @@ class Windows:
             raise
 
     def _lose(self, key: tuple[int, int, int], at: int) -> None:
-        """Replace the slot in a window by memory that all such windows share. Later writes to the window go there.
+        """Replace the slot in a window by memory that all lost windows share. Later writes do not reach the slot.
 
-        The addresses are never used again.
+        The window's addresses are never used again.
         """
         head, _, size = key
         self._lost += 1
@@ -147,14 +147,14 @@ class Worker:
 
     def __init__(self, given: dict[str, Any], memory: mmap.mmap, lanes: int) -> None:
         """Connect to the master and lend memory to the cluster. Raises RuntimeError with the reason of a failure."""
-        # imported here, so that a failed import can be reported to the parent
+        # The import is here, so that its failure can be reported to the parent.
         from mooncake.store import MooncakeDistributedStore, ReplicateConfig  # type: ignore[import-untyped] # noqa: PLC0415
 
         self._given, self._lane_bytes = given, len(memory) // lanes
         self.lends = given["segment_bytes"] > 0
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._registered: set[int] = set()
-        # one transfer per direction at a time, because a thread that waits for a transfer uses a core
+        # Each direction has one transfer at a time, because a thread that waits for a transfer uses a core.
         self._turns = {"read": threading.Lock(), "write": threading.Lock()}
         self._replicate = ReplicateConfig()
         self._replicate.replica_num = given["replicas"]
@@ -165,7 +165,7 @@ class Worker:
             given["local_host"] or address_to(given["host"], given["port"]),
             given["metadata_server"],
             given["segment_bytes"],
-            1 << 20,  # memory for values that are passed as Python's bytes, which kvpipe never does
+            1 << 20,  # memory for values that are passed as Python's bytes; kvpipe passes no such values
             given["protocol"],
             given["device"],
             given["master"],
@@ -175,7 +175,7 @@ class Worker:
             raise RuntimeError(msg)
 
     def answer(self, lane: int, question: list[Any]) -> Any:  # noqa: ANN401
-        """Return the answer to `question`, which was received on the lane with the number `lane`."""
+        """Return the answer to a question from the lane with the number `lane`."""
         operation, *arguments = question
         if operation in {"read", "write", "fill"}:
             with self._turns["write" if operation == "write" else "read"]:
@@ -187,7 +187,7 @@ class Worker:
         return self.store.batch_is_exist(keys)  # type: ignore[no-any-return]
 
     def read(self, keys: list[str], sizes: list[int], lane: int) -> list[int]:
-        """Read values into the lane's memory; return the length of each value in bytes, or a negative code."""
+        """Read values into the lane's memory. Return the length of each value in bytes, or a negative code."""
         return self.store.batch_get_into(keys, self._places(lane, sizes), sizes)  # type: ignore[no-any-return]
 
     def join(self, holder: str, hello: bytes, offset: int) -> None:
@@ -203,9 +203,10 @@ class Worker:
         self._windows = Windows(fds[0], offset)
 
     def fill(self, keys: list[str], sizes: list[int], head: int, places: list[int], fill: int, lane: int) -> list[int]:
-        """Read values into slots, apart from the first `head` bytes of each, which go into the lane's memory.
+        """Read values into slots. The first `head` bytes of each value are read into the lane's memory instead.
 
-        The rest of a value goes to its place, in bytes from the beginning of the slots. Returns what `read` returns.
+        `places` has the destination of the rest of each value, in bytes from the beginning of the slots. The result has
+        the form of the result of `read`.
         """
         assert self._windows is not None  # noqa: S101  (the parent has joined)
         wanted = [(head, place, size - head) for place, size in zip(places, sizes, strict=True)]
@@ -226,7 +227,7 @@ class Worker:
         self._windows.revoke(fill)
 
     def write(self, keys: list[str], sizes: list[int], lane: int) -> list[int]:
-        """Write values from the lane's memory; return 0 for each value written and 1 for each that the cluster had."""
+        """Write values from the lane's memory. Return 0 for each written value, and 1 if the cluster had the value."""
         places, codes = self._places(lane, sizes), self.exists(keys)
         new = [at for at, code in enumerate(codes) if code == 0]
         if new:
@@ -238,11 +239,11 @@ class Worker:
         return codes
 
     def delete(self, keys: list[str]) -> list[int]:
-        """Delete values, even leased ones. A client that reads such a value meanwhile detects it by the checksum."""
+        """Delete values, even leased values. A client that is reading such a value detects the loss by the checksum."""
         return self.store.batch_remove(keys, True)  # type: ignore[no-any-return]  # noqa: FBT003  (positional only)
 
     def sizes(self, keys: list[str]) -> list[int]:
-        """Return the length of each value in bytes; -1: the value no longer exists."""
+        """Return the length of each value in bytes, or -1 if the value does not exist any more."""
         found = self.store.batch_get_replica_desc(keys)
         return [_size(found.get(key, ())) for key in keys]
 
@@ -251,7 +252,7 @@ class Worker:
         self._pages = self._listing()
 
     def scan(self) -> list[str] | None:
-        """Return the next keys of the listing; None: the listing has ended."""
+        """Return the next keys of the listing, or None if the listing has ended."""
         return next(self._pages, None)
 
     def _listing(self) -> Iterator[list[str]]:
@@ -261,7 +262,7 @@ class Worker:
                 yield [line for line in page if len(line) <= NAME_CHARS_MAX and line.isascii()]
 
     def capacity(self) -> list[int]:
-        """Return the number of values in the cluster, the bytes used and the bytes lent."""
+        """Return three numbers of the cluster: values, used bytes and lent bytes."""
         with self._open("metrics") as answer:
             names = ("master_key_count", "master_allocated_bytes", "master_total_capacity_bytes")
             lines = (line.decode("utf-8", "replace").split() for line in islice(_lines(answer), METRICS_LINES_MAX))
@@ -302,7 +303,7 @@ def _size(replicas: Any) -> int:  # noqa: ANN401
 def serve(worker: Worker, lane: int, wire: socket.socket) -> None:
     """Answer the questions of one lane until the parent closes the lane. Any unexpected error ends the process.
 
-    Otherwise the parent would wait on a lane that no thread serves. When the process ends, the parent restarts it.
+    If the process did not end, the parent would wait on a lane that no thread serves. The parent restarts the process.
     """
     try:
         _serve(worker, lane, wire)
@@ -344,8 +345,8 @@ def main(memory_fd: int, control_fd: int, *lane_fds: int) -> None:
         pass
     if worker.lends:
         threading.Timer(CLOSE_S_MAX, os._exit, (1,)).start()
-        worker.store.close()  # reports to the master at once that the lent memory is lost
-    os._exit(0)  # skips the clean-up of the library and its threads
+        worker.store.close()  # tells the master at once that the lent memory is lost
+    os._exit(0)  # ends the process without the library's clean-up
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Reads of values into slots that engines share, by the client's process, which maps the slots."""
+"""The client's process maps the slots that engines share, and reads values into these slots."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from kvpipe.transfer.pool import SharedSlots
 
 RETRY_S: Final = 10.0
-"""Seconds after which a client that could not map the slots tries again. Until then, values are copied into slots."""
+"""If a client cannot map the slots, it tries again after this number of seconds. Meanwhile, values are copied."""
 
 
 class SlotFills:
     """Asks the client's process to read values into slots. Such a read is a *fill*.
 
-    When a fill has ended in any way, its slots are written no more: the client has answered, or has revoked the fill,
-    or its process has ended. A slot may be granted for another chunk afterwards.
+    A fill ends when the client has answered, when the client has revoked the fill, or when the client's process has
+    ended. A fill that has ended writes its slots no more, so that a slot may be granted for another chunk.
     """
 
     def __init__(self, limit_s: float) -> None:
-        """Fill no slots yet. `limit_s`: the longest wait for an answer without values."""
+        """Start without slots. `limit_s` is the longest wait for an answer without values."""
         self._limit_s, self._begin, self._end = limit_s, 0, 0
         self._slots: SharedSlots | None = None
         self._client: ClientProcess | None = None  # the process that has mapped the slots
@@ -44,7 +44,7 @@ class SlotFills:
     async def places(self, client: ClientProcess, gets: Sequence[Get]) -> list[int]:
         """Return the place of each value's body in the slots, or [] if values must be copied.
 
-        A place is a number of bytes from the beginning of the slots. All values are copied if one has to be copied.
+        A place is a number of bytes from the beginning of the slots. If one value must be copied, all are copied.
         """
         if self._slots is None or not all(map(self._fits, gets)) or len({get.into[0].nbytes for get in gets}) > 1:
             return []
@@ -61,7 +61,7 @@ class SlotFills:
         return self._begin <= begin and begin + get.into[1].nbytes <= self._end and begin % mmap.PAGESIZE == 0
 
     async def _joined(self, client: ClientProcess) -> bool:
-        """Let a new client's process map the slots. Returns whether it has mapped them."""
+        """Make a new client's process map the slots. Returns whether the process has mapped the slots."""
         assert self._slots is not None  # noqa: S101
         assert self._slots.file is not None  # noqa: S101
         if time.monotonic() < self._retry_s:
@@ -87,7 +87,7 @@ class SlotFills:
                     await self._revoke(client, number)
 
     async def _revoke(self, client: ClientProcess, number: int) -> None:
-        """Let the client write into the slots of a fill no more. A client that does not answer is killed."""
+        """Make the client stop all writes into the slots of a fill. A client that does not answer is killed."""
         try:
             async with client.pools["revoke"].lane(self._limit_s) as lane:
                 await lane.ask(["revoke", number], self._limit_s)

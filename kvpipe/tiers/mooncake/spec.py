@@ -84,12 +84,12 @@ class MooncakeSpec(TierSpec):
         return value
 
     def is_local(self) -> bool:
-        """See `TierSpec.is_local`. A server on this host is not recognized: set `announce` for it."""
+        """See `TierSpec.is_local`. A server on this host is not recognized: the user must set `announce`."""
         return False
 
     @classmethod
     def from_url(cls, url: SplitResult) -> dict[str, Any]:
-        """See `TierSpec.from_url`: `mooncake://HOST:PORT`."""
+        """See `TierSpec.from_url`. The form is `mooncake://HOST:PORT`."""
         if not _ADDRESS.fullmatch(url.netloc) or url.path not in {"", "/"} or url.fragment:
             msg = "expected mooncake://HOST:PORT, with the master's host and port and no path or password"
             raise ValueError(msg)

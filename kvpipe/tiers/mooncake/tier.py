@@ -1,7 +1,7 @@
 """The Mooncake tier. Values are in the memory that the members of a Mooncake Store cluster lend to the cluster.
 
-Mooncake's client runs in a separate process, `child.py`, and values pass through memory shared with that process. In
-the engine's process the client would violate the tier protocol:
+Mooncake's client runs in a separate process, `child.py`. Values pass through memory that both processes share. In the
+engine's process, the client would violate the tier protocol:
 
 * The client connects and disconnects while it holds the GIL, for seconds if the master is down.
 * A fork of a process that has loaded the client crashes at its exit.
@@ -9,7 +9,7 @@ the engine's process the client would violate the tier protocol:
 * The client abandons a transfer without stopping the transfer.
 * The client's process opens a port through which the network can access memory.
 
-If engines share slots, the client's process maps the slots, and reads values straight into them (`SlotFills`).
+If engines share slots, the client's process maps the slots, and reads values directly into slots (`SlotFills`).
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
 
 CHILD: Final = Path(__file__).with_name("child.py")
 ASKERS: Final = 2
-"""The number of lanes for questions without values. So many such questions can be in progress at once."""
+"""The number of lanes for questions without values: the number of such questions that can be in progress at once."""
 KEYS_MAX: Final = 1000
-"""The most keys in one question, because a question must fit into one message of a local socket."""
+"""The largest number of keys in one question. A question must fit into one message of a local socket."""
 BATCH_BYTES: Final = 32 << 20
-"""The most bytes of values in one question. A single larger value is a question of its own."""
+"""The largest number of bytes of values in one question. A larger value is read or written by a separate question."""
 MOVERS: Final = 2
-"""Batches in progress per direction. One is on the network while the other is copied from or to its buffers."""
+"""The number of batches in progress per direction: one on the network, and one that is copied from or to buffers."""
 SLOWEST_BYTES_S: Final = 16 << 20
-"""The lowest rate in bytes per second. A client that moves fewer bytes per second counts as stalled."""
+"""The lowest rate in bytes per second. A client that moves fewer bytes per second is treated as stalled."""
 START_S_MAX: Final = 20.0
-"""Time limit in seconds for a process to start and to load the library from a cold disk."""
+"""The time limit in seconds for a process to start and to load the library from a cold disk."""
 
 ALREADY_THERE, FULL, GONE, OTHER_SIZE = -705, -200, frozenset({-703, -704, -707, -710, -712}), -600
 CODES: Final = {
@@ -61,7 +61,7 @@ _End = TypeVar("_End")
 
 
 class MooncakeTier(ClientTier):
-    """A `Tier` on a Mooncake Store cluster; see `MooncakeSpec`.
+    """A `Tier` on a Mooncake Store cluster. `MooncakeSpec` describes its configuration.
 
     Values in the segment that this process lends are lost when the process ends. Other values stay until the master
     evicts them.
@@ -75,12 +75,12 @@ class MooncakeTier(ClientTier):
         self._fills = SlotFills(self._limit_s)
 
     def share(self, slots: SharedSlots) -> None:
-        """See `FillsSlots`. Only transfers over TCP can be stopped: a network card may write to memory that it has."""
+        """See `FillsSlots`. Slots are used only over TCP, because writes of a network card (RDMA) cannot be stopped."""
         if self._spec.protocol == "tcp":
             self._fills.share(slots)
 
     async def open(self) -> None:
-        """See `Tier.open`. A running client is kept, because its end would lose the memory that it lends."""
+        """See `Tier.open`. A running client is kept, because the memory that it lends would be lost at its end."""
         async with self._opening, self._notified():
             if self._child is not None:
                 with suppress(ConnectionError):  # the client's process has died
@@ -142,7 +142,7 @@ class MooncakeTier(ClientTier):
             return sum(code not in GONE and _checked(code) == 0 for code in codes)
 
     async def capacity(self) -> Capacity:
-        """See `Tier.capacity`. Counts all values of the cluster, not only kvpipe's.
+        """See `Tier.capacity`. The numbers include values of other programs in the cluster.
 
         Raises TierError if `metrics` is not configured.
         """
@@ -191,7 +191,7 @@ class MooncakeTier(ClientTier):
     async def _batches(
         self, asked: Sequence[_Asked], move: Callable[[list[_Asked]], Awaitable[list[_End]]]
     ) -> list[_End]:
-        """Move all values in concurrent batches. Raises the error of the first failed batch after all have ended."""
+        """Move all values in concurrent batches. After all batches, raise the error of the first failed batch."""
         async with self._notified():
             batches = _split(asked, self._running().lane_bytes)
             ended: list[list[_End] | Exception] = [[]] * len(batches)
@@ -271,7 +271,7 @@ def _split(asked: Sequence[_Asked], bytes_max: int) -> list[list[_Asked]]:
         if size > bytes_max:
             msg = f"a value of {size} bytes is more than a quarter of buffer_bytes, {bytes_max}; raise buffer_bytes"
             raise TierError(msg)
-        again = one.key in keys  # if a key is twice in a question, the client fills only one of the buffers
+        again = one.key in keys  # if a question has a key twice, the client fills only one of the two buffers
         if size > room or len(keys) == KEYS_MAX or again:
             batches.append([])
             keys.clear()
@@ -283,7 +283,7 @@ def _split(asked: Sequence[_Asked], bytes_max: int) -> list[list[_Asked]]:
 
 
 def _parsed(name: str) -> Key | None:
-    """Return the key whose text is `name`, or None if the value is not kvpipe's."""
+    """Return the key whose text is `name`, or None if the value does not belong to kvpipe."""
     try:
         return Key.parse(name)
     except ValueError:
@@ -291,7 +291,7 @@ def _parsed(name: str) -> Key | None:
 
 
 def _checked(code: int) -> int:
-    """Return `code` if it reports success, or 1 if the cluster already has the value. Raises TierError otherwise."""
+    """Return `code` if it means success, or 1 if the cluster already has the value. Otherwise raise TierError."""
     if code == ALREADY_THERE:
         return 1
     if code == FULL:
@@ -311,7 +311,7 @@ def _read_as(code: int, size: int) -> Read:
 
 
 def _environment(timeout_ms: int) -> dict[str, str]:
-    """Return the environment of the client, which bounds its waits and its log. Variables set by the user are kept."""
+    """Return the environment of the client, which limits its waits and its log. Variables set by the user are kept."""
     seconds = str(-(-timeout_ms // 1000))
     bounds = dict.fromkeys(("MC_RPC_TIMEOUT_MS", "MC_RPC_CONNECT_TIMEOUT_MS"), str(timeout_ms))
     waits = ("MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_TCP_STATUS_TIMEOUT_SEC", "MC_HANDSHAKE_CONNECT_TIMEOUT")

@@ -19,10 +19,10 @@ def dialling(spec: RedisSpec, password: str) -> Callable[[str, int], ServerConne
     options |= dict.fromkeys(("socket_timeout", "socket_connect_timeout"), spec.timeout_ms_max / 1000)
 
     class Connection(redis.Connection):
-        """A connection of redis-py's, plain or with TLS.
+        """A connection of redis-py, plain or with TLS.
 
-        redis-py's own TLS connection is not used, because it reads the system's certificate authorities for every
-        connection, which takes 30 ms.
+        redis-py's own class for TLS is not used, because it reads the system's certificate authorities for every
+        connection. This takes 30 ms.
         """
 
         def _connect(self) -> socket.socket:

@@ -1,7 +1,7 @@
-"""One connection to a Redis or Valkey server. Values are sent from and received into buffers without a copy.
+"""One connection to a Redis or Valkey server. Values are sent from buffers, and received into buffers, without a copy.
 
 redis-py makes the connection: name resolution, TCP, TLS, AUTH, SELECT. kvpipe does not use redis-py's reader and
-pipelines, because these copy values twice, are too slow for a thousand small replies, and read lines of any length.
+pipelines. They copy values twice, are too slow for a thousand small replies, and read lines of any length.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ if TYPE_CHECKING:
     from redis import Connection
 
 VALUE_BYTES_MAX: Final = 512 << 20
-"""The size of the longest value that the protocol permits, in bytes."""
+"""The largest size of a value that the protocol permits, in bytes."""
 
 LINE_BYTES_MAX: Final = 4096
 
 SHOWN_MAX: Final = 200
-_WAITS: Final = 4  # waits per timeout; after all but one without a byte the connection fails
+_WAITS: Final = 4  # the number of waits per timeout; the connection fails after 3 waits without a byte
 _BITS: Final = re.compile(rb"(?::[01]\r\n)+")
 _RECEIVE_BYTES, _TLS_BYTES, _PARTS_MAX = 16 << 10, 256 << 10, 512
 
 
 class ReplyBounds(NamedTuple):
-    """Bounds on all replies to one question together. The caller sets the bounds, so that no server can send more."""
+    """Limits on the sum of all replies to one question. The caller sets the limits, so that no server can send more."""
 
     items: int = 0
-    """The most elements of all lists together."""
+    """The largest number of elements of all lists together."""
     bytes: int = 0
-    """The most bytes of all bulk strings together."""
+    """The largest number of bytes of all bulk strings together."""
     depth: int = 0
     """The deepest nesting of lists."""
 
 
 SHORT: Final = ReplyBounds()
-"""Bounds on replies that are integers, simple strings or errors."""
+"""Limits for replies that are integers, simple strings or errors."""
 
 
 class ErrorReply(str):
@@ -58,7 +58,7 @@ class ErrorReply(str):
 
 
 class ServerConnectionError(OSError):
-    """The connection cannot be made, or cannot be used any more."""
+    """This error means that the connection cannot be made, or cannot be used any more."""
 
 
 Reply: TypeAlias = "int | bytes | ErrorReply | list[Reply] | None"
@@ -77,7 +77,7 @@ ASKING: Final = b"*1\r\n$6\r\nASKING\r\n"
 
 
 def per_name(verb: bytes, names: Iterable[bytes], *options: bytes, before: bytes) -> bytes:
-    """Encode the same command for every name, each preceded by `before`."""
+    """Encode a command for every name, and put `before` in front of each command."""
     head, tail = b"%b*%d\r\n%s" % (before, 2 + len(options), _words([verb])), _words(options)
     return b"".join([b"%b$%d\r\n%b\r\n%b" % (head, len(name), name, tail) for name in names])
 
@@ -89,19 +89,19 @@ def _words(words: Sequence[bytes]) -> bytes:
 class ServerConnection:
     """One connection, used by one thread at a time. Any thread may call `stop` at any time.
 
-    All methods but `stop` and `close` may raise OSError. After an OSError only `close` may be called. No wait without a
-    byte moving is longer than the connection's `socket_timeout`.
+    All methods except `stop` and `close` may raise OSError. After an OSError only `close` may be called. If no byte
+    moves, no wait is longer than the connection's `socket_timeout`.
     """
 
     def __init__(self, dial: Dial, *secrets: str) -> None:
-        """Make an unconnected connection. `secrets`: the password and the user, which messages never show."""
+        """Make an unconnected connection. `secrets` are the password and the user, which messages never show."""
         self._connection = dial(lambda **_: self)
         self._secrets = sorted(filter(None, secrets), key=len, reverse=True)
         self._sock: socket.socket | None = None
         self._stopped = False
         self._buffer = bytearray()
         self._at = 0  # the number of bytes of the buffer that have been consumed
-        self._items = self._bytes = 0  # the elements and bytes that the remaining replies may have
+        self._items = self._bytes = 0  # the numbers of elements and bytes that the remaining replies may have
 
     def connect(self) -> None:
         """Connect. Raises ServerConnectionError with a reason that contains no secret."""
@@ -118,8 +118,8 @@ class ServerConnection:
             raise ServerConnectionError("stopped")
         sock = self._socket()
         if not isinstance(sock, ssl.SSLSocket) and (timeout_s := sock.gettimeout()):
-            # The kernel waits for a whole value. This is faster than a wait in Python for each of about ten pieces,
-            # because the thread must reacquire the GIL only once.
+            # The kernel waits for a whole value. Python would wait about ten times per value, and the thread would have
+            # to reacquire the GIL after each wait.
             fraction, whole = math.modf(timeout_s / _WAITS)
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                 sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(whole), int(fraction * 1e6)))
@@ -127,7 +127,7 @@ class ServerConnection:
 
     @property
     def closed(self) -> bool:
-        """Whether the connection is not connected: before `connect`, or after `close` or a failure."""
+        """Whether the connection is not connected, as before `connect`, or after `close` or a failure."""
         return self._sock is None
 
     @property
@@ -147,18 +147,18 @@ class ServerConnection:
                 socket.socket.shutdown(sock, socket.SHUT_RDWR)  # SSLSocket.shutdown would drop TLS
 
     def close(self) -> None:
-        """Disconnect. Idempotent."""
+        """Disconnect. Later calls have no effect."""
         self._connection.disconnect()  # type: ignore[no-untyped-call]
 
     # ---- commands -------------------------------------------------------------------------------------------------
 
     def ask(self, commands: bytes, count: int, shape: ReplyBounds = SHORT) -> list[Reply]:
-        """Send `count` commands in one batch and return their replies, which must not exceed the bounds `shape`."""
+        """Send `count` commands in one batch and return their replies. The limits `shape` apply to all replies."""
         self._send([commands])
         self._items, self._bytes = shape.items, shape.bytes
         replies: list[Reply] = []
         while len(replies) < count:
-            # Replies of 0 or 1 are parsed together, because parsing a thousand replies one by one would take a
+            # Adjacent replies 0 and 1 are parsed at once, because to parse a thousand replies separately would take a
             # millisecond.
             if bits := _BITS.match(self._buffer, self._at):
                 replies += [byte - ord("0") for byte in self._buffer[self._at + 1 : bits.end() : len(b":0\r\n")]]
@@ -234,7 +234,7 @@ class ServerConnection:
     def _wait(self, move: Callable[[], _T]) -> _T:
         """Call `move` until it moves bytes. Raises TimeoutError after `_WAITS - 1` calls that moved no byte.
 
-        The kernel ends each wait after its share of the timeout.
+        The kernel ends each call after 1 / `_WAITS` of the timeout.
         """
         for _ in range(_WAITS - 1):
             with contextlib.suppress(BlockingIOError):
@@ -255,7 +255,7 @@ class ServerConnection:
         """Receive a value into the buffers `into`, and the end of its line."""
         sock, end = self._socket(), bytearray(2)
         left = [part.cast("B") for part in (*into, memoryview(end)) if part.nbytes]
-        while left and self._at < len(self._buffer):  # bytes that were received together with the reply's first line
+        while left and self._at < len(self._buffer):  # these bytes were received together with the reply's first line
             count = min(len(self._buffer) - self._at, left[0].nbytes)
             left[0][:count] = self._buffer[self._at : self._at + count]
             self._at += count

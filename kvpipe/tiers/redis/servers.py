@@ -31,9 +31,9 @@ from kvpipe.tiers.redis.spec import RedisSpec
 SLOTS: Final = 16384
 """The number of hash slots of a cluster. A key's CRC selects its slot, and each slot belongs to a primary."""
 ASK_LANES: Final = 2
-"""Connections per server for commands without values, so that such commands do not wait for transfers of values."""
+"""The number of connections per server for commands without values. Such commands do not wait for values."""
 PROBES_MAX: Final = 4
-"""The most servers that are asked at once for the cluster's layout."""
+"""The largest number of servers that are asked at once for the cluster's layout."""
 
 SERVERS_MAX: Final = 1000
 """The largest number of primaries of a cluster."""
@@ -59,7 +59,7 @@ class Server:
     """One server and its connections. A connection is made when a call needs it, and kept for later calls."""
 
     def __init__(self, where: str, host: str, lane: Callable[[], ServerConnection], spec: RedisSpec) -> None:
-        """Make a server without connections. `where`: the server's name in errors."""
+        """Make a server without connections. `where` is the server's name in errors."""
         self.where, self.host = where, host
         self._lane, self._timeout_s = lane, spec.timeout_ms_max / 1000
         self._lanes = spec.lanes
@@ -71,7 +71,7 @@ class Server:
         self._closed = False
 
     async def ask(self, commands: bytes, count: int, shape: ReplyBounds = SHORT) -> list[Reply]:
-        """Send `count` commands in one batch and return their replies, bounded by `shape`. Raises TierError."""
+        """Send `count` commands in one batch and return their replies. `shape` limits the replies. Raises TierError."""
         return await self.use(self._asks, lambda lane: lane.ask(commands, count, shape))
 
     async def use(self, gate: anyio.Semaphore, work: Callable[[ServerConnection], _T]) -> _T:
@@ -104,7 +104,7 @@ class Server:
     ) -> list[Reply]:
         """Run `one` for each index over one connection, because several connections would not be faster.
 
-        `asking`: a command to send before each call of `one`; empty: no command.
+        If `asking` is not empty, this command is sent before each call of `one`.
         """
 
         def each(lane: ServerConnection, index: int) -> Reply:
@@ -153,7 +153,7 @@ class Server:
                 self._connecting.discard(lane)
 
         try:
-            with anyio.fail_after(self._timeout_s):  # limits name resolution, too, which has no time limit
+            with anyio.fail_after(self._timeout_s):  # also limits name resolution, which has no time limit of its own
                 await anyio.to_thread.run_sync(connect, abandon_on_cancel=True, limiter=self._threads)
         except BaseException as error:
             lane.stop()
@@ -167,11 +167,11 @@ class Servers:
     """The configured server, or all primaries of its cluster."""
 
     def __init__(self, name: str, spec: RedisSpec, lane: Callable[[str, int], ServerConnection]) -> None:
-        """Make closed servers. `name`: the tier's name. `lane` makes an unconnected connection for (host, port)."""
+        """Make closed servers. `name` is the tier's name. `lane` makes an unconnected connection for (host, port)."""
         self.name, self._cluster, self._spec, self._lane = name, spec.cluster, spec, lane
         self._servers: dict[tuple[str, int], Server] = {}
-        """All known servers, the configured server first. Empty before `open` and after `close`."""
-        self._slots: list[Server | None] = []  # the primary of each hash slot; empty: not known
+        """All known servers, the configured server first. The dict is empty before `open` and after `close`."""
+        self._slots: list[Server | None] = []  # the primary of each hash slot, or [] if the layout is not known
         self._layout = anyio.Lock()
 
     async def open(self) -> None:
@@ -191,7 +191,7 @@ class Servers:
 
         async def ask(server: Server, at: Sequence[int], asking: bytes) -> list[Reply]:
             commands = per_name(verb, [names[index] for index in at], *options, before=asking)
-            each = 2 if asking else 1  # the number of replies per name; the last reply is that to the command
+            each = 2 if asking else 1  # the number of replies per name; the last reply answers the command
             return (await server.ask(commands, len(at) * each))[each - 1 :: each]
 
         replies = await self.spread(names, ask)
@@ -203,8 +203,8 @@ class Servers:
     async def spread(self, names: Sequence[bytes], ask: _Ask) -> list[Reply]:
         """Call `ask` for every server with the indices of the names that the server has.
 
-        If a reply shows that the layout is outdated, the layout is read again, once. If a name's slot is being migrated
-        and the name has moved, `ask` is called for the new server. The stored layout does not change.
+        If a reply shows that the layout is outdated, the layout is read again, but only once. If a name's slot is being
+        migrated and the name has moved, `ask` is called for the new server. This does not change the stored layout.
         """
         everything = range(len(names))
         if not self._cluster:
@@ -331,7 +331,7 @@ class Servers:
                 if not (0 <= low <= high < SLOTS and isinstance(port, int) and _HOST.fullmatch(place[0])):
                     raise ValueError  # noqa: TRY301
                 taken += high - low + 1
-                if taken > SLOTS:  # a slot has two primaries
+                if taken > SLOTS:  # some slot has two primaries
                     raise ValueError  # noqa: TRY301
                 slots[low : high + 1] = [self._reach(place, servers)] * (high - low + 1)
         except (TypeError, ValueError, AttributeError):

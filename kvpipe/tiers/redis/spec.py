@@ -89,12 +89,12 @@ class RedisSpec(TierSpec):
         return self
 
     def is_local(self) -> bool:
-        """See `TierSpec.is_local`. A server on this host is not recognized: set `announce` for it."""
+        """See `TierSpec.is_local`. A server on this host is not recognized: the user must set `announce`."""
         return False
 
     @classmethod
     def from_url(cls, url: SplitResult) -> dict[str, Any]:
-        """See `TierSpec.from_url`: redis://HOST:6379/DB, rediss:// for TLS."""
+        """See `TierSpec.from_url`. The form is redis://HOST:6379/DB, or rediss:// for TLS."""
         if url.password is not None:
             raise ValueError(f"a URL must not contain a password; {_REMEDY}")
         if not url.hostname:
@@ -126,9 +126,9 @@ class RedisSpec(TierSpec):
         return RedisTier(name, self, password.get_secret_value() if password else "")
 
     def tls_context(self) -> ssl.SSLContext:
-        """Return a TLS context with the certificates, which are read again because they may have been renewed.
+        """Return a TLS context with the certificates. Each call reads the files, because they may have been renewed.
 
-        Raises OSError, which names the configuration key whose file cannot be used.
+        Raises OSError if a file cannot be used. The error names the file's configuration key.
         """
         what = f"tls_ca_file={self.tls_ca_file}"
         try:

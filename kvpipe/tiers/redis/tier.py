@@ -1,7 +1,7 @@
 """The Redis and Valkey tier: values are strings on one server, or on the servers of a cluster.
 
-The server evicts values by its own `maxmemory-policy`. Each read and each further write of a value renews its time to
-live and its place in the server's order of use.
+The server evicts values by its own `maxmemory-policy`. Each read and each further write of a value renews the value's
+time to live, and makes the value the most recently used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvpipe.tiers.redis.spec import RedisSpec
 
 SCAN_KEYS: Final = 1000
 LISTED: Final = ReplyBounds(items=16 * SCAN_KEYS, bytes=8 << 20, depth=2)
-"""Bounds on a page of SCAN, which may have more keys than COUNT."""
+"""Limits for a page of SCAN. A page may have more keys than COUNT."""
 INFO: Final = ReplyBounds(bytes=64 << 10)
 
 
@@ -26,7 +26,7 @@ class RedisTier:
     """A `Tier` on a Redis or Valkey server, or on a cluster."""
 
     def __init__(self, name: str, spec: RedisSpec, password: str) -> None:
-        """Make a tier, which connects in `open`. `password`: "" for none."""
+        """Make a tier, which connects in `open`. `password` is "" if there is no password."""
         self.name, self._servers = name, Servers(name, spec, dialling(spec, password))
         self._prefix, self._ttl_s = f"{spec.prefix}:", spec.ttl_s
         self._ttl = [str(spec.ttl_s).encode()] if spec.ttl_s else []
@@ -83,7 +83,7 @@ class RedisTier:
         return sum(reply == 1 for reply in await self._servers.each(self._names(keys), b"UNLINK"))
 
     async def capacity(self) -> Capacity:
-        """See `Tier.capacity`. Counts all keys of the database and all memory of the servers, not only kvpipe's."""
+        """See `Tier.capacity`. The result includes keys and memory of other programs on the servers."""
         items, used, most = 0, 0, []
         for reply in await self._servers.everywhere(command(b"INFO", b"memory") + command(b"DBSIZE"), 2, INFO):
             match reply:
@@ -130,20 +130,20 @@ class RedisTier:
         return [f"{self._prefix}{key.text}".encode() for key in keys]
 
     async def _entries(self, server: Server, names: Sequence[bytes]) -> list[Entry]:
-        """Return the entries of those `names` that are kvpipe's values and still exist."""
+        """Return the entries of the `names` that belong to kvpipe and still exist."""
         age = (b"PTTL",) if self._ttl else (b"OBJECT", b"IDLETIME")
         asks = [command(*age, name) + command(b"STRLEN", name) for name in names]  # STRLEN counts as a use
         replies = await server.ask(b"".join(asks), 2 * len(names))
         out = []
         for name, reported, size in zip(names, replies[::2], replies[1::2], strict=True):
             if isinstance(size, int) and size:
-                with contextlib.suppress(ValueError):  # the key is not kvpipe's
+                with contextlib.suppress(ValueError):  # the key does not belong to kvpipe
                     key = Key.parse(name.decode("ascii").removeprefix(self._prefix))
                     out.append(Entry(key, size, self._age(reported)))
         return out
 
     def _age(self, reported: Reply) -> float | None:
-        # The server counts uses instead of idle time, or the value has no time to live.
+        # The age is unknown if the server counts uses instead of idle time, or if the value has no time to live.
         if not isinstance(reported, int) or reported < 0:
             return None
         return max(0.0, self._ttl_s - reported / 1000) if self._ttl else float(reported)

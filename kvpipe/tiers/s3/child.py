@@ -1,11 +1,11 @@
 """The program of the process that runs the object store's client for `tier.py`.
 
-The client reads error answers and listings completely, whatever their length. So the client has a separate process
-with limited memory. A store that sends too many bytes ends this process, and the engine starts a new process.
+The client reads error answers and listings completely, even if they are very long. So the client has a separate process
+with limited memory. If a store sends too many bytes, this process ends, and the engine starts a new process.
 
-The program is started by its path and imports nothing of kvpipe. Its arguments are the descriptors of the shared
+The program is started by its path and imports no module of kvpipe. Its arguments are the descriptors of the shared
 memory, of the control socket, and of one socket per lane. The parent sends the settings over the control socket, and
-receives ``ready`` or the reason for a failure. Then the parent asks on each lane one question at a time. A question is
+receives ``ready`` or the reason for a failure. On each lane, the parent asks one question at a time. A question is
 ``[operation, argument …]``, and its answer is ``[error or "", answer]``. The value of a lane is in the lane's range of
 the shared memory. The process ends when the control socket closes or the parent ends.
 """
@@ -34,20 +34,20 @@ MESSAGE_BYTES_MAX: Final = 1 << 20
 CANCEL: Final = b"cancel"
 FULL: Final = "full"
 HEADS_PER_LANE: Final = 16
-"""The most concurrent requests without values, per lane."""
+"""The largest number of concurrent requests without values, per lane."""
 RETRIES: Final = 2
 PIECE_BYTES: Final = 1 << 20
-"""Bytes of a body that are buffered before they are copied to the lane's memory."""
+"""The number of bytes of a body that are buffered before they are copied to the lane's memory."""
 DATA_BYTES: Final = 64 << 20
 LANE_DATA_BYTES: Final = 24 << 20
-"""The limits of data memory in bytes: for the process, beyond the memory in use at its start, and in addition per lane.
+"""The limits of data memory, in bytes: for the process beyond the memory in use at its start, and for each lane.
 
-The memory contains pieces of bodies, connections and stacks of threads.
+The memory contains buffered bytes of bodies, connections and stacks of threads.
 """
 PAGE, ENTRIES_MAX = 1000, 500
 NAME_CHARS_MAX: Final = 190
-"""The length of the longest name that is reported. A longer name is not the name of a key. The limit is needed because
-an answer must fit into one message of a local socket.
+"""The length of the longest name that is reported. A longer name is not the name of a key. With this limit, an answer
+fits into one message of a local socket.
 """
 POLL_S: Final = 0.001
 PARENT_S: Final = 1.0
@@ -75,25 +75,25 @@ _CLOUDS: Final = {
     "gs": ("googleapis.com", "accounts.google.com", "metadata.google.internal", "metadata", "169.254.169.254"),
     "az": ("core.windows.net", "fabric.microsoft.com", "login.microsoftonline.com", "169.254.169.254"),
 }
-"""The hosts of each cloud's store and of its usual sources of credentials. Subdomains of these hosts are included."""
+"""By cloud: the hosts of its store and of its usual sources of credentials. Subdomains of these hosts are included."""
 _METADATA: Final = "GCE_METADATA_"
 _VARIABLES: Final = {"s3": ("AWS_",), "gs": ("GOOGLE_", _METADATA), "az": ("AZURE_", "AZURITE_", "IDENTITY_")}
-"""The prefixes of environment variables that name further hosts, in their values or in the files that they name."""
+"""By cloud: prefixes of environment variables. The values, or the files that the values name, name further hosts."""
 _URL: Final = re.compile(r"https?://[^\s\"'<>,]+")
 _T = TypeVar("_T")
 
 
 class StoreError(Exception):
-    """The store cannot be used, or has refused a request. `status`: the HTTP status; 0: not known."""
+    """The store cannot be used, or has refused a request. `status` is the HTTP status, or 0 if it is not known."""
 
     def __init__(self, message: str, status: int = 0, *, full: bool = False) -> None:
-        """`message`: a text without secrets. `full`: whether the store has no room."""
+        """`message` must be a text without secrets. `full` says that the store has no room."""
         super().__init__(message)
         self.status, self.full = status, full
 
 
 class _Range(NamedTuple):
-    """How the read of a range of a value ended. `version`: the ETag of the object that was read."""
+    """The result of the read of a range of a value. `version` is the ETag of the object that was read."""
 
     read: str
     version: str | None = None
@@ -106,20 +106,20 @@ class Client:
     """
 
     def __init__(self, given: dict[str, Any]) -> None:
-        """Make the client without connecting. `given`: see `S3Tier.settings`. Raises StoreError."""
+        """Make the client without connecting. `given` is the result of `S3Tier.settings`. Raises StoreError."""
         import obstore.exceptions  # noqa: PLC0415  (imported here, so that a failed import can be reported)
         import obstore.store  # noqa: PLC0415
 
         self.api: Any = obstore
         self._given, self._name = given, given["name"]
         self._timeout_s, self._step = given["timeout_s"], given["read_bytes"]
-        self._conditional = True  # the store supports "do not replace an object"
+        self._conditional = True  # whether the store supports writes that do not replace an object
         self._reads, self._writes = asyncio.Semaphore(given["lanes"]), asyncio.Semaphore(given["lanes"])
         self._heads = asyncio.Semaphore(given["lanes"] * HEADS_PER_LANE)
         self._nobody = socket.socket()  # bound but not listening, so that connections to its port are refused
         self._nobody.bind(("127.0.0.1", 0))
         self.asks = self._store(read_timeout=timedelta(seconds=self._timeout_s))
-        self.puts = self._store()  # without a read timeout, because a store sends nothing while it receives a body
+        self.puts = self._store()  # this has no read timeout, because a store sends nothing while it receives a body
         self._pages: AsyncIterator[Any] = self.api.list(self.asks)
 
     def _store(self, **client: object) -> Any:  # noqa: ANN401  (obstore has no types)
@@ -144,9 +144,9 @@ class Client:
     def _elsewhere(self, scheme: str) -> dict[str, object]:
         """Return options that make requests to hosts other than the store's fail.
 
-        The client follows redirects and sends the value to the new host, and has no option against this. So the options
-        name a proxy for all other hosts, and this proxy refuses every connection. If the environment names a proxy for
-        the store, that proxy is used instead, and must refuse other hosts.
+        If a store redirects a request, the client sends the value to the new host, and has no option against this. So
+        the options name a proxy for all other hosts, and this proxy refuses every connection. If the environment names
+        a proxy for the store, the client uses the environment's proxy, which must refuse other hosts.
         """
         endpoint = self._given["endpoint"]
         alone = bool(endpoint and self._given["keys"])
@@ -155,14 +155,14 @@ class Client:
         hosts = _named_hosts(endpoint, *_values_of(_VARIABLES[scheme]))
         if not alone:
             hosts |= set(_CLOUDS[scheme])
-        if endpoint and not alone:  # only the credentials come from the cloud
+        if endpoint and not alone:  # the cloud supplies only the credentials
             region = self._given["region"] or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
             hosts -= {"amazonaws.com", "amazonaws.com.cn", "api.aws"}
             hosts |= {f"sts{part}.amazonaws.com{end}" for part in ("", f".{region}") for end in ("", ".cn")}
         return {"proxy_url": f"http://127.0.0.1:{self._nobody.getsockname()[1]}", "proxy_excludes": ",".join(hosts)}
 
     async def health(self) -> None:
-        """Return if the store answers. Raises StoreError if it does not."""
+        """Check that the store answers. Raises StoreError if the store does not answer."""
         await self._try({_MISSING}, "GET", lambda: self.api.get_async(self.asks, ABSENT))
 
     # ---- values ---------------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ class Client:
         pieces = answer.stream(min_chunk_size=min(stop - start, PIECE_BYTES))
         async with self._limited("GET", stop - start):
             while (data := await anext(pieces, None)) is not None:
-                if len(data) > stop - start:  # the body is longer than the store announced
+                if len(data) > stop - start:  # the body is longer than the store has announced
                     return _Range("damaged")
                 into[start : start + len(data)] = memoryview(data)
                 start += len(data)
@@ -209,17 +209,18 @@ class Client:
             return await self._put(name, value)
 
     async def _put(self, name: str, value: memoryview) -> bool:
-        if await self._there(name):  # so that the body is not sent
+        if await self._there(name):  # checked first, to save the upload
             return False
-        # The value is sent in one request. The answer to a multipart upload does not report an object that existed
-        # before. A client that dies between two parts leaves parts that are charged and not listed.
+        # The value is sent in one request and not as a multipart upload. The answer to a multipart upload does not
+        # report an object that existed before. If a client dies between two parts of such an upload, the store keeps
+        # and charges the parts, but does not list them.
         options = {"use_multipart": False, "mode": "create" if self._conditional else "overwrite"}
         view = memoryview(value)
         send = partial(self.api.put_async, self.puts, name, [view], **options)
         try:
             answer = await self._try({_EXISTS, _UNKNOWN}, "PUT", send, len(value))
         finally:
-            while not _released(view):  # the client still sends from the buffer, and does not report the end
+            while not _released(view):  # the client still sends from the buffer, and does not report when it ends
                 self.api.Bytes()  # any call makes the library drop references that its threads dropped without the GIL
                 await asyncio.sleep(POLL_S)
         if not isinstance(answer, StoreError):
@@ -236,7 +237,7 @@ class Client:
         there = [name for name, found in zip(names, await self.exists(names), strict=True) if found]
         if there:
             remove = partial(self.api.delete_async, self.asks, there)
-            # Some stores answer 404 if another client has deleted an object meanwhile.
+            # Some stores answer 404 if another client has deleted an object after `exists`.
             await self._try({_MISSING}, "DELETE", remove)
         return len(there)
 
@@ -245,7 +246,7 @@ class Client:
         self._pages = self._listing()
 
     async def scan(self) -> list[tuple[str, int, float]] | None:
-        """Return the next (name, bytes, seconds since the write) of the listing; None: the listing has ended."""
+        """Return the next (name, bytes, seconds since the write) of the listing, or None if the listing has ended."""
         return await anext(self._pages, None)
 
     async def _listing(self) -> AsyncIterator[list[tuple[str, int, float]]]:
@@ -264,7 +265,7 @@ class Client:
     async def _try(
         self, allowed: set[int], what: str, request: Callable[[], Awaitable[_T]], size: int = 0
     ) -> _T | StoreError:
-        """Make a request as `_ask` does, but return, not raise, a StoreError whose status is in `allowed`."""
+        """Make a request as `_ask` does. If the status of a StoreError is in `allowed`, return the error instead."""
         try:
             return await self._ask(what, request, size)
         except StoreError as refusal:
@@ -279,7 +280,7 @@ class Client:
 
     @asynccontextmanager
     async def _limited(self, what: str, size: int) -> AsyncIterator[None]:
-        """Limit the time of the enclosed code, which moves `size` bytes. Raises StoreError for its errors."""
+        """Limit the time of the enclosed code, which moves `size` bytes. Convert its errors to StoreError."""
         try:
             async with asyncio.timeout(self._timeout_s * (1 + size / self._given["slow_bytes"])):
                 yield
@@ -291,7 +292,7 @@ class Client:
     def _failure(self, what: str, error: Exception) -> StoreError:
         """Return the StoreError for the client's `error`.
 
-        The text of `error` may contain a signed URL, so that the message contains only known words of the text.
+        The text of `error` may contain a signed URL. So the message contains only known words of the text.
         """
         text = str(error)
         for known, why in _REASONS.items():
@@ -311,7 +312,7 @@ class Client:
 
 
 def _proxied(host: str | None) -> bool:
-    """Return whether the environment names a proxy for `host`, or, if `host` is None, for any host."""
+    """Return whether the environment names a proxy for `host`, or for any host if `host` is None."""
     if not any(os.environ.get(name) or os.environ.get(name.upper()) for name in _PROXIES):
         return False
     from urllib.request import proxy_bypass  # noqa: PLC0415  (large, and rarely used)
@@ -338,7 +339,7 @@ def _named_hosts(*texts: str) -> set[str]:
 
 
 async def _all(limiter: asyncio.Semaphore, calls: Sequence[Callable[[], Awaitable[_T]]]) -> list[_T]:
-    """Run `calls` concurrently within `limiter`, and return their results in order. The first StoreError ends all."""
+    """Run `calls` concurrently within `limiter`, and return their results in order. A StoreError ends all calls."""
 
     async def one(call: Callable[[], Awaitable[_T]]) -> _T:
         async with limiter:
@@ -367,7 +368,7 @@ def _released(view: memoryview) -> bool:
 
 
 class ParentChannel:
-    """One lane: a socket to the parent, and a range of the shared memory, mapped as far as the largest value so far."""
+    """A lane: a socket to the parent, and a range of the shared memory, mapped up to the size of the largest value."""
 
     def __init__(self, wire: socket.socket, memory_fd: int, begin: int) -> None:
         wire.setblocking(False)  # noqa: FBT003
@@ -413,7 +414,7 @@ def _reply(wire: socket.socket, task: asyncio.Task[Any]) -> None:
 
 
 def _ended(serving: asyncio.Task[None]) -> None:
-    """End the process if the task that serves a lane has failed. Otherwise the parent would wait on that lane."""
+    """End the process if the task that serves a lane has failed, so that the parent does not wait on this lane."""
     if serving.cancelled() or serving.exception() is not None:
         os._exit(1)
 
@@ -443,7 +444,7 @@ async def main(memory_fd: int, control_fd: int, *lane_fds: int) -> None:
     for task in serving:
         task.add_done_callback(_ended)
     control.send(b"ready")
-    loop.add_reader(control, os._exit, 0)  # skips the library's clean-up
+    loop.add_reader(control, os._exit, 0)  # ends the process without the library's clean-up
     while serving and os.getppid() == parent:  # noqa: ASYNC110  (a fork of the parent may keep the socket open)
         await asyncio.sleep(PARENT_S)
     os._exit(0)

@@ -86,12 +86,12 @@ class S3Spec(TierSpec):
             )
 
     def is_local(self) -> bool:
-        """See `TierSpec.is_local`. A server on this host is not recognized: set `announce` for it."""
+        """See `TierSpec.is_local`. A server on this host is not recognized: the user must set `announce`."""
         return False
 
     @classmethod
     def from_url(cls, url: SplitResult) -> dict[str, Any]:
-        """See `TierSpec.from_url`: s3://BUCKET/PREFIX?endpoint=https://HOST."""
+        """See `TierSpec.from_url`. The form is s3://BUCKET/PREFIX?endpoint=https://HOST."""
         return {"url": url._replace(query="").geturl()}
 
     def make(self, name: str, *, writes: bool = True) -> S3Tier:
@@ -113,7 +113,7 @@ def _split(key: str, text: str) -> SplitResult:
     try:
         url = urlsplit(text)
         url.port  # noqa: B018  (reading the property parses the port)
-    except ValueError:  # dropped, because its message would show a part of the text, which may be secret
+    except ValueError:  # this error is dropped: its message would show a part of the text, which may be secret
         raise ValueError(f"{key}={safe_name(text)!r} is not a valid URL; write special characters as %XX") from None
     if "\0" in text:
         raise ValueError(f"{key}={safe_name(text)!r} has a zero byte; leave it out")

@@ -1,8 +1,8 @@
 """The tier in an object store: S3, Google Cloud Storage or Azure. A value is an object named by its key's text.
 
-The store keeps a value until a lifecycle rule of the bucket or a call of `delete` deletes it. The client runs in a
-separate process, `child.py`, with bounded memory, because it reads a store's answers before kvpipe can check their
-length. Values pass through memory shared with that process.
+The store keeps a value until a lifecycle rule of the bucket or a call of `delete` deletes the value. The client runs in
+a separate process, `child.py`, with limited memory, because the client reads a store's answers before kvpipe can check
+their length. Values pass through memory that both processes share.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from kvpipe.tiers.s3.spec import S3Spec
 
 CHILD: Final = Path(__file__).with_name("child.py")
 SLOW_BYTES: Final = 4 << 20
-"""Bytes that a request must move in each period of `timeout_ms_max`. A slower connection counts as failed."""
+"""The bytes that a request must move in each period of `timeout_ms_max`. A slower connection counts as failed."""
 KEYS_MAX: Final = 500
-"""The most keys in one question, because a question must fit into one message of a local socket."""
+"""The largest number of keys in one question. A question must fit into one message of a local socket."""
 VALUE_BYTES_MAX: Final = 4 << 30
-"""Size of the largest value in bytes. S3 accepts objects of up to 5 GiB in one PUT."""
+"""The largest size of a value in bytes. S3 accepts objects of up to 5 GiB in one PUT."""
 ASKERS: Final = 8
 """The number of lanes for questions without values. The client sends the requests of one question concurrently."""
 START_S_MAX: Final = 20.0
-"""Time limit in seconds for a process to start and to load the client from a cold disk."""
+"""The time limit in seconds for a process to start and to load the client from a cold disk."""
 UNTRUSTED: Final = "its certificate is not trusted"
 """The beginning of the client's message about a bad certificate.
 
-The client loads the certificate authorities only when its process starts.
+The client loads the certificate authorities only when its process starts. So new authorities need a new process.
 """
 PATIENCE: Final = 4
-"""Time limit for one question, in multiples of the client's own limit. One question may need several requests."""
+"""The time limit for one question, in multiples of the client's own limit. A question may need several requests."""
 HEALTH_PATIENCE: Final = 3
-"""Time limit for a health check in multiples of `timeout_ms_max`. After that the client's process is replaced."""
+"""The time limit for a health check, in multiples of `timeout_ms_max`. After it the client's process is replaced."""
 
 _Asked = TypeVar("_Asked", Get, Put)
 _End = TypeVar("_End")
@@ -53,7 +53,7 @@ class S3Tier(ClientTier):
     """
 
     def __init__(self, name: str, spec: S3Spec, keys: dict[str, SecretStr], *, writes: bool) -> None:
-        """Make a closed tier, whose client `open` starts. `keys`: access key and secret key, by the client's names."""
+        """Make a closed tier. `open` starts its client. `keys` has access key and secret key by the client's names."""
         super().__init__(name, spec.timeout_ms_max)
         self.spec, self._keys, self._writes = spec, keys, writes
 
@@ -112,7 +112,7 @@ class S3Tier(ClientTier):
     # ---- values ---------------------------------------------------------------------------------------------------
 
     async def exists(self, keys: Sequence[Key]) -> list[bool]:
-        """See `Tier.exists`. Sends one request per key, because a listing would contain the values of all engines."""
+        """See `Tier.exists`. Each key needs a request, because a listing would contain the values of all engines."""
         async with self._notified():
             return [found for names in self._parts(keys) for found in await self._ask("exists", names)]
 
@@ -175,7 +175,7 @@ class S3Tier(ClientTier):
         return [ends[at] for at in range(len(asked))]
 
     async def capacity(self) -> Capacity:
-        """See `Tier.capacity`. Counts by a listing, which takes one request per 1000 values."""
+        """See `Tier.capacity`. The values are counted by a listing, which takes one request per 1000 values."""
         items = bytes_used = 0
         async for entry in self.scan():
             items += 1
@@ -189,13 +189,13 @@ class S3Tier(ClientTier):
             await lane.ask(["begin_scan"], limit_s)
             while (page := await lane.ask(["scan"], limit_s)) is not None:
                 for name, size, age_s in page:
-                    with suppress(ValueError):  # the object is not kvpipe's
+                    with suppress(ValueError):  # the object does not belong to kvpipe
                         yield Entry(Key.parse(name), size, max(0.0, age_s))
 
     # ---- questions ------------------------------------------------------------------------------------------------
 
     def _patience_s(self, size: int) -> float:
-        """Return how many seconds to wait for the client's process, whose own limits are shorter.
+        """Return how many seconds to wait for the client's process. The client's own limits are shorter.
 
         Raises TierError if `size` is larger than `VALUE_BYTES_MAX`.
         """
