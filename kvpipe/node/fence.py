@@ -29,7 +29,7 @@ def _membarrier(command: int) -> None:
 
 
 def register_process() -> None:
-    """Let fences of other processes reach this process's threads. Called before the first pin, and after a fork.
+    """Make `fence` in other processes act on this process's threads. Called before the first pin, and after a fork.
 
     Raises:
         ConfigError: the system has no `membarrier`.
@@ -39,7 +39,7 @@ def register_process() -> None:
 
 
 def fence() -> None:
-    """Let every thread of every registered process pass a full fence. Takes some microseconds.
+    """Make every thread of every registered process pass a full fence. The call takes some microseconds.
 
     Raises:
         ConfigError: the system has no `membarrier`.
