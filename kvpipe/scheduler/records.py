@@ -1,4 +1,4 @@
-"""The scheduler side's records of a request: its lookup, its load, how far it is saved."""
+"""The scheduler side's records of a request: its lookup, its load, and the progress of its saves."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ class Asking(Cursor):
 class OpenChunk(msgspec.Struct, frozen=True, gc=False):
     """A chunk that is still being filled.
 
-    The request has filled `filled` of its units, of which the last has the key `key`. `base` is the index of the
-    chunk's first unit in the prefix.
+    The request has filled `filled` units of the chunk. The last filled unit has the key `key`. `base` is the index in
+    the prefix of the chunk's first unit.
     """
 
     base: int
@@ -221,7 +221,7 @@ class RequestContext:
     )  # fmt: skip
 
     def __init__(self, number: int) -> None:
-        """Start outside of the trace sample. `number` names the request's cursor in traces, and is never used again."""
+        """Start outside of the trace sample. `number` names the request's cursor in traces, and no other request's."""
         self.number, self.traceparent, self.sampled = number, "", False
         self.added_ns = time.monotonic_ns()
         self.answer: LookupResult | None = None

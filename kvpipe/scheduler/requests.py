@@ -117,7 +117,7 @@ class Requests:
         return self._epochs
 
     def begin_admission(self, tracked: Tracked, held_units: int, tables: Tables) -> None:
-        """The request was admitted with new blocks: start its saving again.
+        """Start the saves of a request again, because the request was admitted with new blocks.
 
         The first `held_units` units of the request need no save.
         """
@@ -132,9 +132,9 @@ class Requests:
                 tracked.saving.give_up()
 
     def go_on(self, tracked: Tracked) -> None:
-        """The same admission got more blocks.
+        """Note that the same admission got more blocks.
 
-        If its KV is of old weights (`Recovery.continued`), save no more of the request.
+        If the request's KV was computed with old weights (`Recovery.continued`), save no more of the request.
         """
         if self._recovery.continued(tracked.request.request_id):
             tracked.saving.give_up()

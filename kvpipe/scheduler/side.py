@@ -241,7 +241,7 @@ class SchedulerSide:
         return answer
 
     def admitted(self, request: Request, tables: Tables, external_tokens: int) -> None:
-        """The engine has allocated blocks: lease chunks and plan the load of `external_tokens`.
+        """Lease chunks and plan the load of `external_tokens` into the blocks that the engine has allocated.
 
         If `external_tokens` is 0, note that nothing is loaded.
         """
@@ -321,14 +321,14 @@ class SchedulerSide:
         return done
 
     def _poll_node(self, poll: Callable[[], None]) -> None:
-        """Poll the holder of the node's memory, and end the fetches whose chunks it has published."""
+        """Poll the holder of the node's memory, and end the fetches whose chunks the holder has published."""
         self.trace.about("", 0)
         self._alone("node", poll)
         if self.staging is not None:
             self._alone("settle", self.staging.settle)
 
     def _stop_at_cuts(self, spans: WholeSpans, step: Step, jobs: list[Job]) -> None:
-        """For each span that `step` cuts, save the request's tokens before the span, and nothing after them."""
+        """For each span that `step` cuts, save the request's tokens before the span, and no later tokens."""
         try:
             for tracked, first in spans.plan_step(step, self.requests.tracked):
                 if self.switches.saving:
@@ -408,7 +408,7 @@ class SchedulerSide:
                 self._alone("invalidated", self.jobs.fail_load, load)
 
     def finished(self, request: Request) -> None:
-        """The request is over, in any state: release its leases and chunks.
+        """Release the leases and chunks of a request that is over, in any state.
 
         The request's jobs in flight end when ranks report them.
         """
@@ -468,12 +468,12 @@ class SchedulerSide:
     def pending(self) -> bool:
         """Whether ranks should report soon.
 
-        An engine without other work then makes empty steps until the reports arrive. A rank fails a job that makes no
-        progress for `stuck_ms_max`. Some seconds later the engine stops making steps for a missing report. A report
-        that arrives later than that is processed with the next step.
+        If so, an engine without other work makes empty steps until the reports arrive. A rank fails a job that makes no
+        progress for `stuck_ms_max`. If the report is still missing some seconds later, the engine stops making steps
+        for the report. A report that arrives after this is processed with the next step.
 
-        If nothing is pending, the engine is idle, and operators' orders are carried out now. A sleeping engine makes no
-        steps, so nothing is pending then.
+        If nothing is pending, the engine is idle, and operators' orders are carried out now. In a sleeping engine
+        nothing is pending, because such an engine makes no steps.
         """
         if self.weights.asleep:
             self.turns.give()

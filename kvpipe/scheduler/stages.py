@@ -31,7 +31,7 @@ class WantedPrompt(NamedTuple):
 
     `asked` has the block hashes under which `prefixes` finds the prompt's chunks. Routers are notified about fetched
     chunks in the name of `request`. If `request` is None, no router is notified. A hit covers at most `units_max`
-    units, and only the tiers with the indices `tiers` are asked. None stands for no limit, and for all tiers.
+    units, or any number if `units_max` is None. Only the tiers with the indices `tiers` are asked, or all if None.
     """
 
     asked: Request

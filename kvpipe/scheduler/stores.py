@@ -29,10 +29,10 @@ STORE_SHARE: Final = 0.25
 OFFERS_MAX: Final = 4096
 """The number of chunks that may wait to be stored.
 
-With more, the tenant with the most chunks loses its oldest offer.
+If more chunks are offered, the tenant with the most offers loses its oldest offer.
 """
 REST_STEPS: Final = 100
-"""The number of steps without stores after a failed store: the ranks' breakers would refuse the stores."""
+"""The number of steps without stores after a failed store, because the ranks' breakers would refuse stores."""
 STORES: Final = "\0store"
 """The request id in owners of leases on chunks with a store under way. No real request id has a zero byte."""
 _NEVER: Final = float("inf")
@@ -65,8 +65,8 @@ _OfferKey = tuple[int, Chunk, bytes]
 class _TierOffers:
     """The offers to one tier. All offers of `first` are stored before those of `others`. Each queue is in order of age.
 
-    `under_way` maps the order id of each store that not all ranks have reported to the owner of its lease. Nothing is
-    stored before step `rests`.
+    `under_way` has the stores that not all ranks have reported: it maps the store's order id to the owner of the
+    store's lease. Nothing is stored before step `rests`.
     """
 
     __slots__ = ("first", "others", "rests", "under_way")
@@ -79,7 +79,7 @@ class _TierOffers:
         self.rests = 0
 
     def put(self, place: _OfferKey, *, first: bool) -> None:
-        """Add an offer. An offer that exists already keeps its place in the queue, except if it moves to `first`."""
+        """Add an offer. An existing offer keeps its place in the queue, unless the offer moves to `first`."""
         if first:
             self.others.pop(place, None)
             self.first[place] = None
@@ -263,7 +263,7 @@ class Storing(Subscriber):
             self.tier_blocks.ordered(order, chunk, offer.key)
 
     def over(self, order: TierOrder, *, ok: bool) -> None:
-        """Every rank has reported a store. `ok` says that the store has succeeded on all ranks."""
+        """End a store that every rank has reported. `ok` says that the store has succeeded on all ranks."""
         queue = self._queues[order.tier]
         self._catalog.release(queue.under_way.pop(order.id), hit=False)
         self._counters["chunks_stored" if ok else "chunks_not_stored"] += 1

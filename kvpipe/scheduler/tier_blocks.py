@@ -46,8 +46,8 @@ WithdrawalReason = Literal["missed", "noticed", "no_room", "reset"]
 class _KnownBlock(NamedTuple):
     """A chunk that routers know of.
 
-    `number` grows with each store or fetch of a chunk by all ranks. `number` is compared with the number at a lookup's
-    start.
+    `number` is higher for each later store or fetch of a chunk by all ranks. It is compared with the number at a
+    lookup's start, because a lookup's miss does not withdraw a chunk that was stored later.
     """
 
     block: Any  # opaque: only the engine reads it

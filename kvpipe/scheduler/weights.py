@@ -61,7 +61,7 @@ class Weights:
         """Process the ranks' answers: (question, digest of the weights) by rank.
 
         Returns whether the weights have changed. Every answer is used, even if another question is open already,
-        because steps were computed with those weights.
+        because steps were computed with the reported weights.
         """
         if len(reports) < self._ranks:
             self._counters.fault("weights_not_on_all_ranks", ranks=self._ranks, reported=len(reports))

@@ -25,7 +25,7 @@ class RawAction(NamedTuple):
 class RawHints(NamedTuple):
     """The hints of a request, not parsed yet.
 
-    `actions` are the actions of an envelope. `own` has payloads by kind. A field is None if the request lacks it.
+    `actions` are the actions of an envelope. `own` has payloads by kind. A field that the request lacks is None.
     """
 
     actions: object

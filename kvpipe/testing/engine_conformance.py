@@ -1,6 +1,6 @@
-"""The suite that every inference engine with its kvpipe adapter must pass; see docs/new-engine.md.
+"""The suite that every inference engine with a kvpipe connector must pass (docs/new-engine.md).
 
-A test module of an adapter has a subclass of `EngineConformance`, whose fixture `make` returns a maker of engines:
+A connector's test module has a subclass of `EngineConformance`, whose fixture `make` returns a maker of engines:
 
     class TestMine(EngineConformance):
         @pytest.fixture
@@ -8,9 +8,9 @@ A test module of an adapter has a subclass of `EngineConformance`, whose fixture
             return MyDriver  # MyDriver(options): an `EngineDriver` with kvpipe; MyDriver(None): one without kvpipe
 
 Every test runs a workload on an engine with kvpipe and on an engine without kvpipe. The test disturbs the engine with
-kvpipe, as the test's docstring describes. Then the test checks that both engines gave the same answers, and that as
-many blocks are free as at the start. kvpipe must have no open leases, jobs or requests. A request has 48 tokens, and at
-most 3 requests run at a time.
+kvpipe, as the test's docstring describes. Then the test checks that both engines gave the same answers, that kvpipe
+has no open leases, jobs or requests, and that as many blocks are free as at the start. A request has 48 tokens, and
+at most 3 requests run at a time.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class EngineDriver(Protocol):
 
     @property
     def scheduler(self) -> SchedulerSide:
-        """The scheduler side of kvpipe. Never read on an engine without kvpipe."""
+        """The scheduler side of kvpipe. The tests never read this property of an engine without kvpipe."""
 
     @property
     def workers(self) -> Sequence[WorkerSide]:
@@ -107,7 +107,7 @@ class _EngineRun:
         self._asked: dict[str, tuple[int, ...]] = {}
 
     def add(self, *seeds: int) -> list[str]:
-        """Queue a prompt per seed and return the ids of the requests. All prompts share their first half."""
+        """Queue one prompt for each seed, and return the requests' ids. All prompts share the first half."""
         common = random.Random(-1)
         shared = [common.randrange(VOCABULARY) for _ in range(20)]
         names = []
@@ -137,7 +137,7 @@ class _EngineRun:
         self.driver.forget()
 
     def abort(self, name: str) -> None:
-        """Abort a request, and do not expect an answer to it."""
+        """Abort a request, and expect no answer for this request."""
         self.driver.abort(name)
         del self._asked[name]
 
@@ -209,7 +209,7 @@ class EngineConformance:
 
     @pytest.mark.parametrize("load", ["sync", "async"])
     def test_hits_are_loaded(self, make: Make, load: str) -> None:
-        """A prefix that was computed before is loaded, either layer by layer or before the request runs."""
+        """A prefix that another request has computed is loaded, either layer by layer or before the request runs."""
         run = _EngineRun(make, load=load)
         run.warm(1, 2)
         run.add(1, 2, 3)
@@ -251,7 +251,7 @@ class EngineConformance:
             for _ in range(3):
                 run.driver.step()
             for worker in run.driver.workers:
-                worker.end_step()  # outside of any step
+                worker.end_step()  # no step is running
             run.warm(1, 2)
         assert run.loaded > 0, "nothing was loaded"
         run.check()

@@ -30,7 +30,7 @@ def written(path: Path) -> Iterator[TextIO]:
 
 
 def plain(value: Any) -> Any:  # noqa: ANN401  (any field of any event)
-    """Convert a field's value into a value that JSON and JavaScript can represent exactly.
+    """Convert a field's value into a value that JSON and JavaScript represent exactly.
 
     Numbers that JavaScript would round or that JSON does not have become text.
     """

@@ -50,7 +50,7 @@ class Lane(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A span from `begin_ns` to `end_ns`, counted from the trace's start. A mark is a span without length.
+    """A span from `begin_ns` to `end_ns`. Both count from the trace's start. A mark is a span without length.
 
     `events` has the indices of the timeline's events from which the span was made. `is_open` says whether the trace
     lacks the span's end.

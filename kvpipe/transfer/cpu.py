@@ -42,23 +42,23 @@ class CpuEngine:
         self._closed = False
 
     def attach(self, views: Sequence[PageView], geometry: Geometry, pool: HostPool) -> None:
-        """See `TransferEngine.attach`."""
+        """Bind the paged cache and the pool."""
         self._views, self._geometry, self._pool = tuple(views), geometry, pool
         self._words = tuple(map(_as_words, self._views))
         self._host_bytes = pool.flat.numpy()
 
     def claim(self, address: int, size: int) -> bool:  # noqa: ARG002
-        """See `TransferEngine.claim`. This engine needs only resident memory, so it pins nothing."""
+        """Make `size` bytes of whole slots at `address` ready for copies. This engine needs only resident memory, so it pins nothing."""
         return True
 
     def prepare(self, plan: CopyPlan) -> None:
-        """See `TransferEngine.prepare`.
+        """Order the loads of `plan` after all compute enqueued so far.
 
         This method does nothing, because on a CPU all earlier compute has ended before the call.
         """
 
     def submit(self, plan: CopyPlan, ticket: Ticket) -> None:
-        """See `TransferEngine.submit`."""
+        """Copy the layers `ticket.layers` of `plan`, and complete the ticket when the bytes have landed."""
         if self._closed:
             ticket.complete(frozenset(job.id for job in plan.jobs))
         elif self._threads == 0:
@@ -70,22 +70,22 @@ class CpuEngine:
             lane.queue.put((plan, ticket))
 
     def guard_read(self, ticket: Ticket, timeout_s: float) -> bool:
-        """See `TransferEngine.guard_read`."""
+        """Order the caller's next compute after the copy."""
         return ticket.wait(timeout_s)
 
     def reached(self, ticket: Ticket) -> None:
-        """See `TransferEngine.reached`. This method does nothing, because this engine delays no layer."""
+        """Note that attention has reached a completed layer. This method does nothing, because this engine delays no layer."""
 
     def fence(self, ticket: Ticket, timeout_s: float) -> bool:
-        """See `TransferEngine.fence`. Copies of a plan complete in order, so waiting for the last copy is enough."""
+        """Order later writes to the paged blocks after the copy's reads. Copies of a plan complete in order, so waiting for the last copy is enough."""
         return ticket.wait(timeout_s)
 
     def abandon(self, ticket: Ticket) -> bool:
-        """See `TransferEngine.abandon`. A copy that has begun cannot be stopped."""
+        """Give up a copy. Returns True if the copy touches no memory any more. A copy that has begun cannot be stopped."""
         return ticket.withdraw()
 
     def shutdown(self) -> None:
-        """See `TransferEngine.shutdown`."""
+        """Finish the submitted copies and end the threads."""
         self._closed = True
         for lane in self._lanes.values():
             lane.stop()

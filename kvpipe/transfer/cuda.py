@@ -94,7 +94,7 @@ class CudaEngine:
         self.costs: calibrate.Costs = {direction: {} for direction in Direction}
 
     def attach(self, views: Sequence[PageView], geometry: Geometry, pool: HostPool) -> None:
-        """See `TransferEngine.attach`. The first pieces of the pool are pinned, so that copies can be measured in them.
+        """Bind the paged cache and the pool. The first pieces of the pool are pinned, so that copies can be measured in them.
 
         If the pool is shared, copies are measured in scratch slots, because the pool's slots have chunks of engines.
 
@@ -142,7 +142,7 @@ class CudaEngine:
                 lane.move(layout)
 
     def claim(self, address: int, size: int) -> bool:
-        """See `TransferEngine.claim`. This engine pins the memory."""
+        """Make `size` bytes of whole slots at `address` ready for copies. This engine pins the memory."""
         return self._pins.claim(address, size)
 
     @property
@@ -153,7 +153,7 @@ class CudaEngine:
     # ---- vLLM's thread -------------------------------------------------------------------------------------------
 
     def prepare(self, plan: CopyPlan) -> None:
-        """See `TransferEngine.prepare`."""
+        """Order the loads of `plan` after all compute enqueued so far."""
         with self._queueing:
             if not self._lost:
                 try:
@@ -162,7 +162,7 @@ class CudaEngine:
                     self._trouble(plan.direction, "prepare_failed", error)
 
     def submit(self, plan: CopyPlan, ticket: Ticket) -> None:
-        """See `TransferEngine.submit`."""
+        """Copy the layers `ticket.layers` of `plan`, and complete the ticket when the bytes have landed."""
         with self._queueing:
             if self._closed:
                 ticket.complete(frozenset(job.id for job in plan.jobs))
@@ -181,12 +181,12 @@ class CudaEngine:
                     self._launch(queue)
 
     def guard_read(self, ticket: Ticket, timeout_s: float) -> bool:  # noqa: ARG002  (the device waits, not the host)
-        """See `TransferEngine.guard_read`."""
+        """Order the caller's next compute after the copy."""
         mark = self.reached(ticket)
         return ticket.over or self._order(ticket, mark and mark.landed)
 
     def reached(self, ticket: Ticket) -> OrderingPoint | None:
-        """See `TransferEngine.reached`. When the reader is in the newest wave, the next wave is queued."""
+        """Note that attention has reached a completed layer. When the reader is in the newest wave, the next wave is queued."""
         with self._queueing:
             mark = self._reach(ticket)
             if mark is not None and mark.wave == mark.queue.waves - 1:
@@ -194,7 +194,7 @@ class CudaEngine:
         return mark
 
     def fence(self, ticket: Ticket, timeout_s: float) -> bool:  # noqa: ARG002
-        """See `TransferEngine.fence`.
+        """Order later writes to the paged blocks after the copy's reads.
 
         The copies of a plan read in order, so waiting for the last copy's event is enough.
         """
@@ -203,7 +203,7 @@ class CudaEngine:
         return self._order(ticket, mark and mark.read)
 
     def abandon(self, ticket: Ticket) -> bool:
-        """See `TransferEngine.abandon`. A copy that is queued on a stream cannot be withdrawn.
+        """Give up a copy. Returns True if the copy touches no memory any more. A copy that is queued on a stream cannot be withdrawn.
 
         Any thread may call this method. This method does not query the device, because a query would make a graph's
         capture fail. The method does not wait for a copy that blocks the queueing thread. The method does not withdraw
@@ -222,7 +222,7 @@ class CudaEngine:
         return ticket.over
 
     def shutdown(self) -> None:
-        """See `TransferEngine.shutdown`. After `SHUTDOWN_S_MAX` seconds the remaining copies fail."""
+        """Finish the submitted copies and end the threads. After `SHUTDOWN_S_MAX` seconds the remaining copies fail."""
         atexit.unregister(self.shutdown)
         deadline = time.monotonic() + SHUTDOWN_S_MAX
         mine = self._queueing.acquire(timeout=SHUTDOWN_S_MAX)

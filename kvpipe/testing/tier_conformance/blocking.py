@@ -25,7 +25,7 @@ PARTS = (MIB,) * 8
 HELD_SHARE, TRIES = 0.8, 30
 """A call blocks the loop if, in each of `TRIES` tries, the loop has no turn for `HELD_SHARE` of the call's duration.
 
-A single try proves nothing, because a busy machine may suspend the loop's thread for that time.
+A single try proves nothing, because a busy machine may suspend the loop's thread during the call.
 """
 
 

@@ -19,7 +19,7 @@ from kvpipe.testing.tier_conformance.worlds import KIB, MIB, with_client
 from kvpipe.tiers.base import Get, Put, Read, Tier, Written
 
 CANCEL_S = (math.inf, 0, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02)
-"""Delays in seconds after which calls are cancelled: never, at once, and, on most machines, during the work."""
+"""Delays in seconds after which calls are cancelled: never, at once, and times that mostly are during the work."""
 VALUES, VALUE_BYTES = 64, 256 * KIB
 """The number and the size of values. With these values a cancellation usually meets a thread during its work."""
 TURNS = (4, 16, 64, 256, 1024)

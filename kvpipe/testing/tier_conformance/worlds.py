@@ -39,9 +39,9 @@ Limit = Literal[
 class TierWorld:
     """One store that the suite tests.
 
-    `make` returns a new client of the store, not yet opened. `limits`: the properties that the tier lacks.
+    `make` returns a new client of the store, which is not open yet. `limits` has the properties that the tier lacks.
     `broken` returns a context in which the store cannot be used, because its folder is moved or its server refuses.
-    `older` makes all values at least two minutes older. Without `older` the suite waits for about a second.
+    `older` makes all values at least two minutes older. Without `older` the suite waits for about a second instead.
     """
 
     make: Callable[[], Tier]
