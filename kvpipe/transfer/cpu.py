@@ -1,4 +1,4 @@
-"""The CPU engine makes native copies between the paged cache and the pool, in parallel with the forward or within it.
+"""The CPU engine makes native copies between paged cache and pool, in parallel with the forward or within the forward.
 
 One thread per direction copies while the forward computes. With ``threads=0`` the calling thread copies, which is
 better if the forward's own threads use every core. To order compute after a copy, the caller waits for the copy.
@@ -35,7 +35,7 @@ class CpuEngine:
     piece_bytes = 64 << 20
 
     def __init__(self, threads: int, cpus: frozenset[int] = frozenset()) -> None:
-        """`threads` is 0 or 1 per direction. `cpus` has the cores that the threads may use; if empty, all cores."""
+        """`threads` is 0 or 1 per direction. `cpus` has the cores that the threads may use. Empty means all cores."""
         self._threads, self._cpus = threads, cpus
         self._lanes: dict[Direction, _CopyThread] = {}
         self._views: tuple[PageView, ...] = ()
@@ -48,7 +48,7 @@ class CpuEngine:
         self._host_bytes = pool.flat.numpy()
 
     def claim(self, address: int, size: int) -> bool:  # noqa: ARG002
-        """Make `size` bytes of whole slots at `address` ready for copies. This engine needs only resident memory, so it pins nothing."""
+        """Return True. The bytes are resident, and this engine needs no pinned memory."""
         return True
 
     def prepare(self, plan: CopyPlan) -> None:
@@ -74,14 +74,14 @@ class CpuEngine:
         return ticket.wait(timeout_s)
 
     def reached(self, ticket: Ticket) -> None:
-        """Note that attention has reached a completed layer. This method does nothing, because this engine delays no layer."""
+        """Do nothing, because this engine delays no layer."""
 
     def fence(self, ticket: Ticket, timeout_s: float) -> bool:
-        """Order later writes to the paged blocks after the copy's reads. Copies of a plan complete in order, so waiting for the last copy is enough."""
+        """Wait for the copy. Copies of a plan complete in order, so waiting for the last copy is enough."""
         return ticket.wait(timeout_s)
 
     def abandon(self, ticket: Ticket) -> bool:
-        """Give up a copy. Returns True if the copy touches no memory any more. A copy that has begun cannot be stopped."""
+        """Give up a copy. Returns False for a copy that has begun and is not over, because it cannot be stopped."""
         return ticket.withdraw()
 
     def shutdown(self) -> None:
@@ -113,9 +113,9 @@ class CpuEngine:
     def _scrub(self, plan: CopyPlan, layer: int, failed: frozenset[int]) -> None:
         """Zero the blocks of failed loads before attention reads them.
 
-        Without this, the step would also compute garbage from these blocks, and the garbage is discarded. But a NaN
-        would remain in the freed blocks. The weight of a masked position is 0, and 0 times NaN is NaN, so the block's
-        next owner would compute NaN.
+        The step's results from these blocks are discarded in any case. But without the zeros, a NaN could remain in the
+        freed blocks. The weight of a masked position is 0, and 0 times NaN is NaN, so the block's next owner would
+        compute NaN.
         """
         group, _ = self._geometry.layers[layer]
         for run in plan.run_list(group):
@@ -152,7 +152,7 @@ class CpuEngine:
 
 
 def _as_words(view: PageView) -> npt.NDArray[Any]:
-    """Return the paged cache as words of 8 bytes, shape (blocks, words); as bytes if a size is no multiple of 8."""
+    """Return the paged cache as words of 8 bytes, shape (blocks, words), or as bytes if a size is no multiple of 8."""
     pages: npt.NDArray[np.uint8] = view.tensor.numpy()
     whole = view.page_bytes % _WORD == 0 and view.stride_bytes % _WORD == 0
     return pages.view(np.int64) if whole else pages

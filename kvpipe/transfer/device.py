@@ -1,4 +1,4 @@
-"""The operations of CUDA that the CUDA engine uses: streams, events, copies, one kernel, pinning.
+"""The operations of CUDA that the CUDA engine uses: streams, events, copies, one kernel and pinning.
 
 `CudaDevice` implements these operations with torch, Triton and the driver's library (`driver.py`). Tests use a
 simulated device, which orders operations in all ways that CUDA allows.
@@ -114,7 +114,7 @@ class Device(Protocol):
     def stream(self, name: str) -> Stream:
         """Return the stream of this name.
 
-        The stream is for the caller alone, and does not synchronize with other streams.
+        Only the caller uses the stream. The stream does not synchronize with other streams.
         """
 
     def current_stream(self) -> Stream:
@@ -135,8 +135,8 @@ class Device(Protocol):
     def copy_batch(self, stream: Any, copies: CopyBatch, *, settled: bool) -> None:  # noqa: ANN401
         """Queue a batch of copies. Host memory must be pinned. Raises `TransferError`.
 
-        `settled` says that the sources have their final bytes now and keep these bytes until the copies are done. So
-        the device may read the sources at any time from now on.
+        `settled` says that the sources have their final bytes now and keep these bytes until the copies are done. In
+        this case the device may read the sources at any time from now on.
         """
 
     def upload(self, stream: Any, array: npt.NDArray[Any]) -> Any:  # noqa: ANN401
@@ -171,17 +171,17 @@ class OwnStream(torch.cuda.ExternalStream):
     """A stream that the driver has created, wrapped for torch."""
 
     def record_event(self, event: Any = None) -> Any:  # noqa: ANN401
-        """Record an event after the work that is queued now. A host thread that waits for the event sleeps instead of polling."""
+        """Record an event after the work queued now. A host thread that waits for it sleeps instead of polling."""
         made = torch.cuda.Event(blocking=True) if event is None else event  # type: ignore[no-untyped-call]
         return super().record_event(made)
 
 
 _streams: dict[tuple[int, str], Stream] = {}
-"""The streams of the process by device and name. A stream is never deleted, as torch's allocators may refer to it."""
+"""The process's streams by device and name. They are never deleted, because torch's allocators may refer to them."""
 
 
 def outside(make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Call `make` in a new thread and return its result.
+    """Call `make` in a new thread and return the result of `make`.
 
     With `enable_cumem_allocator`, while vLLM registers the caches, each allocation of vLLM's thread comes from a memory
     pool that vLLM may release later. Allocations of other threads do not come from that pool.
@@ -200,7 +200,7 @@ class CudaDevice:
         self._driver.suit(self._index)
 
     def stream(self, name: str) -> Stream:
-        """Return the stream of this name. The stream is not from torch's pool, because vLLM uses that pool's 32 streams, too."""
+        """Return the stream of this name. It is not from torch's pool, because vLLM also uses the pool's 32 streams."""
         key = self._index, name
         if key not in _streams:
             with torch.cuda.device(self._device):
@@ -231,7 +231,10 @@ class CudaDevice:
         return torch.cuda.get_device_capability(self._device)
 
     def copy(self, stream: torch.cuda.Stream, pairs: Iterable[Pair]) -> None:
-        """Queue a copy of each pair's second tensor into the first tensor. vLLM's caches may be inference tensors, which are read-only outside of inference mode."""
+        """Queue a copy of each pair's second tensor into the first tensor.
+
+        vLLM's caches may be inference tensors, which are read-only outside of inference mode.
+        """
         with torch.inference_mode(), torch.cuda.stream(stream):
             for to, source in pairs:
                 to.copy_(source, non_blocking=True)
@@ -241,7 +244,10 @@ class CudaDevice:
         self._driver.copy_batch(stream.cuda_stream, copies, settled=settled)
 
     def upload(self, stream: torch.cuda.Stream, array: npt.NDArray[Any]) -> torch.Tensor:
-        """Queue a copy of `array` to the device, and return the device's tensor. torch's caching allocators keep source and target until the stream has copied."""
+        """Queue a copy of `array` to the device, and return the device's tensor.
+
+        torch's caching allocators keep source and target until the stream has copied.
+        """
         host = torch.from_numpy(array).pin_memory()
 
         def send() -> torch.Tensor:
@@ -295,8 +301,8 @@ class CudaDevice:
     def register(self, address: int, size: int) -> None:
         """Pin host memory. Raises `TransferError`.
 
-        The driver is called and not CUDA's runtime, because after a failure in the runtime the next launch would fail,
-        too.
+        The driver is called instead of CUDA's runtime, because after a failure in the runtime the next launch would
+        also fail.
         """
         self._driver.register(address, size)
 

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 class GuardedEngine:
-    """A guard that copies with `engine` until `engine` raises. Then later copies fail.
+    """A guard that copies with `engine` until `engine` raises. All later copies fail.
 
-    The host waits for the copies that were submitted earlier.
+    After the exception, the host waits for the copies that were submitted earlier.
     """
 
     def __init__(self, engine: TransferEngine, name: str, fault: Callable[..., object]) -> None:
@@ -38,14 +38,14 @@ class GuardedEngine:
             self._ask("prepare", lambda: self._engine.prepare(plan))
 
     def submit(self, plan: CopyPlan, ticket: Ticket) -> None:
-        """Call `submit` of the guarded engine."""
+        """Call `submit` of the guarded engine. If the engine has raised, fail the ticket."""
         if not self._lost:
             self._ask("submit", lambda: self._engine.submit(plan, ticket))
         if self._lost and not ticket.over:
             ticket.complete(frozenset(job.id for job in plan.jobs))
 
     def guard_read(self, ticket: Ticket, timeout_s: float) -> bool:
-        """Call `guard_read` of the guarded engine."""
+        """Call `guard_read` of the guarded engine. If the engine has raised, wait on the host for the ticket."""
         done = not self._lost and self._ask("guard_read", lambda: self._engine.guard_read(ticket, timeout_s))
         return ticket.wait(timeout_s) if self._lost else bool(done)
 
@@ -55,7 +55,7 @@ class GuardedEngine:
             self._ask("reached", lambda: self._engine.reached(ticket))
 
     def fence(self, ticket: Ticket, timeout_s: float) -> bool:
-        """Call `fence` of the guarded engine."""
+        """Call `fence` of the guarded engine. If the engine has raised, wait on the host for the ticket."""
         done = not self._lost and self._ask("fence", lambda: self._engine.fence(ticket, timeout_s))
         return ticket.wait(timeout_s) if self._lost else bool(done)
 

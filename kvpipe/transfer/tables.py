@@ -27,7 +27,7 @@ class _Lent(NamedTuple):
 
 
 class RowTables:
-    """The rings of one stream. A range is free again when its table is garbage. Ranges become free in upload order.
+    """The rings of one stream. A range is free again when its table was deleted. Ranges become free in upload order.
 
     The caller must keep a table until all work that was queued with the table is done.
     """

@@ -25,7 +25,8 @@ class WholeBlocks(NamedTuple):
 def whole_blocks(geometry: Geometry, views: Sequence[PageView]) -> WholeBlocks | None:
     """Return the caches with one layer per group, or None unless the blocks of every group can be copied whole.
 
-    `views` has one view per layer, in the order of `geometry.layers`. Returns None too if every group has one layer.
+    `views` has one view per layer, in the order of `geometry.layers`. The result is also None if every group has only
+    one layer.
     """
     groups, merged, first = [], [], 0
     for group in geometry.groups:
