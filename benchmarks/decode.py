@@ -24,7 +24,7 @@ LEAST: Final = 0.97
 
 
 def run() -> list[Figure]:
-    """Return the median of ratios of neighbouring runs with the default settings."""
+    """Return the median ratio of neighbouring runs with and without the connector, with the default settings."""
     bind_cores()
     return [measure()]
 

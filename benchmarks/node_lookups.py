@@ -1,4 +1,4 @@
-"""Lookups of a long prompt in a node's memory and in a private pool, which alternate in one process."""
+"""Measures lookups of a long prompt in a node's memory and in a private pool, which alternate in one process."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def hashes(name: str, chunks: int = CHUNKS) -> list[bytes]:
 
 
 class Lookups:
-    """Lookups of a prompt that is held, and of one that is not. The pins of a hit are included.
+    """Lookups of a held prompt, and of a prompt that is not held. The time of a hit includes the pins.
 
-    Times are the thread's CPU time. A lookup waits for nothing, so on a busy machine the rest of its time is spent by
-    others.
+    Times are the thread's CPU time. A lookup waits for nothing, so any other time of a lookup is taken by other
+    programs.
     """
 
     def __init__(self, shared: NodeCatalog) -> None:
@@ -52,7 +52,7 @@ class Lookups:
         }
 
     def fill(self, catalog: Catalog) -> None:
-        """Save the prompt, with keys that are not the objects that are asked for."""
+        """Save the prompt under keys that equal the keys of later lookups, but are other objects."""
         save(catalog, [bytes(bytearray(key)) for key in self._held])
 
     def found(self) -> bool:
@@ -74,7 +74,7 @@ class Lookups:
 
 
 def new_times() -> Times:
-    """Return no times yet."""
+    """Return an empty list of times for each kind of lookup."""
     return defaultdict(list)
 
 

@@ -1,4 +1,4 @@
-"""The measurements that `probe` makes of a GPU: their protocol, and their implementation on a real GPU."""
+"""The measurements that `probe` makes of a GPU: the protocol, and the implementation on a real GPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HOWS: Final = {
 }
 """``srcAccessOrder`` and ``flags`` of a batch's attributes, as cuda.h numbers them."""
 OURS: Final = {False: (1, 1), True: (3, 1)}
-"""The access order and the flag that kvpipe uses. The key tells whether it loads. `Driver` drops a refused flag."""
+"""The access order and the flag that kvpipe uses, by whether it loads. `Driver` drops a refused flag."""
 CALL_BYTES: Final = 64 << 20  # bytes that are pinned during a capture
 TORCH_STREAMS, OWN_STREAMS = 40, 32
 SLEEP_CYCLES, HELD_S_MIN = 15_000_000, 0.004  # about 10 ms; a longer wait than 4 ms counts as held up
@@ -70,7 +70,7 @@ class Machine(Protocol):
     def launches(self, *, pinning: bool) -> float:
         """Launch a small kernel repeatedly, and return the longest time in milliseconds.
 
-        `pinning`: whether another thread pins memory meanwhile.
+        `pinning` says whether another thread pins memory meanwhile.
         """
 
     def batch(self, copy_bytes: int, how: tuple[int, int], *, loading: bool) -> Batch:
@@ -79,14 +79,14 @@ class Machine(Protocol):
     def during_capture(self, *, enters: bool) -> list[str]:
         """Capture a graph while a helper thread calls CUDA, and return the calls that failed, with the reasons.
 
-        `enters`: whether the helper thread has called `enter_thread`.
+        `enters` says whether the helper thread has called `enter_thread`.
         """
 
     def blocking_lag_us(self) -> float:
-        """See `Device.blocking_lag_us`."""
+        """Return how many microseconds later a sleeping thread notices an event than a polling thread."""
 
     def torch_streams(self) -> int:
-        """Ask torch for `TORCH_STREAMS` streams, and return the number of different streams among them."""
+        """Ask torch for `TORCH_STREAMS` streams, and return the number of different streams that torch returned."""
 
     def held_up(self, priority: int) -> int:
         """Return how many of `OWN_STREAMS` streams delay the compute stream while they wait for another stream."""

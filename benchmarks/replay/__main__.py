@@ -1,4 +1,4 @@
-"""`python -m benchmarks.replay` replays every policy at every capacity, and Belady's optimum, then memory and tiers.
+"""`python -m benchmarks.replay` replays all policies and Belady's optimum at all capacities, then memory and tiers.
 
 The results are written to `docs/results/traces.json`, and drawn on a page and in a picture.
 """

@@ -154,7 +154,7 @@ class _EngineRun:
     def check(self, *, faults: bool = False) -> None:
         """Assert that answers equal those of an engine without kvpipe, and that nothing is left open.
 
-        `faults`: whether counted faults are permitted.
+        `faults` says whether counted faults are permitted.
         """
         alone = self._make(None)
         for name, prompt in self._asked.items():
@@ -209,7 +209,7 @@ class EngineConformance:
 
     @pytest.mark.parametrize("load", ["sync", "async"])
     def test_hits_are_loaded(self, make: Make, load: str) -> None:
-        """A prefix that another request has computed is loaded, either layer by layer or before the request runs."""
+        """A prefix that was computed before is loaded, either layer by layer or before the request runs."""
         run = _EngineRun(make, load=load)
         run.warm(1, 2)
         run.add(1, 2, 3)

@@ -44,7 +44,7 @@ class Life:
     def __init__(self, request: str, begin_ns: int) -> None:
         """Start without phases, at the time `begin_ns` of the first event."""
         self.request, self.begin_ns, self.end_ns = request, begin_ns, begin_ns
-        self.whole = self.done = self.finished = False  # `whole`: whether the trace has the request's beginning
+        self.whole = self.done = self.finished = False  # `whole` says whether the trace has the request's beginning
         self.events: list[int] = []
         self.phases: list[Span] = []
         self.marks: list[Span] = []

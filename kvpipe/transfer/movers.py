@@ -229,7 +229,7 @@ class Prepared:
     def __init__(
         self, mover: Mover, start: DeviceEvent | None, table: object = None, firsts: Sequence[int] = ()
     ) -> None:
-        """A load must run after the event `start`. `table` has the kernel's rows. `firsts` has the groups' first rows."""
+        """A load runs after the event `start`. `table` has the kernel's rows. `firsts` has the groups' first rows."""
         self.mover, self.start, self.table, self.firsts = mover, start, table, firsts
         self.kept: Kept = {}
 
