@@ -6,7 +6,7 @@ chunks again until the lease ends. The holder evicts, so the policy of this cata
 
 While a chunk grows in its granted slot, lookups do not find the chunk. The holder publishes a *sealed* chunk when all
 ranks have landed the chunk. A chunk is sealed when it is full, or when it ends where a request or a prompt ends. A
-published chunk does not grow: if a request has more units of this chunk, they are saved into another slot.
+published chunk does not grow: a request with more units of this chunk saves the longer chunk into another slot.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class NodeCatalog(Catalog):
     """The catalog of one engine on a node's memory."""
 
     def __init__(self, pool: NodePool, groups: int, counters: Counters, units_per_chunk: int) -> None:
-        """Create the catalog over an attached `pool`. Nothing is found or saved until `name_space` is called."""
+        """Create the catalog over an attached `pool`. Before a call of `name_space`, no chunk is found or saved."""
         assert pool.segment is not None  # noqa: S101  (attached)
         assert pool.leases is not None  # noqa: S101
         self.pool, self._stock, self._pins = pool, pool.stock, pool.leases
@@ -131,7 +131,7 @@ class NodeCatalog(Catalog):
         return 0 if self._follower is None else self._follower.lag
 
     def _settle(self) -> None:
-        """Drop the landed chunks whose reports the holder has answered, although it has not published the chunks.
+        """Drop the landed chunks whose reports the holder has answered without publishing the chunks.
 
         Such a chunk's slot is in the stock again, because another slot has the chunk's key. All other answered chunks
         are kept until the engine has read their journal records. If more than `2 * RECORDS_MAX` records are unread,
@@ -151,7 +151,7 @@ class NodeCatalog(Catalog):
             self._drop(chunk, EVICTED)
 
     def published(self, record: SlotRecord) -> SharedChunk:
-        """Return the chunk of a record: this engine's own chunk, or a new one."""
+        """Return the chunk of a record: this engine's own chunk, or a new chunk object."""
         slot, key = record.slot, record.key
         chunk = self._landed.get(slot)
         if chunk is not None and chunk.group == record.group and chunk.tail == key:

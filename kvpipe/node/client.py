@@ -64,7 +64,7 @@ class NodePoolOptions:
 
 
 class NodePool:
-    """The memory of a node as one engine sees it. `segment` and `leases` are None before the engine attaches."""
+    """One engine's view of a node's memory. `segment` and `leases` are None before the engine attaches."""
 
     def __init__(self, options: NodePoolOptions, watch: Watch | None = None) -> None:
         """Start to look for a holder in the background.

@@ -1,4 +1,4 @@
-"""The chunks and the engines of a node's memory, as its holder sees them, and the refusal of an engine."""
+"""The holder's objects for the chunks and the engines of a node's memory, and the refusal of an engine."""
 
 from __future__ import annotations
 

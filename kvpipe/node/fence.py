@@ -1,9 +1,9 @@
 """The fence between a client's pin and the holder's eviction.
 
 A client stores a lease and then loads a generation. The holder stores a generation and then loads leases. A processor
-may reorder a store and a later load, so that neither process sees the other's store. `membarrier` makes every thread of
-every registered process pass a full fence. The holder calls `membarrier` between its store and its loads, so clients
-need no fence.
+may reorder a store and a later load, so that neither process sees the store of the other process. `membarrier` makes
+every thread of every registered process pass a full fence. The holder calls `membarrier` between the holder's store and
+loads, so clients need no fence.
 """
 
 from __future__ import annotations

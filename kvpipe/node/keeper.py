@@ -135,7 +135,7 @@ class Keeper(RegionSlots):
         self.used[slot] = NEVER if state == m.FREE else math.inf
 
     def may_give(self, slots: Collection[int]) -> bool:
-        """Whether no client has a grant or a lease of one of `slots`.
+        """Whether no client has a grant or a lease of any of `slots`.
 
         This call records a use of each leased chunk, so that later searches do not find the chunk's slot again.
         """

@@ -31,14 +31,14 @@ NAMESPACE_BYTES: Final = 32
 REGIONS_MAX: Final = 8
 """The largest number of slot sizes in one memory."""
 REGION_SLOT_BYTES_MIN: Final = 8192
-"""The smallest slot size, in bytes, of a region behind the slots. It determines the bytes reserved for tables."""
+"""The smallest slot size, in bytes, of the second and later regions. The bytes reserved for tables follow from it."""
 PIECES: Final = 4096
 """The number of pieces of the slots' memory. One region owns all bytes of a piece."""
 
 HEAD, BEAT, READY, BOOT = 0, 8, 16, 24
 """Offsets of words: the journal's last position, the holder's clock, the number of slots with memory, the boot token.
 
-Each word has a cache line of its own.
+Each of these words has its own cache line.
 """
 COUNTS: Final = 32
 """The offset of the words with the number of slots in each state, in the order of `STATES`."""

@@ -146,7 +146,7 @@ class Ledger(LedgerReader):
     def recover(self) -> list[SlotRecord]:
         """Finish the last record that an earlier holder began, and return the record of every slot."""
         last = self.read(self.head)
-        if last is not None:  # a record after the head changed nothing else, so its transition did not happen
+        if last is not None:  # a record after the head was not applied yet, so the transition did not happen
             self._put(last.slot, last.pack())
         records = []
         for slot in self.beating(range(self.layout.slots)):
@@ -176,6 +176,6 @@ class Ledger(LedgerReader):
         self._buffer[at : at + NAMESPACE_RECORD_BYTES] = pack_namespace(digest)
 
     def namespaces(self) -> dict[bytes, int]:
-        """Return the number of every namespace, by its digest."""
+        """Return the numbers of all namespaces, by digest."""
         found = ((self.namespace(number), number) for number in range(NAMESPACES_MAX))
         return {digest: number for digest, number in found if digest is not None}

@@ -159,7 +159,7 @@ class NodeMemory:
         return made
 
     def _disown(self) -> None:
-        """Take the pieces of regions that do not exist from these regions."""
+        """Make `NOBODY` the owner of the pieces of regions that do not exist."""
         self._owners.give(
             [piece for piece in range(self._owners.count) if self._owners[piece] not in self.regions], NOBODY
         )

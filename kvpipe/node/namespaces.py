@@ -9,7 +9,7 @@ from kvpipe.node.ledger import Ledger
 
 
 class NodeNamespaces:
-    """The number of each namespace, by its digest."""
+    """The numbers of the namespaces, by digest."""
 
     def __init__(self, ledger: Ledger) -> None:
         """Read the numbers that earlier holders have assigned."""

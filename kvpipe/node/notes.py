@@ -77,7 +77,7 @@ class SlotNotes:
         return note if zlib.crc32(note, zlib.crc32(key)) == check else b""
 
     def published(self, chunk: Chunk) -> None:
-        """Pass the note of a published chunk to the routers, if there are any, and if the chunk has a note."""
+        """Pass the note of a published chunk to the routers, if the engine has routers and the chunk has a note."""
         if self.routers is not None and (note := self.read(chunk.slot, chunk.tail)):
             self.routers.noted(chunk, note)
 

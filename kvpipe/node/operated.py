@@ -19,8 +19,8 @@ from kvpipe.statemachine import node_link as link_m
 class OperatedCatalog(NodeCatalog):
     """A `NodeCatalog` whose chunks operators pin and evict.
 
-    `on_leased_evicted` is called for chunks that the holder has evicted although this engine leases them. Only an
-    operator of another engine orders such an eviction.
+    `on_leased_evicted` is called for a chunk that the holder has evicted although this engine leases the chunk. Only
+    an operator of another engine orders such an eviction.
     """
 
     on_leased_evicted: Callable[[Chunk], object] = staticmethod(bool)

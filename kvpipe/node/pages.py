@@ -1,4 +1,4 @@
-"""Allocates physical memory for a range of a node's memory, in huge pages if the kernel allows them."""
+"""Allocates physical memory for a range of a node's memory, in huge pages if the kernel allows huge pages."""
 
 from __future__ import annotations
 

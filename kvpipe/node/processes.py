@@ -167,7 +167,7 @@ def has_clients(folder: Path) -> bool:
 
 
 def short_folder(folder: Path) -> Path:
-    """Return `folder`. Raises ValueError if its path is too long for the node's socket."""
+    """Return `folder`. Raises ValueError if the folder's path is too long for the node's socket."""
     if len(os.fsencode(folder)) > FOLDER_BYTES_MAX:
         raise ValueError(f"expected a path of at most {FOLDER_BYTES_MAX} bytes, because it contains a socket")
     return folder

@@ -21,7 +21,7 @@ from kvpipe.node.segment import Segment
 from kvpipe.statemachine.node_slot import PUBLISHED
 
 RECORDS_MAX: Final = 256
-"""The most table slots that one `poll` scans, and the number of journal records that it reads. Both take about 0.5 ms.
+"""The number of table slots that one `poll` scans, and of journal records that it reads. Each takes about 0.5 ms.
 
 A poll that finds more records than this number reads up to twice as many.
 """

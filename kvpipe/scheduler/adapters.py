@@ -81,7 +81,7 @@ class Adapters:
         """Find the digest for a lookup in `step`.
 
         Returns True if the request should wait because the digest is not known yet. `worth` says that tiers may have a
-        hit. Then the request waits even if nothing was saved with this adapter yet. All calls in one step return the
+        hit. If so, the request waits even if no chunk was saved with this adapter yet. All calls in one step return the
         same result.
         """
         use = self._uses.get(request.request_id)
@@ -132,7 +132,7 @@ class Adapters:
     # ---- keys -----------------------------------------------------------------------------------------------------
 
     def digest(self, request: Request) -> bytes:
-        """Return the adapter's digest in the request's keys, or b"" if there is no adapter or there are no keys."""
+        """Return the adapter's digest in the request's keys. b"" means that the request has no adapter or no keys."""
         use = self._uses.get(request.request_id)
         return b"" if use is None else use.digest
 
@@ -230,7 +230,7 @@ class Adapters:
     def _agreed(self, number: int) -> bytes | None:
         """Return the digest that all ranks hold under `number`; b"" if the ranks hold different digests.
 
-        The result is None if a rank does not hold the adapter, or if ranks have yet to answer a question about it.
+        The result is None if a rank does not hold the adapter, or has yet to answer a question about the adapter.
         """
         held = [one.get(number) for one in self._held.values()]
         if len(held) < self._ranks or None in held or number in self._open:

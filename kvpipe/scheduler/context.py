@@ -54,8 +54,8 @@ def make_catalog(
 ) -> Catalog:
     """Return an empty catalog. If the engine uses a node's memory, the catalog uses the slots of `node`.
 
-    `ready` is the number of slots that may be used before ranks report how many are ready. If `ready` is None, all
-    slots may be used.
+    `ready` is the number of slots that may be used before ranks report the number of ready slots. If `ready` is
+    None, all slots may be used.
     """
     slots, groups = geometry.slots, len(geometry.groups)
     if node is not None:

@@ -50,7 +50,7 @@ class Subscriber:
     def fetched(self, request: Request | None, piece: Piece) -> None:
         """A piece that was fetched from a tier can be found from now on.
 
-        `request` is a request with that prefix, or None.
+        `request` is a request whose prefix has the piece, or None if no request is known.
         """
 
     def load_failed(self, tracked: Tracked, load: JobInFlight) -> None:

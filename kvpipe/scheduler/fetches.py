@@ -158,7 +158,7 @@ class Staging(Subscriber):
     def ahead(
         self, asked: Request, prefixes: Prefixes, request: Request | None, *, announced: bool = False
     ) -> AheadStage | None:
-        """Begin to fetch a prompt's chunks for which no request waits. Returns None if there is nothing to fetch.
+        """Begin to fetch a prompt's chunks for which no request waits. Returns None if tiers need not be asked.
 
         Waiting requests have priority: this stage uses only free lanes, and room that no waiting request needs. If a
         hint has `announced` a request, the chunks count towards the share of announced requests.
@@ -235,7 +235,7 @@ class Staging(Subscriber):
             self._counters["prefetch_late"] += 1
 
     def _awaits(self, stage: Stage) -> bool:
-        """Whether tiers are asked again: a producer may store missing chunks before this engine could compute them."""
+        """Whether tiers are asked again: a producer may store missing chunks before this engine can compute them."""
         if not self._consumes or not isinstance(stage, RequestStage) or stage.lookup.down:
             return False
         stop, units, now_s = stage.wanted.stop, max(self._reach(stage), stage.local), self._now_s()
@@ -421,7 +421,7 @@ class Staging(Subscriber):
     def _give_way(self, stage: Stage) -> bool:
         """Make room for `stage`, whose request waits. Returns whether any stage was ended.
 
-        All stages ahead of requests are ended, or else the stage with the last precedence.
+        If stages fetch ahead of requests, all of them are ended. Otherwise the stage with the last precedence is ended.
         """
         if self._ahead:
             for one in [*self._ahead]:
@@ -441,7 +441,7 @@ class Staging(Subscriber):
         return True
 
     def _lease(self, stage: Stage, chunks: list[Chunk]) -> bool:
-        """Lease as many of `chunks` as there is room for.
+        """Lease `chunks`, as far as the stage may hold more chunks.
 
         Returns False, and leases nothing, if the holder of a node's memory has evicted one of the chunks.
         """

@@ -35,8 +35,8 @@ class Loading:
     ) -> None:
         """Start without loads. `pipeline_stages` is the number of pipeline stages.
 
-        With more than one stage, the failure of a sync load is known only when later steps are already running.
-        Therefore all loads are asynchronous then.
+        With several pipeline stages, all loads are asynchronous, because the failure of a sync load would be known only
+        when later steps are already running.
         """
         settings, geometry = context.settings, context.geometry
         self._geometry, self._catalog, self._prefixes = geometry, context.catalog, context.prefixes

@@ -69,9 +69,7 @@ class Lookups:
         tracked.fire(m.ASK)
         why = self._why_not(tracked)
         unknown = self._unknown(tracked, local_tokens, why, step)
-        if (
-            unknown is not None and not request.skip_reading_prefix_cache
-        ):  # a request that skips the cache waits for nothing
+        if unknown is not None and not request.skip_reading_prefix_cache:  # requests that skip the cache never wait
             return unknown
         if why:
             tracked.asking.reply(step, local_tokens, request.num_tokens - local_tokens, why)
@@ -179,7 +177,7 @@ class Lookups:
                 return _later(tracked, local_tokens, miss_reasons.ADAPTER, step)
         if request.resumable:
             # The lookup is postponed without a limit of steps, because the session holds no blocks yet. While a session
-            # exists, a load begins only if there is room for it in addition to the session. A session whose own load
+            # exists, a load begins only if both the load and the session have room. A session whose own load
             # has failed is in `waiting`: others wait for this session, and this session waits for no other request.
             waiting = self._requests.waiting
             beside = waiting | self._requests.sessions if waiting and request.request_id not in waiting else None

@@ -147,10 +147,10 @@ class Requests:
         tracked.stage = None
 
     def finish(self, tracked: Tracked, chunks: dict[Chunk, None] | None = None) -> None:
-        """Stop tracking the request. If one part raises, the other parts are carried out all the same.
+        """Stop tracking the request. If one step of this raises, all other steps are still carried out.
 
         The request's jobs in flight end when ranks report them. `chunks` are all chunks of the request that memory
-        holds, the last one first, or None if they are unknown.
+        holds, the last chunk first, or None if these chunks are unknown.
         """
         request_id = tracked.request.request_id
         del self.tracked[request_id]

@@ -58,8 +58,8 @@ class Saving:
     def ended(self, request: Request) -> list[Chunk]:
         """Keep the marks at the end of a finished request, even if other requests add units to the same chunks.
 
-        A later prompt that continues the request then finds all of the request's tokens. Returns the chunks in which
-        the request ends.
+        So a later prompt that continues the request finds all of the request's tokens. Returns the chunks in which the
+        request ends.
         """
         ends: list[Chunk] = []
         units = self._prefixes.final_units(request, request.num_tokens)
@@ -122,7 +122,7 @@ class Saving:
     def save_up_to(self, tracked: Tracked, tokens: int) -> Sequence[Job]:
         """Plan a save of the final units of the request's first `tokens` tokens.
 
-        Returns the save, if there is anything to save.
+        Returns a list with the save, or an empty list if no unit needs a save.
         """
         return self._try_save(tracked, tokens, ())
 
@@ -132,7 +132,7 @@ class Saving:
         return dict(states.boundary_state_offloads) if states is not None else {}
 
     def _try_save(self, tracked: Tracked, end: int, states: Sequence[OfferedState]) -> Sequence[Job]:
-        """Plan one request's save, and return its job if there is something to save.
+        """Plan one request's save. Returns a list with the job, or an empty list if no unit or state needs a save.
 
         This method never raises, because the step's loads depend on the plan. An error costs only this save.
         """
@@ -280,7 +280,7 @@ class Saving:
     ) -> list[int]:  # fmt: skip
         """Claim units [low, high) of the chunk that begins at unit `base`, and append their piece to `pieces`.
 
-        The units are added to a chunk that ends at `low`, if there is one. Otherwise a new chunk gets all units from
+        If a held chunk ends at `low`, the units are added to this chunk. Otherwise a new chunk gets all units from
         `base` on. `key` is the key at unit `high`. Returns the rows that save the piece. The result is empty if no slot
         is free, or if blocks have left a sliding window.
         """

@@ -1,8 +1,8 @@
 """The scheduler side, which the engine calls: lookups, leases, plans of steps, and publishing of saved chunks.
 
-The scheduler side keeps no copy of a token list or of a block table. Instead, it reads the engine's requests and block
-tables when a new unit becomes final. Therefore a preempted request that is admitted again with other blocks needs no
-special case. The work per step is one comparison for each scheduled request, plus the work for new units.
+The scheduler side keeps no copy of a token list or of a block table. Instead, the scheduler side reads the engine's
+requests and block tables when a new unit becomes final. Therefore a preempted request that is admitted again with other
+blocks needs no special case. The work per step is one comparison per scheduled request, plus the work for new units.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class SchedulerSide:
         return NotedChunks(self.node, hooks.note_of) if hooks.note_of is not None else None
 
     def _make_staging(self, tiers: Sequence[GuardedTier], published: Published | None) -> Staging:
-        """Return the part that looks chunks up in `tiers`, fetches them and stores them."""
+        """Return the part that looks up, fetches and stores chunks in `tiers`."""
         counters = self.counters
         finder = Finder(
             tiers,
@@ -190,7 +190,7 @@ class SchedulerSide:
             self.staging.watch, self.staging.watch_transfer = self.tracer.stage_moved, self.tracer.transfer_moved
 
     def ranks_ready(self, slots: dict[int, int], weights: Iterable[str], heads: Sequence[int] = ()) -> None:
-        """Start to use the caches, because all ranks have registered theirs.
+        """Start to use the caches, because all ranks have registered their caches.
 
         `slots` has the number of pool slots that may be used, by rank. `weights` has the digest of each rank's weights,
         in the order of the ranks. `weights` is empty if not all ranks have answered. `heads` has the number of KV heads
@@ -398,7 +398,7 @@ class SchedulerSide:
     def invalidated(self, blocks: set[int]) -> None:
         """The engine treats sync loads into `blocks` as failed. The loads may belong to kvpipe or to another connector.
 
-        Every save in flight is tainted, because it may save KV that was computed from a failed load. A load of kvpipe
+        Every save in flight is tainted, because the saved KV may be computed from a failed load. A load of kvpipe
         into `blocks` fails at once, although ranks may report on that load much later.
         """
         self.turns.take()
@@ -426,9 +426,9 @@ class SchedulerSide:
             self._end(tracked, chunks)
 
     def _end(self, tracked: Tracked, chunks: dict[Chunk, None]) -> None:
-        """Release everything that a request holds. If one part raises, the other parts are released all the same.
+        """Release everything that a request holds. If one release raises, all other releases are still carried out.
 
-        `chunks` are all chunks of the request that memory holds, the last one first.
+        `chunks` are all chunks of the request that memory holds, the last chunk first.
         """
         try:
             self.loading.drop(tracked)

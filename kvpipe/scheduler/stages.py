@@ -31,7 +31,7 @@ class WantedPrompt(NamedTuple):
 
     `asked` has the block hashes under which `prefixes` finds the prompt's chunks. Routers are notified about fetched
     chunks in the name of `request`. If `request` is None, no router is notified. A hit covers at most `units_max`
-    units, or any number if `units_max` is None. Only the tiers with the indices `tiers` are asked, or all if None.
+    units, or any number if `units_max` is None. Only the tiers with the indices `tiers` are asked. None means all.
     """
 
     asked: Request
@@ -110,7 +110,7 @@ class Stage(Cursor):
 
     @property
     def ahead(self) -> bool:
-        """Whether this stage fetches ahead of requests, so that no request waits for it."""
+        """Whether this stage fetches ahead of requests, so that no request waits for the stage."""
         return isinstance(self, AheadStage)
 
 

@@ -54,7 +54,7 @@ class Offer(NamedTuple):
 
     @property
     def waits(self) -> bool:
-        """Whether the chunk cannot be leased yet, because the holder of a node's memory has yet to publish it."""
+        """Whether the chunk cannot be leased yet, because a node's holder has yet to publish the chunk."""
         return not self.chunk.is_published and self.stands
 
 
@@ -63,7 +63,7 @@ _OfferKey = tuple[int, Chunk, bytes]
 
 
 class _TierOffers:
-    """The offers to one tier. All offers of `first` are stored before those of `others`. Each queue is in order of age.
+    """The offers to one tier. All offers in `first` are stored before the offers in `others`. Both are in order of age.
 
     `under_way` has the stores that not all ranks have reported: it maps the store's order id to the owner of the
     store's lease. Nothing is stored before step `rests`.
@@ -107,7 +107,7 @@ class Storing(Subscriber):
         """Start without offers. Nothing is offered before `space` has a name.
 
         `stores` says whether this engine writes to tiers. `loads` says whether this engine loads. An engine that does
-        not load stores chunks of finished requests before others, because another engine waits for these chunks.
+        not load stores chunks of finished requests before other chunks, because another engine waits for them.
         """
         geometry, settings = context.geometry, context.settings
         self._context, self._split = context, finder.split
@@ -130,7 +130,7 @@ class Storing(Subscriber):
 
         The number changes when ranks report the size of the pool.
 
-        All tiers have equal limits, so that a tier that hangs does not delay others.
+        Each tier has the same limit of its own, so that a tier that hangs does not delay other tiers.
         """
         return max(1, min(int(self._catalog.slots * STORE_SHARE), self._in_flight_max) // self._written)
 
@@ -284,7 +284,7 @@ class Storing(Subscriber):
         return bool(self._offers) and any(self._next(queue) is not None for queue in self._queues)
 
     def rest(self) -> None:
-        """Count the waiting offers once, because the engine makes no more steps until it has other work."""
+        """Count the waiting offers once, because the engine makes no more steps for the offers alone."""
         if self._offers and not self._rested:
             self._rested = True
             why = f"store_idle_s_max={self.idle_s_max:g}" if time.monotonic() >= self._stops_s else "no answer"

@@ -1,4 +1,4 @@
-"""Hints in two forms: as they come with a request, and as the scheduler side keeps them. `hints.py` parses hints."""
+"""Hints as they come with a request (`RawHints`), and as the scheduler side keeps them. `hints.py` parses hints."""
 
 from __future__ import annotations
 

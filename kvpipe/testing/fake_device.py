@@ -167,7 +167,7 @@ class FakeDevice:
         self._streams_max, self._given = streams_max, 0
 
     def alive(self) -> None:
-        """Raise the sticky error `dead`, if there is one."""
+        """Raise the sticky error `dead`, if it is not ""."""
         if self.dead:
             raise RuntimeError(self.dead)
 
@@ -188,7 +188,7 @@ class FakeDevice:
         return self.default if threading.current_thread().name.startswith("kvpipe") else self.compute
 
     def enter_thread(self) -> None:
-        """Nothing to do."""
+        """Do nothing, because the device has no state per thread."""
 
     def cpus(self) -> frozenset[int]:
         """Return `near`, which the test has set."""

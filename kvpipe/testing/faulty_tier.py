@@ -17,7 +17,7 @@ class TierFault(Enum):
 
     LATE = "late"  # the call is done after a delay
     ERROR = "error"  # the call is not done, and raises TierError
-    LOST = "lost"  # the call is done, but raises TierError, as if its answer was lost
+    LOST = "lost"  # the call is done, but raises TierError, as if the answer was lost
     HANG = "hang"  # the call never returns, and can only be cancelled
     FULL = "full"  # writes only: raises TierFullError
     MISS = "miss"  # exists and read only: no value is found

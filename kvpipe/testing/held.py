@@ -26,7 +26,7 @@ class Moved(NamedTuple):
 
 
 class HeldEngine(CpuEngine):
-    """A copy engine that holds copies until a caller waits for them or the trial runs them.
+    """A copy engine that holds each copy until a caller waits for the copy or the trial runs the copy.
 
     The trial may make copies fail. Copies of one direction run in order. If `device` is True, a wait only orders work,
     as with CUDA events: when the wait returns, the bytes have moved, but the completion is delivered later. A failure

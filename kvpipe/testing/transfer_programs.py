@@ -49,7 +49,7 @@ def saves_are_right(w: World, table: dict[int, list[int]]) -> bool:
 
 
 def loads_are_right(w: World, table: dict[int, list[int]]) -> bool:
-    """Compute reads old bytes, then the blocks are loaded, then compute reads each layer after its `guard_read`."""
+    """Compute reads old bytes before the blocks are loaded, and then each layer after the layer's `guard_read`."""
     rows = job_rows(0, table)
     job = make_job(1, rows, Kind.LOAD_SYNC)
     mine = [[row for row in rows if row[0] == GEOMETRY.layers[layer][0]] for layer in range(LAYERS)]

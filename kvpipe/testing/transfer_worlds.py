@@ -184,7 +184,7 @@ class World:
 
 @contextmanager
 def world(kind: str, **options: object) -> Iterator[World]:
-    """Yield a world, and shut its engine down at the end."""
+    """Yield a world, and shut the world's engine down at the end."""
     made = World(kind, **options)  # type: ignore[arg-type]
     try:
         yield made

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 _EXACT_MAX = 1 << 53
-"""JavaScript can round integers of this size and larger ones."""
+"""JavaScript can round integers that are equal to this number or larger."""
 
 
 @contextlib.contextmanager

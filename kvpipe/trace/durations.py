@@ -1,4 +1,4 @@
-"""Durations for histograms. Any thread adds durations; the engine's thread takes all of them with its metrics."""
+"""Durations for histograms. Any thread adds durations. The engine's thread takes all durations with its metrics."""
 
 from __future__ import annotations
 

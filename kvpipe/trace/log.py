@@ -31,7 +31,7 @@ LOG_EVERY: Final = 1000
 """After the first fault of a kind, one in this many faults of the kind is logged."""
 ID_CHARS_MAX = 256
 """The greatest length of a request's id in traces and logs. vLLM's own ids have less than 100 characters."""
-_HIDDEN = {"t_ns", "wall_ns"}  # fields that the log leaves out, because each line of the log has its own time
+_HIDDEN = {"t_ns", "wall_ns"}  # fields that the log omits, because each line of the log has its own time
 
 
 class Counters(Counter[CounterName]):
@@ -57,7 +57,7 @@ class Counters(Counter[CounterName]):
         return {str(name): count for name, count in tuple(self.items())}
 
     def count(self, name: CounterName, label: str) -> None:
-        """Count `name`. If there is a label, count `name.label` too."""
+        """Count `name`. If `label` is not "", also count `name.label`."""
         self[name] += 1
         if label:
             self[cast("CounterName", f"{name}.{label}")] += 1

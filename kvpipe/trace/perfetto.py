@@ -76,7 +76,7 @@ def _chrome(timeline: Timeline) -> Iterator[dict[str, object]]:
 
 
 def _named(what: str, pid: int, tid: int, name: str) -> Iterator[dict[str, object]]:
-    """Yield the events that give a process or a thread its name and its position."""
+    """Yield the events that set the name and the position of a process or a thread."""
     common = {"ph": "M", "pid": pid, "tid": tid, "ts": 0}
     yield common | {"name": f"{what}_name", "args": {"name": name}}
     yield common | {"name": f"{what}_sort_index", "args": {"sort_index": tid or pid}}

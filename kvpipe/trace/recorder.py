@@ -160,7 +160,7 @@ class Sink(Protocol):
     """The number of events that the sink could not write so far."""
 
     def write(self, events: Sequence[Event]) -> str:
-        """Write `events`. One event may fail while others succeed.
+        """Write `events`. Some events may fail while all other events succeed.
 
         Returns why some events are lost, or "" if none is lost.
         """

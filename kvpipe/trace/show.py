@@ -199,7 +199,7 @@ def show_request(path: Path, request: str, console: Console, *, every: bool) -> 
         jobs = {one.job for one in events if isinstance(one, e.LoadPlanned | e.SavePlanned)}
         copies = _read(path, lambda line: line.startswith(_COPIES))
         shared = [one for one in copies if isinstance(one, e.LayerSubmitted | e.LayerCopied) and not one.request]
-        events += [one for one in shared if jobs.intersection(one.jobs)]  # copies of several requests at once
+        events += [one for one in shared if jobs.intersection(one.jobs)]  # events of copies that serve several requests
     for name in sorted({one.request for one in events if one.request}):
         _waterfall(name, [one for one in events if one.request in {name, ""}], console, every=every)
     return 0

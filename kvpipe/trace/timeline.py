@@ -1,9 +1,9 @@
 """This module makes a timeline from a trace. A timeline has lanes of spans.
 
 The scheduler's side has a lane of requests. Each request has phases (waiting, loading, running, preempted). A rank has
-lanes of its forwards, loads and saves. An event without a duration is a mark. A trace may lack any event, because
-processes write independently and files are rotated. A span without an end lasts until its engine's last event. A span
-without a beginning starts with its first event.
+lanes of forwards, loads and saves. An event without a duration is a mark. A trace may lack any event, because
+processes write independently and files are rotated. A span without an end lasts until the engine's last event. A span
+without a beginning starts with the span's first event.
 """
 
 from __future__ import annotations

@@ -324,7 +324,7 @@ class TransferEngine(Protocol):
         """Order later writes to the paged blocks after the copy's reads. Returns False on a timeout of `timeout_s`."""
 
     def abandon(self, ticket: Ticket) -> bool:
-        """Give up a copy. Returns True if the copy is over or will never begin, so that it touches no memory any more.
+        """Give up a copy. Returns True if the copy touches no memory any more, because it is over or will never begin.
 
         Some engines call `Ticket.begin` before each copy and skip the copy if `begin` returns False. Such an engine
         returns `ticket.withdraw()` here.

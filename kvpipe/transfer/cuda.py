@@ -8,7 +8,7 @@ bytes. If readers wait for a load layer by layer, each layer's hook queues waves
 queued. So the work of queueing is divided among the hooks. If no reader waits (a *patient* load), the completion thread
 queues waves until two waves are in flight. So a load with readers never waits for more than two waves of patient loads.
 
-For a save, vLLM's thread only records an event after the compute of the layers. The completion thread then queues the
+For a save, vLLM's thread only records an event after the compute of the layers, and the completion thread queues the
 copies. At the fence, vLLM's thread itself queues the copies that the completion thread has not queued yet.
 """
 
@@ -146,7 +146,7 @@ class CudaEngine:
 
     @property
     def pinned_slots(self) -> int:
-        """The number of pinned slots: these are the first slots of the pool."""
+        """The number of pinned slots. The pinned slots are the first slots of the pool."""
         return self._pins.slots
 
     # ---- vLLM's thread -------------------------------------------------------------------------------------------

@@ -215,7 +215,7 @@ class CudaDevice:
         """Prepare the calling thread to use the device.
 
         vLLM may capture a CUDA graph while this thread runs. In CUDA's default mode, queries and registrations of this
-        thread would then fail and make the capture fail. So the thread is set to ignore captures.
+        thread would fail during a capture, and would make the capture fail. So the thread is set to ignore captures.
         """
         torch.cuda.set_device(self._device)
         self._driver.enter(self._index)

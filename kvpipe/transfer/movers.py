@@ -235,7 +235,7 @@ class Prepared:
 
 
 class _Bay:
-    """A part of the staging memory. `free` is the event after the bay's last use, or None if it was never used."""
+    """A part of the staging memory. `free` is the event after the bay's last use, or None for an unused bay."""
 
     __slots__ = ("address", "free")
 

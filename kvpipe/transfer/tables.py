@@ -62,7 +62,7 @@ class RowTables:
         return made
 
     def _place(self, size: int) -> int | None:
-        """Return the offset of `size` contiguous free bytes, or None. The used part of the ring ends at `_head`."""
+        """Return the offset of `size` contiguous free bytes, or None if too few are free. Used bytes end at `_head`."""
         if not self._lent:
             return 0 if size <= self._size else None
         tail = self._lent[0].begin

@@ -1,7 +1,7 @@
 """Whole blocks: if the pages of all layers of a block are adjacent in memory, one copy moves the whole block.
 
 vLLM's cross-layer layouts (BLHNC, BLNHC) store blocks in this way. If all layers of a group are copied at once, the
-group counts as a single layer whose page is the block. A slot then holds ``[page][layer]`` instead of
+group counts as a single layer whose page is the block. In this case a slot holds ``[page][layer]`` instead of
 ``[layer][page]``, and adjacent blocks are one copy for all layers. So tiers must not mix chunks of these two orders.
 """
 

@@ -90,7 +90,7 @@ class HeldAdapters:
     # ---- loads ----------------------------------------------------------------------------------------------------
 
     def lose(self) -> None:
-        """Record that the bytes of all adapters are lost. The rank holds an adapter only after it is loaded again."""
+        """Record that the bytes of all adapters are lost. The rank holds an adapter again after its next load."""
         self.changes += 1
         try:
             self._lost.update(self.now())

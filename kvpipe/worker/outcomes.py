@@ -24,7 +24,7 @@ class Outcomes:
 
     @property
     def waiting(self) -> bool:
-        """Whether there are outcomes to collect."""
+        """Whether some outcomes are not collected yet."""
         return bool(self._refused or self._copies.outbox)
 
     def refuse(self, jobs: Iterable[Job], why: str) -> None:

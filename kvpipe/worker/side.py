@@ -36,7 +36,7 @@ IDLE_NS: Final = 100_000_000
 
 
 class WorkerSide:
-    """The worker side of one rank. The rank makes its worker side as soon as it has its paged caches.
+    """The worker side of one rank. The rank creates its worker side as soon as the paged caches exist.
 
     The calls `start_loads` and `end_step` are methods of the pipeline. The engine calls `start_loads` when loads may be
     submitted. The engine calls `end_step` (`wait_for_save`) when the step's compute is enqueued on the device.
@@ -214,7 +214,7 @@ class WorkerSide:
     def _begin_orders(self, plan: StepPlan) -> None:
         """Pass the step's tier orders to the carrier.
 
-        Fail the orders if only other ranks have tiers, or if this rank has another pool than the other ranks.
+        Fail the orders if only other ranks have tiers, or if this rank's pool differs from the other ranks' pools.
         """
         if self.carrier is not None and plan.pool == self._pool.token:
             self.carrier.carry_out(plan.orders, plan.space, plan.step)

@@ -35,7 +35,7 @@ class BoundClaims:
         assert held.bytes_max is None or held.bytes_max >= held.bytes_used
 
     def test_the_bound_holds(self, world: TierWorld) -> None:
-        """Values never exceed `bytes_max`. New values are stored and old ones evicted, singly or in a batch."""
+        """Values never exceed `bytes_max`. New values are stored and old values are evicted, singly or in a batch."""
         if not world.is_bounded:
             return
 

@@ -42,7 +42,7 @@ class SharingClaims:
             assert await soon(gone, at_once="delete_at_once" not in world.limits)
 
     def test_it_is_still_there_after_reopening(self, world: TierWorld) -> None:
-        """The same client finds its values after it is opened again. A new client finds them, too."""
+        """The same client finds its values after it is opened again. A new client also finds these values."""
 
         async def play() -> None:
             tier = world.make()

@@ -76,7 +76,7 @@ class ValueClaims:
 
     @with_client
     async def test_the_first_value_is_kept(self, tier: Tier) -> None:
-        """A second write of a key returns PRESENT and changes nothing, whatever the length of the new value."""
+        """A second write of a key returns PRESENT and keeps the first value, for new values of any length."""
         await tier.write([put(1, 64 * KIB)])
         for n in (64 * KIB, 4096, 256 * KIB):
             assert await tier.write([Put(some_key(1), value(2, n))]) == [Written.PRESENT]
