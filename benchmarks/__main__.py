@@ -24,7 +24,7 @@ RESULTS = Path(__file__).parent.parent / "docs" / "results"
 def main(names: list[str]) -> int:
     """Run the named benchmarks. Each benchmark prints its table and writes `docs/results/NAME.json`."""
     for name in names or PARTS:
-        if len(names) != 1:  # each benchmark has its own process, because it binds threads and keeps memory
+        if len(names) != 1:  # each benchmark has its own process, because a benchmark binds threads and keeps memory
             subprocess.run([sys.executable, "-m", "benchmarks", name], check=True)  # noqa: S603
             continue
         if name == "traces":

@@ -131,7 +131,7 @@ class SupersededFirst(Replay):
     """
 
     def serve(self, prompt: Prompt, keep: Policy) -> None:
-        """Serve one request as `Replay.serve` does, and make the hit's state the first victim if it is superseded."""
+        """Serve one request as `Replay.serve` does. A superseded state of the hit becomes the first victim."""
         hit = self.prefixes.longest(_request(prompt))
         super().serve(prompt, keep)
         for group in self.geometry.states if 0 < hit < last(prompt) else ():

@@ -6,8 +6,8 @@ are divided by the same speed-up. So computing, pausing and the room for KV keep
 until the 95th percentile of the time to the first token exceeds a limit.
 
 kvpipe is measured twice: with a pool alone, and with a disk as a tier below the pool. All engines are measured with two
-sizes of the device (`ROOMS`). `python -m benchmarks.agents ENGINE=USERS,USERS …` tries these numbers of users with
-these engines.
+sizes of the device (`ROOMS`). `python -m benchmarks.agents ENGINE=USERS,USERS …` tries the given numbers of users with
+the given engines.
 
 Times are measured with this process's clock. The benchmark skips the time in which no request is in the engine.
 """

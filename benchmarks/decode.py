@@ -30,7 +30,7 @@ def run() -> list[Figure]:
 
 
 def measure(**kvpipe: Any) -> Figure:
-    """Measure with these settings of kvpipe."""
+    """Measure with the settings `kvpipe`."""
     config = {"pool_bytes_max": "1GiB"} | kvpipe
     engine = Engine(str(make_model("soak")), kvpipe=config, num_gpu_blocks_override=600, enable_prefix_caching=False)
     seconds: dict[bool, list[float]] = {True: [], False: []}

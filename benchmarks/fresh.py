@@ -39,7 +39,7 @@ class First(NamedTuple):
 
 @contextlib.contextmanager
 def without_connector(engine: Engine) -> Iterator[None]:
-    """Remove the connector from scheduler and worker of the idle engine, as if it had been started without one."""
+    """Remove the connector from scheduler and worker of the idle engine, as if the engine never had a connector."""
     connector, group = engine.scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT
     engine.scheduler.connector = kv_transfer_state._KV_CONNECTOR_AGENT = None
     try:

@@ -24,7 +24,7 @@ def run() -> list[Figure]:
 def _states() -> list[Figure]:
     """Measure a model with Mamba 2 and attention.
 
-    The export of states within a step is switched off, because vLLM's CPU build lacks the kernel for it.
+    The export of states within a step is switched off, because vLLM's CPU build lacks the kernel for this export.
     """
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 

@@ -128,13 +128,13 @@ class Clients:
     """The processes of all clients."""
 
     def __init__(self, folder: Path) -> None:
-        """Start the clients. The first of them starts the holder and saves the prompt."""
+        """Start the clients. The first client starts the holder and saves the prompt."""
         self._folder = folder
         self.all = [self.start(0)]
         self.all += [self.start(number) for number in range(1, CLIENTS)]
 
     def start(self, number: int) -> tuple[Any, Connection]:
-        """Start a client, and wait until it has read the journal."""
+        """Start a client, and wait until the client has read the journal."""
         mine, its = FORKS.Pipe()
         process = FORKS.Process(target=main, args=(self._folder, number, its))
         process.start()
@@ -143,12 +143,12 @@ class Clients:
         return process, mine
 
     def order(self, numbers: Sequence[int], order: str, seconds: float) -> None:
-        """Make these clients begin to carry out an order."""
+        """Make the clients `numbers` begin to carry out an order."""
         for number in numbers:
             self.all[number][1].send((order, seconds))
 
     def results(self, numbers: Sequence[int]) -> list[Any]:
-        """Wait for these clients, and return their results."""
+        """Wait for the clients `numbers`, and return the clients' results."""
         return [self.all[number][1].recv() for number in numbers]
 
     def replace(self, number: int) -> None:

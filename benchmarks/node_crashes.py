@@ -1,7 +1,7 @@
 """Kills and stops engines and holders of a node's memory at random: `python -m benchmarks.node_crashes [COUNT]`.
 
-Every engine checks every byte that it reads under a lease. At the end each slot is free, published with its chunk's
-bytes, or in a living engine's stock.
+Every engine checks every byte that the engine reads under a lease. At the end each slot is free, published with the
+right bytes, or in a living engine's stock.
 """
 
 from __future__ import annotations

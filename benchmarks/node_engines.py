@@ -138,7 +138,7 @@ def _memory_of(folder: Path) -> int:
 
 @contextmanager
 def _node() -> Iterator[tuple[Path, dict[str, Any], Callable[..., Remote]]]:
-    """Return a folder, the configuration of engines there, and a function that starts an engine."""
+    """Yield a folder, the configuration of engines on the folder's memory, and a function that starts an engine."""
     with tempfile.TemporaryDirectory() as made, ExitStack() as opened:
         folder = Path(made) / "node"
         config = {"pool": "node", "pool_dir": str(folder), "keep_s": 5, "pool_bytes_max": POOL}
@@ -162,7 +162,7 @@ def run() -> list[Figure]:
 
 
 def _throughput() -> list[Figure]:
-    """Measure throughput with nothing to reuse.
+    """Measure throughput of prompts that hit no chunk.
 
     Two equal engines differ by more than the limit. So each engine is compared with itself without its connector. The
     figure is the ratio of the ratios of both engines.
@@ -249,7 +249,7 @@ def _status(folder: Path) -> NodeStatus:
 
 
 def _memory(what: str, shared: list[int], own: list[int], published: int) -> Figure:
-    """Return the host memory of several processes against that of one engine.
+    """Return the host memory of several engines, relative to the host memory of one engine.
 
     The host memory is the node's memory, and the private memory that engines need in addition to engines without
     kvpipe. `own` has this private memory of each engine. `shared` has the node's memory with one engine and with all.

@@ -40,7 +40,7 @@ class Lookups:
     """
 
     def __init__(self, shared: NodeCatalog) -> None:
-        """Fill a private pool with the prompt. `shared` has the prompt, or `fill` puts it there."""
+        """Fill a private pool with the prompt. `shared` has the prompt already, or gets the prompt by `fill`."""
         self.shared = shared
         self.private = Catalog(2 * CHUNKS, 1, make_policy("lru", 2 * CHUNKS), Counters())
         self._held = hashes("hit")
@@ -62,7 +62,7 @@ class Lookups:
         return units == 16 * CHUNKS
 
     def round(self, taken: Times) -> None:
-        """Look up both prompts in both pools, and add the times. The poll of a step is part of a shared lookup."""
+        """Look up both prompts in both pools, and add the times. A shared lookup's time includes the poll of a step."""
         for name, finder in self.finders.items():
             for kind, request in self.requests.items():
                 began = time.thread_time()
@@ -79,7 +79,7 @@ def new_times() -> Times:
 
 
 def save(catalog: Catalog, keys: list[bytes]) -> None:
-    """Save the chunks of a prompt with these block hashes."""
+    """Save the chunks of a prompt with the block hashes `keys`."""
     for stop in range(16, len(keys) + 1, 16):
         chunk = catalog.reserve(0)
         while chunk is None:

@@ -1,4 +1,4 @@
-"""Replays recorded sessions on two engines: one memory for both, against two private pools of the same total size.
+"""Replays recorded sessions on two engines, with one shared memory or with two private pools of the same total size.
 
 The catalogs are kvpipe's. No engine runs, and no bytes are copied (`benchmarks/replay`).
 """

@@ -50,7 +50,7 @@ def chart(title: str, draw: Callable[[Axes], None], *, height_in: float, width_i
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
     lines = out.getvalue().splitlines()
     start = next(at for at, line in enumerate(lines) if line.startswith("<svg"))
-    return "\n".join(line.rstrip() for line in lines[start:]) + "\n"  # no XML declaration, so that pages can embed it
+    return "\n".join(line.rstrip() for line in lines[start:]) + "\n"  # pages can embed SVG without an XML declaration
 
 
 def explain(axes: Axes, colours: Mapping[str, str]) -> None:

@@ -69,7 +69,7 @@ def _crowd() -> list[Figure]:
 
 
 def _alone() -> list[Figure]:
-    """Serve one user after the other, so that no request runs while a hit is loaded, and count empty steps.
+    """Serve one user at a time, so that no request runs while a hit is loaded, and count empty steps.
 
     The users are served twice: with idle steps that return at once, and with idle steps that wait for the load.
     """

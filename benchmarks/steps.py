@@ -93,7 +93,7 @@ def run() -> list[Figure]:
 
 
 class _Rank:
-    """A rank whose layers share one tensor. This suffices because nothing is copied and only addresses are used."""
+    """A rank whose layers share one tensor. One tensor is enough, because only addresses are used, and no bytes."""
 
     def __init__(self, layers: int) -> None:
         mine, *others = sorted(os.sched_getaffinity(0))
@@ -121,7 +121,7 @@ class _Rank:
         return self._least((saves,), 1, ())
 
     def turns(self, saves: Sequence[int]) -> Cost:
-        """Return the mean cost of steps that save `saves` blocks in turn, without hooks."""
+        """Return the mean cost of successive steps, without hooks. `saves` has each step's number of saved blocks."""
         return self._least(saves, 1, ())
 
     def prefill(self) -> Cost:
@@ -200,7 +200,7 @@ def _scheduler(running: int, limit: float, **given: Any) -> Figure:
         requests.append(request)
     first = SimpleNamespace(num_scheduled_tokens={one.request_id: prompt for one in requests}, preempted_req_ids=set())
     plan = side.plan_step(first)
-    for number, request in enumerate(requests):  # as if the requests had begun one after the other
+    for number, request in enumerate(requests):  # as if the requests had begun at different times
         request.num_computed_tokens = prompt
         _decode(request, 1 + number % BLOCK_TOKENS)
     step: Any = SimpleNamespace(

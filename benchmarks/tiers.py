@@ -31,7 +31,7 @@ def _side(engine: Engine) -> SchedulerSide:
 
 @contextlib.contextmanager
 def _without_tiers(engine: Engine) -> Iterator[None]:
-    """Remove the tiers from the idle engine, as if it had been configured without tiers."""
+    """Remove the tiers from the idle engine, as if the engine had been configured without tiers."""
     side = _side(engine)
     staging, side.staging = side.staging, None
     try:

@@ -1,7 +1,7 @@
 """`python -m benchmarks.gpu.engine`: the engine scenarios and the time to first token on a real vLLM with CUDA.
 
 No network is needed, because models are created locally and engines run in this process. With ``--device cpu``, the
-same scenarios run on vLLM's CPU build. This tests the scenarios, but shows nothing about speed.
+same scenarios run on vLLM's CPU build. Such a run tests the scenarios, but says nothing about speed.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ class Shape(NamedTuple):
     kv_heads: int
     head: int
     vocab: int
-    dummy: bool  # vLLM creates dummy weights, so answers mean nothing and no weights are written
+    dummy: bool  # vLLM creates dummy weights: answers are meaningless, and no weights are written
 
     @property
     def token_elements(self) -> int:

@@ -62,7 +62,7 @@ class Ledger:
         return any(section.outcome == "failed" for section in self.sections)
 
     def run(self, name: str, call: Callable[[], Figures | None], *, always: bool = False) -> bool:
-        """Run one section, and return whether the section passed. With `always`, run it even if no time is left."""
+        """Run one section, and return whether the section passed. With `always`, run the section even without time."""
         if self.spent_s > self._seconds_max and not always:
             self.skip(name, f"no time left: {self.spent_s:.0f} s of {self._seconds_max:.0f} s are spent")
             return False

@@ -163,7 +163,7 @@ class Meter:
 
 
 def run(ledger: Ledger, setup: Setup, model: str, name: str, modes: Sequence[str]) -> None:
-    """Measure the shape `name` in each of `modes`. If `ALONE` comes first, the other modes are compared with it."""
+    """Measure the shape `name` in each of `modes`. If `ALONE` is first, it is the baseline of all other modes."""
     plan, shape = PLANS[name], SHAPES[name]
     alone: Figures = {}
 

@@ -59,7 +59,7 @@ class Limit:
 def throughput(gpu: Gpu, limit: Limit, shape: Shape, chunks: int, asked: float) -> Iterator[Figure]:
     """Measure copies of whole chunks in scattered blocks with every mover, as shares of the bus's limit.
 
-    Each direction is measured alone, then both at once.
+    First each direction is measured alone, and then both directions at once.
     """
     for mover in MOVERS:
         rig = Rig(gpu, shape, chunks, mover)

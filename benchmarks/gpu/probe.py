@@ -47,42 +47,42 @@ REFUSED: Final = 3
 
 
 class Simulated:
-    """A simulated GPU, which tests the probe itself. Its times mean nothing."""
+    """A simulated GPU, which tests the probe itself. The simulated times are meaningless."""
 
     def facts(self) -> dict[str, str]:
-        """See `Machine.facts`."""
+        """Return versions and settings."""
         return {"gpu": "none: simulated"}
 
     def pin(self) -> float:
-        """See `Machine.pin`."""
+        """Pin the next piece, and return the time in milliseconds."""
         return 1.0
 
     def pin_across(self) -> None:
-        """See `Machine.pin_across`."""
+        """Pin memory that overlaps two pinned pieces."""
         raise TransferError("CUDA error 712")
 
     def launches(self, *, pinning: bool) -> float:
-        """See `Machine.launches`."""
+        """Return the longest time of a small kernel launch, in milliseconds."""
         return 3.0 if pinning else 0.1
 
     def batch(self, copy_bytes: int, how: tuple[int, int], *, loading: bool) -> Batch:  # noqa: ARG002
-        """See `Machine.batch`."""
+        """Copy scattered pages in one batch."""
         return Batch(1.0, 1.0, "taken")
 
     def during_capture(self, *, enters: bool) -> list[str]:
-        """See `Machine.during_capture`."""
+        """Return the CUDA calls that failed during a capture, with the reasons."""
         return [] if enters else ["query: operation not permitted when stream is capturing"]
 
     def blocking_lag_us(self) -> float:
-        """See `Machine.blocking_lag_us`."""
+        """Return how many microseconds later a sleeping thread notices an event than a polling thread."""
         return 30.0
 
     def torch_streams(self) -> int:
-        """See `Machine.torch_streams`."""
+        """Return how many different streams torch has."""
         return OWN_STREAMS
 
     def held_up(self, priority: int) -> int:  # noqa: ARG002
-        """See `Machine.held_up`."""
+        """Return how many streams delay the compute stream while they wait."""
         return 0
 
 

@@ -75,7 +75,7 @@ class Hunt:
             self.gpu.sleep(0.02)  # delays compute
         before, self.saved = self.saved, self._save(number)
         if before is not None:
-            self.rig.wait_for(before.last)  # lookups find a chunk only after it has landed
+            self.rig.wait_for(before.last)  # lookups find only chunks that have landed
             self._load(number, before)
 
     def _save(self, number: int) -> _Saved:

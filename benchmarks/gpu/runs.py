@@ -22,7 +22,7 @@ from benchmarks.gpu.probe import REFUSED
 ROOT: Final = Path(__file__).parents[2]
 RESULTS: Final = ROOT / "docs" / "results" / "gpu"
 PART_S_MAX, TOTAL_S_MAX = 600, 1500
-NOTHING: Final = 2  # exit status of our modules without a device; pytest uses it for unreadable tests
+NOTHING: Final = 2  # our modules' exit status without a device, and pytest's for unreadable tests
 GRACE_S: Final = 20  # a run that checks its time ends by itself this many seconds before its limit
 PLANE, ENGINE = "benchmarks.gpu", "benchmarks.gpu.engine"
 SIMULATED: Final = {

@@ -18,7 +18,7 @@ from benchmarks.replay.setting import PARTS, Setting
 
 
 def main(arguments: list[str]) -> int:
-    """Run the replays, print each result as soon as its replay ends, then print the tables."""
+    """Run the replays, print each result as soon as the replay ends, and print the tables at the end."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.replay", description=__doc__)
     parser.add_argument(
         "--policy", nargs="*", default=[*policies(), BELADY], help="replay these; others stay as they are"

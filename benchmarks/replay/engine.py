@@ -1,8 +1,8 @@
 """An engine in virtual time around kvpipe's real scheduler side: lookups, leases, loads, saves, staging and stores.
 
 The engine schedules as vLLM does. Requests are served in the order of their arrival, as long as the step has tokens
-left and the device has blocks left. Running prompts continue before others begin. The engine asks its own prefix cache,
-which evicts the least recently used chunks, before it asks kvpipe.
+left and the device has blocks left. Running prompts continue before other prompts begin. The engine first asks its own
+prefix cache, which evicts the least recently used chunks, and then kvpipe.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ class Engine:
         return -(-request.num_tokens // self.chunk)
 
     def _admit(self, request: Running, size: int) -> bool | None:
-        """Admit `request`, and return whether it waits for a load. Returns None if the lookup must be repeated."""
+        """Admit `request`, and return whether the request waits for a load, or None if the lookup must be repeated."""
         held = min(self.device.held(request.block_hashes), (request.num_tokens - 1) // self.chunk)
         local = held * self.chunk
         answer = self._timed(self.side.lookup, request, local)

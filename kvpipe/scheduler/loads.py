@@ -165,8 +165,8 @@ class Loading:
         evicted, its rows make the job fail.
 
         Raises:
-            LookupError: `first` lies within a block, a part of a unit is requested although there are states or
-            windows, a state has no block, or the table has too few blocks for the tokens.
+            LookupError: `first` lies within a block, a state has no block, or the table has too few blocks for the
+            tokens. It is also raised if a part of a unit is requested in a model with states or windows.
         """
         if first % self._geometry.whole_units:  # the engine holds the block's first tokens, and may share the block
             msg = f"a load from unit {first} on, within a block"

@@ -8,9 +8,9 @@ A connector's test module has a subclass of `EngineConformance`, whose fixture `
             return MyDriver  # MyDriver(options): an `EngineDriver` with kvpipe; MyDriver(None): one without kvpipe
 
 Every test runs a workload on an engine with kvpipe and on an engine without kvpipe. The test disturbs the engine with
-kvpipe, as the test's docstring describes. Then the test checks that both engines gave the same answers, that kvpipe
-has no open leases, jobs or requests, and that as many blocks are free as at the start. A request has 48 tokens, and
-at most 3 requests run at a time.
+kvpipe, as the test's docstring describes. Then the test checks that both engines gave the same answers, and that as
+many blocks are free as at the start. kvpipe must have no open leases, jobs or requests. A request has 48 tokens, and at
+most 3 requests run at a time.
 """
 
 from __future__ import annotations

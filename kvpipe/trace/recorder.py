@@ -365,7 +365,7 @@ class LogSink:
         self._seen: Counter[str] = Counter()
 
     def write(self, events: Sequence[Event]) -> str:
-        """Log `events`. Of a frequent kind, the first event is logged, and then every 1000th event."""
+        """Log `events`. The first event of a frequent kind is logged, and then every 1000th event of this kind."""
         reported, why = each(events, self._deliver)
         self.lost += len(events) - len(reported)
         return why
