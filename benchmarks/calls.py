@@ -198,7 +198,7 @@ class Manager:
         self.coordinator = SimpleNamespace(single_type_managers=[self])
 
     def reset_prefix_cache(self) -> bool:
-        """Do as the method of vLLM's manager, for a manager without a prefix cache."""
+        """Return True, as vLLM's manager does after it has emptied the prefix cache."""
         return True
 
 

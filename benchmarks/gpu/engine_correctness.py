@@ -265,7 +265,7 @@ class Scenarios:
         return {key: stats.get(key, 0) for key in ("tokens_loaded", "slots_used", "preempted")}
 
     def _prefix(self) -> list[torch.Tensor]:
-        """Answer the lone prompt after vLLM's prefix cache was emptied, and return the bytes of its whole blocks."""
+        """Empty vLLM's prefix cache, answer the lone prompt, and return the bytes of the prompt's whole blocks."""
         live, (tokens, _) = self._live, self._reference.lone
         live.forget()
         request = live.put(tokens, 4)

@@ -240,7 +240,7 @@ class Real:
         return len({stream.cuda_stream for stream in made})
 
     def held_up(self, priority: int) -> int:
-        """Return how many waiting streams delay the compute stream: the legacy default stream, as for vLLM's forwards."""
+        """Return how many waiting streams delay the legacy default stream, on which vLLM's forwards run."""
         wrapped: Any = torch.cuda.ExternalStream
         streams = [wrapped(self._driver.make_stream(priority), self._where) for _ in range(OWN_STREAMS)]
         compute, blocker = torch.cuda.default_stream(), wrapped(self._driver.make_stream(-2), self._where)

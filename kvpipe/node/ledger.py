@@ -151,7 +151,7 @@ class Ledger(LedgerReader):
         records = []
         for slot in self.beating(range(self.layout.slots)):
             record = self.entry(slot)
-            if record is None:  # a holder's crash cannot cause this: a client has written to the tables
+            if record is None:  # no holder's crash leaves this: a client has written to the tables
                 raise ValueError(f"slot {slot} of the node's memory has no whole record")
             self._raise(slot, record.generation)
             records.append(record)

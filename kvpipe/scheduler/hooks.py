@@ -31,7 +31,7 @@ class Published(Protocol):
         """Return the data of `request` that `published` needs after the request's end, or None if it is too large."""
 
     def block(self, chunk: Chunk, key: bytes) -> Any | None:  # noqa: ANN401  (only the engine looks into it)
-        """Return the engine's description of `chunk` up to its mark `key`, or None if routers do not know that mark."""
+        """Return the engine's description of `chunk` up to the mark `key`, or None if routers do not know this mark."""
 
     def stored(self, tier: int, group: int, block: Any) -> None:  # noqa: ANN401  (as above)
         """All ranks have stored `block` in the tier with the index `tier`. `block` came from the method `block`."""

@@ -63,7 +63,7 @@ class Jobs:
     ) -> JobInFlight:
         """Begin a load of `tokens` tokens for `owner`, which holds `leases` leases.
 
-        A load with 0 tokens is planned to fail.
+        A load with 0 tokens fails on every rank.
         """
         load = self._begin(int(kind), tracked, rows, owner, tokens=tokens, leases=leases)
         tracked.load_job_id = load.job.id

@@ -86,7 +86,7 @@ class Lookups:
         tokens = units * self._unit
         missed = max(0, request.num_tokens - max(local_tokens, tokens))  # a held last token is computed, but not missed
         if not waits:
-            # The step must compute at least one token. After an async load the engine itself takes care of that.
+            # The step must compute at least one token. After an async load the engine itself ensures this.
             tokens = min(tokens, request.num_tokens - 1)
         external = max(0, tokens - local_tokens)
         why = self._prefixes.why_short(request, max(units, local_tokens // self._unit)) if missed else ""

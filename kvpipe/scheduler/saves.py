@@ -48,7 +48,7 @@ class Saving:
         self._branches = max((geometry.units_per_block[group] for group in blocks), default=1)
         """States at branches of prompts are kept at multiples of this number of units."""
         self._uncut = bool(geometry.states or geometry.ahead_tokens)
-        """Whether cached data cannot be cut when an engine cuts a session's tokens.
+        """Whether saved chunks cannot be cut when an engine cuts a session's tokens.
 
         If true, nothing of sessions is saved.
         """

@@ -351,8 +351,8 @@ class SchedulerSide:
     def reported(self, report: Report) -> None:
         """Process the ranks' reports of one step. A job is over when all ranks have reported it.
 
-        The chunks of a job that is over are published or released, or the job fails. If one part of the report raises,
-        the other parts are processed all the same, because ranks report everything only once.
+        The chunks of a job that is over are published or released, or the job fails. If an item of the report raises,
+        all other items are still processed, because ranks report everything only once.
         """
         self.turns.take()
         if report.weights:

@@ -22,7 +22,7 @@ AHEAD_S_MAX: Final = 30.0
 """The longest time in which the chunks of one prompt are fetched ahead of requests, in seconds."""
 _NEVER: Final = float("inf")
 FIRST: Final[Precedence] = -_NEVER, 0
-"""A precedence that compares less than that of every request."""
+"""A precedence that is lower than every request's precedence."""
 _HOLDS_UP: Final = frozenset({m.ASKING, m.FOUND, m.FETCHING})
 
 

@@ -62,8 +62,8 @@ class Idle:
     def wait_ms(self, step: Step, *, loading: bool) -> int:
         """Return how many milliseconds `step` should wait for a load. `loading` says that async loads may be under way.
 
-        The result is 0 for the first step after a step that computes, because the engine may be waiting for the output
-        of that step.
+        The result is 0 for the first step after a step that computes, because the engine may be waiting for the
+        computing step's output.
         """
         if step.num_scheduled_tokens:
             self._empty_steps = 0

@@ -106,8 +106,8 @@ class Storing(Subscriber):
     ) -> None:
         """Start without offers. Nothing is offered before `space` has a name.
 
-        `stores` says whether this engine writes to tiers. `loads` says whether this engine loads. An engine that does
-        not load stores chunks of finished requests before other chunks, because another engine waits for them.
+        `stores` says whether this engine writes to tiers. `loads` says whether this engine loads. If `loads` is False,
+        chunks of finished requests are stored before other chunks, because another engine waits for these chunks.
         """
         geometry, settings = context.geometry, context.settings
         self._context, self._split = context, finder.split
@@ -142,7 +142,7 @@ class Storing(Subscriber):
     # ---- offers ---------------------------------------------------------------------------------------------------
 
     def landed(self, tracked: Tracked, piece: Piece) -> None:
-        """Offer the piece's chunk if it is whole, or if this request will not add units to it."""
+        """Offer the piece's chunk if the chunk is whole, or if this request will not add units to the chunk."""
         chunk, units = piece.chunk, piece.stop
         ended = units == self._per_chunk or chunk.group in self._states or tracked.state.row == FINISHED
         ended = ended or not (chunk.writers or self._catalog.grows(chunk))

@@ -75,7 +75,7 @@ class Span(NamedTuple):
 class Timeline(NamedTuple):
     """A whole trace, with its spans ordered by lane, row, layer and time.
 
-    The trace starts at `origin_ns` of the monotonic clock, which is `wall_ns` of the wall clock.
+    The trace starts at `origin_ns` of the monotonic clock. At this time, the wall clock shows `wall_ns`.
     """
 
     origin_ns: int

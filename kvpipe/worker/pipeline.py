@@ -72,7 +72,7 @@ class Pipeline:
         self.step = Cursor(m.STEP.compile(), "step")  # stays IDLE in a step without jobs
         self._save = self._sync = self._async = NO_BATCH  # the open step's saves, sync loads and async loads
         self._unfenced = NO_BATCH  # the last step's saves, which may still read blocks
-        self._computes = True  # whether the open step computes anything
+        self._computes = True  # whether the open step computes any tokens
         self.copies = Copies(context, geometry, engine.abandon, saves=saves)
         self.copies.loop.start(Watchdog(self.copies, engine.abandon, context.settings.stuck_ms_max).run)
         self._landed = self.copies.completed  # the sink of all tickets

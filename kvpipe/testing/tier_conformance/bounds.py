@@ -26,7 +26,7 @@ class BoundClaims:
 
     @with_world
     async def test_capacity_counts(self, world: TierWorld, tier: Tier) -> None:
-        """`capacity` returns the number of values held, and at least the sum of their sizes."""
+        """`capacity` returns the number of held values, and a size that is at least the sum of the values' sizes."""
         before = await tier.capacity()
         await tier.write([put(i, 64 * KIB) for i in range(5)])
         held = await tier.capacity()
