@@ -1,1 +1,1 @@
-"""The benchmarks. Most compare a median with a baseline of the same run. Run `python -m benchmarks [NAME...]`."""
+"""The benchmarks: `python -m benchmarks [NAME...]`. Most compare a median with a baseline of the same run."""

@@ -1,4 +1,4 @@
-"""Runs the benchmarks: `python -m benchmarks [NAME …]`. Without a name, all `PARTS` run.
+"""Runs the named benchmarks, or all `PARTS` without a name: `python -m benchmarks [NAME …]`.
 
 A name is one of `PARTS`, or agents, chunks, node_pool, prefill_decode, ranges or traces.
 """
@@ -24,7 +24,7 @@ RESULTS = Path(__file__).parent.parent / "docs" / "results"
 def main(names: list[str]) -> int:
     """Run the named benchmarks. Each benchmark prints its table and writes `docs/results/NAME.json`."""
     for name in names or PARTS:
-        if len(names) != 1:  # a process for each, because benchmarks bind threads and do not release all memory
+        if len(names) != 1:  # each benchmark has its own process, because a benchmark binds threads and keeps memory
             subprocess.run([sys.executable, "-m", "benchmarks", name], check=True)  # noqa: S603
             continue
         if name == "traces":

@@ -1,4 +1,4 @@
-"""Compares rules for keeping recurrent states: sessions of coding agents replayed against hybrids' catalogs.
+"""Compares rules for keeping recurrent states, by replays of coding agents' sessions against hybrids' catalogs.
 
 Time is the trace's time. Nothing is computed or copied. The attention KV of a prompt is saved in whole units of 512
 tokens.
@@ -33,7 +33,7 @@ LEAST = 0.75
 
 
 class Prompt(NamedTuple):
-    """One request: its tokens, a key per unit of its prompt, and the number of units shared with an earlier prompt."""
+    """One request: its tokens, a key per unit of the prompt, and the number of units shared with an earlier prompt."""
 
     at_ms: float
     tokens: int
@@ -81,7 +81,7 @@ class Replay:
     """A replay against the catalog of one hybrid model. Without groups of states, the model has attention alone."""
 
     def __init__(self, groups: int, block_bytes: int, pool_bytes: int) -> None:
-        """Make an empty catalog. `groups`: the number of groups of states."""
+        """Make an empty catalog. `groups` is the number of groups of states."""
         layers = (Layer("l", block_bytes),)
         kinds = Group(layers, UNIT), *(Group(layers, UNIT, state=True) for _ in range(groups))
         self.geometry = Geometry(kinds, UNIT, pool_bytes)
@@ -92,7 +92,7 @@ class Replay:
         self.hit = self.asked = self.stored = self.prompts = 0
 
     def serve(self, prompt: Prompt, keep: Policy) -> None:
-        """Serve one request: look up, load and save its chunks, and release the leases. `keep`: the rule for states."""
+        """Serve one request: look up, load and save chunks, and release the leases. `keep` is the rule for states."""
         request = _request(prompt)
         units = self.prefixes.longest(request)
         self.prompts += 1
@@ -131,7 +131,7 @@ class SupersededFirst(Replay):
     """
 
     def serve(self, prompt: Prompt, keep: Policy) -> None:
-        """See `Replay.serve`."""
+        """Serve one request as `Replay.serve` does. A superseded state of the hit becomes the first victim."""
         hit = self.prefixes.longest(_request(prompt))
         super().serve(prompt, keep)
         for group in self.geometry.states if 0 < hit < last(prompt) else ():
@@ -142,7 +142,7 @@ class SupersededFirst(Replay):
 
 
 def run() -> list[Figure]:
-    """Return the hit tokens of each rule, relative to a model with attention alone and blocks of the same size."""
+    """Return each rule's hit tokens, relative to a model that has only attention and blocks of the same size."""
     arrived, out = prompts(), []
     for model, (groups, block_bytes) in HYBRIDS.items():
         for gib in CAPACITIES_GIB:
@@ -154,7 +154,7 @@ def run() -> list[Figure]:
                     f"{one.hit / one.asked:.1%} of all tokens hit, {one.stored / one.prompts / 1e6:.0f} MB stored per "
                     f"prompt; attention alone: {whole.hit / whole.asked:.1%}"
                 )
-                now = kind is Replay and name == NOW  # all others are for comparison
+                now = kind is Replay and name == NOW  # all other rules are for comparison
                 title = f"{model}, {gib} GiB: {name}" + ("" if kind is Replay else ", superseded ones first to go")
                 out.append(
                     Figure(title, one.hit / whole.hit, LEAST if now else 0, "of attention", beside, at_least=True)

@@ -1,15 +1,15 @@
-"""Measures on a real engine how many coding agents it serves before their first tokens come late.
+"""Measures how many coding agents a real engine serves before their first tokens come late.
 
 The agents run the sessions of the recorded trace, with prompts that are `SCALE` times shorter. This machine computes
 such a prompt faster than the cost model's four H100 (`benchmarks/replay/model.py`) compute the original prompt. Pauses
-are shorter by the same factor. So computing, pausing and the room for KV keep their proportions. Users are added until
-the 95th percentile of the time to the first token exceeds a limit.
+are divided by the same speed-up. So computing, pausing and the room for KV keep their proportions. Users are added
+until the 95th percentile of the time to the first token exceeds a limit.
 
 kvpipe is measured twice: with a pool alone, and with a disk as a tier below the pool. All engines are measured with two
-sizes of the device (`ROOMS`). `python -m benchmarks.agents ENGINE=USERS,USERS …` tries these numbers of users with
-these engines.
+sizes of the device (`ROOMS`). `python -m benchmarks.agents ENGINE=USERS,USERS …` tries the given numbers of users with
+the given engines.
 
-Times are those of this process's clock. The benchmark skips the time in which no request is in the engine.
+Times are measured with this process's clock. The benchmark skips the time in which no request is in the engine.
 """
 
 from __future__ import annotations
@@ -44,31 +44,31 @@ SCALE: Final = 32
 TOKENS_MAX: Final = 131_072 // SCALE
 BLOCK: Final = 32
 ROOMS: Final = {"": Model().device_tokens // SCALE, ", large device": 2_000_000 // SCALE}
-"""The numbers of tokens that the device holds, by the suffix of an engine's name. The first is 105 GB of the model's
-KV, room for 7 typical prompts. The second is 262 GB, room for 18. That is 0.9 of the memory of four H100, less 16 GB of
-weights, and less a tenth of each GPU's memory for activations."""
+"""The numbers of tokens that the device holds, by the suffix of an engine's name. The first number is 105 GB of the
+model's KV, room for 7 typical prompts. The second is 262 GB, room for 18. The 262 GB are 0.9 of the memory of four
+H100, less 16 GB of weights, and less a tenth of each GPU's memory for activations."""
 POOL_TOKENS: Final = 8 * ROOMS[""]
-"""The size of kvpipe's pool in tokens. It corresponds to 840 GB of a node's memory."""
+"""The size of kvpipe's pool in tokens, which corresponds to 840 GB of a node's memory."""
 ALL_TOKENS: Final = 24 * ROOMS[""]
-"""Tokens of a cache for all KV of a run. A much larger cache is slower, because first writes to memory are slow."""
+"""The size in tokens of a cache for all KV of a run. A much larger cache is slower: first writes to memory are slow."""
 TYPICAL: Final = 110_000
 TTFT_S_MAX: Final = 5.0
-"""The limit on the time to the first token, in seconds of the trace's own time. In that time, a typical prompt of
-`TYPICAL` tokens is computed in 3.1 s."""
+"""The limit on the time to the first token, in seconds of the trace's own time. A typical prompt of `TYPICAL` tokens
+takes 3.1 s of the trace's time to compute."""
 USERS_FIRST, MANY, USERS_MAX = 4, 64, 1024
 FINER: Final = 10
-"""The search ends when the numbers of users in time and too late differ by at most one tenth (1 / `FINER`)."""
+"""The search ends when the most users in time and the fewest late users differ by at most one tenth (1 / `FINER`)."""
 APART = 2
 """The time between the starts of two users, in multiples of the time that a typical prompt takes to compute. Users
 start apart, because no KV of their sessions is cached yet."""
 SETTLED, MEASURED, MEASURED_S = 8, 1200, 120
 """After the first request of each user has ended, `SETTLED` requests per user are not counted. If requests still wait
-to be admitted then, up to as many more are not counted. `MEASURED` requests are counted, in at most `MEASURED_S`
-seconds."""
+to be admitted after these, up to `SETTLED` more requests per user are not counted. `MEASURED` requests are counted, in
+at most `MEASURED_S` seconds."""
 
 
 class Turn(NamedTuple):
-    """One request of a session. It arrives `pause_s` seconds after the arrival of the request before.
+    """One request of a session. The request arrives `pause_s` seconds after the arrival of the previous request.
 
     The prompt begins with the first `shared` tokens of the prompt of turn `parent`.
     """
@@ -95,7 +95,7 @@ def sessions(seed: int, faster: float) -> Iterator[list[Turn]]:
 
 
 class User:
-    """A user who runs one session after the other. The first session begins at a random turn."""
+    """A user who runs one session after another. The first session begins at a random turn."""
 
     def __init__(self, number: int, faster: float) -> None:
         """`number` is the user's seed, so that every engine serves the same users."""
@@ -108,7 +108,7 @@ class User:
         self._prompts: dict[int, list[int]] = {}
 
     def next(self) -> tuple[Turn, list[int]]:
-        """Return the next request and its prompt. The prompt has tokens of an earlier prompt, then new tokens."""
+        """Return the next request and the request's prompt: first tokens of an earlier prompt, then new tokens."""
         while self._at == len(self._turns) or self._turns[self._at].tokens > TOKENS_MAX:
             self._at += 1
             if self._at >= len(self._turns):
@@ -147,9 +147,9 @@ class Clock:
 
 
 class Tried(NamedTuple):
-    """The result with `users` users. `per_s`: requests per second.
+    """The result with `users` users. `per_s` is the number of requests per second.
 
-    `ttft_s` and `late_s`: the median and the 95th percentile of the time to the first token, in seconds.
+    `ttft_s` and `late_s` are the median and the 95th percentile of the time to the first token, in seconds.
     """
 
     users: int
@@ -184,12 +184,12 @@ class Served:
 
     @property
     def per_s(self) -> float:
-        """Requests per second."""
+        """The number of requests per second."""
         return len(self.ttft_s) / self.seconds
 
 
 def serve(engine: Engine, users: int, faster: float) -> Served:
-    """Serve `users` users, who start one after the other, until enough requests are counted."""
+    """Serve `users` users, who start one after another, until enough requests are counted."""
     clock, served = Clock(), Served()
     all_users = [User(number, faster) for number in range(users)]
     due = [(number * APART * Model().prefill_s(0, TYPICAL) / faster, number) for number in range(users)]
@@ -223,7 +223,7 @@ def serve(engine: Engine, users: int, faster: float) -> Served:
 
 
 def _decoding_s(output: Any) -> float:
-    """Return the seconds from a request's first token to its last."""
+    """Return the seconds from a request's first token to the last token."""
     times = output.metrics
     return float(times.last_token_ts - times.first_token_ts)
 
@@ -255,10 +255,10 @@ ENGINES: Final[dict[str, dict[str, Any]]] = {
 def main(arguments: Sequence[str] = ()) -> int:
     """Measure engines, print the table, and write `docs/results/agents.json` and its picture.
 
-    `arguments`: of the command line, see `--help`.
+    `arguments` are the arguments of the command line, which `--help` explains.
 
     Raises:
-        SystemExit: an argument names no engine, or its users are not numbers. Standard error shows the argument.
+        SystemExit: an argument names no engine, or has users that are not numbers. Standard error shows the argument.
 
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.agents", description=__doc__.partition("\n")[0])
@@ -290,10 +290,10 @@ def main(arguments: Sequence[str] = ()) -> int:
 
 
 def run(chosen: Mapping[str, Sequence[int]]) -> Found:
-    """Return the times to the first token of each engine, for numbers of users around the most that are in time.
+    """Return the times to the first token of each engine, for numbers of users around the most users in time.
 
-    `chosen`: numbers of users by names of `ENGINES`. If `chosen` is empty, all engines are measured. If an engine has
-    no numbers, they are searched.
+    `chosen` has numbers of users by names of `ENGINES`. If `chosen` is empty, all engines are measured. If an engine
+    has no numbers, the benchmark searches the numbers.
     """
     bind_cores()
     engine = _engine(**ENGINES["no cache"])
@@ -317,7 +317,7 @@ def run(chosen: Mapping[str, Sequence[int]]) -> Found:
 class Search:
     """The search for the most users in time. If `given` is not empty, exactly these numbers of users are tried.
 
-    Otherwise the search begins with `first` users, adds users until they are late, and then halves the interval.
+    Otherwise the search begins with `first` users, adds users until tokens are late, and then halves the interval.
     """
 
     limit_s: float
@@ -338,7 +338,7 @@ class Search:
 
 
 def _try(name: str, options: dict[str, Any], faster: float, search: Search) -> None:
-    """Let an engine serve the numbers of users that `search` yields, and add the results to `search`."""
+    """Serve the numbers of users that `search` yields on one engine, and add the results to `search`."""
     engine = _engine(**options)
     while users := search.next():
         engine.llm.reset_prefix_cache(reset_connector=bool(options["kvpipe"]))

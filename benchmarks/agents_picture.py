@@ -23,13 +23,13 @@ _Tried = dict[str, list[dict[str, float]]]
 
 
 def write(found: dict[str, Any], path: Path) -> None:
-    """Write the picture and the page beside the JSON at `path`. `found`: the content of the JSON."""
+    """Write the picture and the page beside the JSON at `path`. `found` is the content of the JSON."""
     path.with_suffix(".svg").write_text(picture(found), encoding="utf-8")
     path.with_suffix(".html").write_text(html(found), encoding="utf-8")
 
 
 def picture(found: dict[str, Any]) -> str:
-    """Return a chart with a bar per engine: its requests per second with the most users that it serves in time."""
+    """Return a chart with a bar per engine: the requests per second with the most users that are served in time."""
     tried: _Tried = found["tried"]
     most = {name: _most(some, found["limit_s"]) for name, some in tried.items()}
     per_s = {name: one["per_s"] if one else 0.0 for name, one in most.items()}

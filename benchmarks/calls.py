@@ -1,9 +1,9 @@
-"""Compares the cost of vLLM's calls into kvpipe with their cost at commit `BEFORE`, on the same machine.
+"""Compares the cost of vLLM's calls into kvpipe with the calls' cost at commit `BEFORE`, on the same machine.
 
 `python -m benchmarks calls`. Each of the two source trees runs in two processes. The processes take turns in short
-rounds, because the machine's speed varies. A figure is the least time of its tree. `BEFORE` is the last commit before
-the scheduler side and the worker side became packages of their own (decision 17). If `BEFORE` is not in the
-repository's history, nothing is measured.
+rounds, because the machine's speed varies. A figure is the least time of a tree. `BEFORE` is the last commit before
+the scheduler side and the worker side became separate packages (decision 17). If `BEFORE` is not in the repository's
+history, nothing is measured.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _git(*arguments: str) -> bool:
 
 
 def _least(trees: Sequence[Path]) -> list[dict[str, float]]:
-    """Return for each tree the least time of each call over all rounds, in microseconds."""
+    """Return, for each tree, the least time of each call over all rounds, in microseconds."""
     least: list[dict[str, float]] = [{} for _ in trees]
     with ExitStack() as stack:
         started = [
@@ -143,7 +143,7 @@ class _Tree:
     def _side(self) -> tuple[Any, Any]:
         geometry, manager = self.geometry(), Manager()
         options = {"hash_tokens": 16, "ranks": 1, "saves": True, "loads": True}
-        same = {} if self.old else {"save_decode_steps": 1, "policy": "lru"}  # as `BEFORE`, which has no such setting
+        same = {} if self.old else {"save_decode_steps": 1, "policy": "lru"}  # as in `BEFORE`, without such settings
         settings = self._load_settings({"chunk_tokens": 256, "prefault": "use", **same})
         if self.old:
             side = self._made(settings, geometry, **options)
@@ -171,7 +171,7 @@ class _Tree:
         return done if self.old else self._reports.Report(done)
 
     def end(self, requests: Iterable[Any]) -> None:
-        """End requests and empty the pool, because saved chunks would slow later steps down (see `Catalog.sweep`)."""
+        """End requests and empty the pool, because later steps would be slower with saved chunks (`Catalog.sweep`)."""
         for one in requests:
             self.side.finished(one)
         self.side.reset()
@@ -198,7 +198,7 @@ class Manager:
         self.coordinator = SimpleNamespace(single_type_managers=[self])
 
     def reset_prefix_cache(self) -> bool:
-        """See the method of vLLM's manager."""
+        """Return True, as vLLM's manager does after it has emptied the prefix cache."""
         return True
 
 
@@ -227,7 +227,7 @@ class _NoCopy:
 
 
 def request_of(name: str, tokens: int, seed: int = 0) -> Any:
-    """Return an object with those attributes of vLLM's request that kvpipe reads.
+    """Return an object with the attributes of vLLM's request that kvpipe reads.
 
     Prompts with the same `seed` begin with the same tokens.
     """
@@ -240,7 +240,7 @@ def request_of(name: str, tokens: int, seed: int = 0) -> Any:
 
 
 def blocks_of(tokens: int) -> list[Any]:
-    """Return objects in place of vLLM's blocks, as many as `tokens` tokens need."""
+    """Return objects in place of the vLLM blocks that `tokens` tokens need."""
     return [SimpleNamespace(block_id=i, is_null=False) for i in range(-(-tokens // 16))]
 
 
@@ -328,7 +328,7 @@ def _lives(tree: _Tree, seed: int, took: dict[str, list[float]]) -> None:
 
 
 def _preemptions(tree: _Tree, requests: list[Any], took: dict[str, list[float]]) -> None:
-    """Measure the calls of 64 requests whose prompts the engine itself holds, and which are then preempted."""
+    """Measure the calls of 64 requests that are preempted, and whose prompts the engine itself holds."""
     side, blocks = tree.side, blocks_of(TOKENS)
     for one in requests:
         side.lookup(one, 992)

@@ -1,4 +1,4 @@
-"""Measures the catalog: the cost per chunk with each policy, and the longest call and probes with a million chunks."""
+"""Measures a catalog's cost per chunk with each policy, and the longest call and probes with a million chunks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RUNS = 3
 SLOTS = 4800
 """The number of slots of a common pool. The catalog uses plain dicts for this size."""
 LONG = 24
-"""The number of chunks of a prompt. It is the mean of Mooncake's prompts."""
+"""The number of chunks of a prompt, which is the mean of Mooncake's prompts."""
 ROUNDS = 5
 TICK_S = 0.001
 """Seconds between two readings of a clock that ticks within a request."""
@@ -54,7 +54,7 @@ def run() -> list[Figure]:
 
 
 def _decisions() -> list[Figure]:
-    """Measure the cost per chunk of `sessions` beyond that of `lru`. Both alternate; the least of all rounds counts."""
+    """Measure the cost per chunk of `sessions` beyond the cost of `lru`. Both policies alternate. Least times count."""
     least = dict[tuple[str, str], float]()
     for _ in range(ROUNDS):
         for tick_s, policy in itertools.product((0.0, TICK_S), ("lru", "sessions")):
@@ -103,7 +103,7 @@ def _phases(policy: str, tick_s: float) -> Iterator[tuple[str, float]]:
 
 
 def _serve(catalog: Catalog, keys: list[bytes]) -> None:
-    """Serve one request: load its chunks that are held, save its other chunks, and release all leases."""
+    """Serve one request: load the held chunks of the prompt, save the other chunks, and release all leases."""
     owner, held, before = Owner("r", 0), list[Chunk](), b""
     for key in keys:
         chunk = catalog.find(0, key)
@@ -121,7 +121,7 @@ def _serve(catalog: Catalog, keys: list[bytes]) -> None:
 
 
 def _replays(policy: str, tick_s: float) -> Iterator[tuple[str, float]]:
-    """Yield the microseconds per chunk of two recorded workloads. In the first most chunks miss, in the second few."""
+    """Yield the microseconds per chunk of two recorded workloads: first one with many misses, then one with few."""
     for workload, share in ((_mooncake(), 0.05), (_agents(), 0.1)):
         chunks = sum(len(prompt.keys) for prompt in workload.prompts)
         taken_s = replay(workload, policy, share, tick_s=tick_s).seconds
@@ -139,7 +139,7 @@ def _agents() -> w.Workload:
 
 
 def _calls(policy: str) -> Iterator[float]:
-    """Save prompts and load every fourth one again. Then reset the catalog, and save as many chunks as it dropped.
+    """Save prompts and load every fourth prompt again. Reset the catalog, and save as many chunks as the reset dropped.
 
     Yields the processor seconds of each call.
     """

@@ -24,13 +24,13 @@ LEAST: Final = 0.97
 
 
 def run() -> list[Figure]:
-    """Return the median of ratios of neighbouring runs with the default settings."""
+    """Return the median ratio of neighbouring runs with and without the connector, with the default settings."""
     bind_cores()
     return [measure()]
 
 
 def measure(**kvpipe: Any) -> Figure:
-    """Measure with these settings of kvpipe."""
+    """Measure with the settings `kvpipe`."""
     config = {"pool_bytes_max": "1GiB"} | kvpipe
     engine = Engine(str(make_model("soak")), kvpipe=config, num_gpu_blocks_override=600, enable_prefix_caching=False)
     seconds: dict[bool, list[float]] = {True: [], False: []}

@@ -1,4 +1,4 @@
-"""Measures the first minutes of a real engine with a new pool and no warm-up, against the engine without connector."""
+"""Compares the first minutes of a real engine, with a new pool and no warm-up, to the engine without a connector."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ LEAST = 0.97
 class First(NamedTuple):
     """The result of one new engine: the seconds of the users' cold prompts without and with kvpipe.
 
-    `ready`: the slots of the pool that were ready then, of `slots`. `found_tokens`: the tokens that hit afterwards.
+    `ready` of the pool's `slots` slots were ready after the prompts. `found_tokens` is the number of tokens that hit
+    when the prompts were repeated.
     """
 
     plain_s: float
@@ -38,7 +39,7 @@ class First(NamedTuple):
 
 @contextlib.contextmanager
 def without_connector(engine: Engine) -> Iterator[None]:
-    """Remove the connector from scheduler and worker of the idle engine, as if it had been started without one."""
+    """Remove the connector from scheduler and worker of the idle engine, as if the engine never had a connector."""
     connector, group = engine.scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT
     engine.scheduler.connector = kv_transfer_state._KV_CONNECTOR_AGENT = None
     try:

@@ -164,7 +164,7 @@ def _idle_hooks() -> list[Figure]:
 
 
 class _Empty:
-    """A connector whose hooks do nothing. Its time is the least possible cost of two hooks."""
+    """A connector whose hooks do nothing. Calls of these hooks take the least possible time of two hooks."""
 
     def wait_for_layer_load(self, layer_name: str) -> None: ...
 

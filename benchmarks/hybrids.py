@@ -16,7 +16,7 @@ ANSWER_TOKENS = 96
 
 
 def run() -> list[Figure]:
-    """Return the figures of both, each measured on its own engine."""
+    """Return the figures of states and of drafts, each measured on a separate engine."""
     bind_cores()
     return [*_states(), _acceptance()]
 
@@ -24,7 +24,7 @@ def run() -> list[Figure]:
 def _states() -> list[Figure]:
     """Measure a model with Mamba 2 and attention.
 
-    The export of states within a step is switched off, because vLLM's CPU build lacks the kernel for it.
+    The export of states within a step is switched off, because vLLM's CPU build lacks the kernel for this export.
     """
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
@@ -56,7 +56,7 @@ def _states() -> list[Figure]:
 def _acceptance() -> Figure:
     """Compare the acceptance of drafts with and without hits.
 
-    The draft model equals the model. If its KV of the whole prompt is loaded, all its drafts are accepted.
+    The draft model equals the model. If the draft model's KV of the whole prompt is loaded, all drafts are accepted.
     """
     model = str(make_model("llama"))
     config = {"method": "draft_model", "model": model, "num_speculative_tokens": DRAFTS}

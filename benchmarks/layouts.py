@@ -1,4 +1,4 @@
-"""Measures fetches of chunks that an engine with another number of ranks has stored, and the size of MLA chunks."""
+"""Measures fetches of chunks from an engine with another number of ranks, and the size of MLA chunks."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class Ranks:
     def __init__(
         self, spec: TierSpec, ranks: int, most: int, heads: int, rows: int, head_bytes: int, count: int = LAYERS
     ) -> None:
-        """`most`: `share_ranks_max`. `heads`: heads, or 1 for latents. `rows`: runs of a head in a page.
+        """`most` is `share_ranks_max`. `heads` is the number of heads (latents: 1). `rows` is a head's runs per page.
 
-        `count`: the number of layers.
+        `count` is the number of layers.
         """
         self.ranks, (self.split,) = ranks, kept_splits((heads,), ranks, most)
         page = heads // split_of(heads, ranks) * BLOCK_TOKENS * head_bytes

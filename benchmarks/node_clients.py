@@ -1,4 +1,4 @@
-"""Eight engines on one memory, each in a process of its own: lookups, the death of an engine and of the holder.
+"""Measures eight engines on one memory, each in its own process: lookups, and deaths of an engine and the holder.
 
 The holder and its socket are real. Engines copy no bytes.
 """
@@ -34,7 +34,7 @@ WARM_S, LOOK_S, WINDOW_S = 0.5, 4.0, 0.6
 DEATHS: Final = 5
 HOLDERS: Final = 5
 SAVE_EVERY: Final = 8
-"""Each client saves a chunk in every eighth round, so that the others read a journal that grows."""
+"""Each client saves a chunk in every eighth round, so that the other clients read a journal that grows."""
 
 
 class Client:
@@ -91,9 +91,10 @@ class Client:
             time.sleep(0.002)
 
     def outlive(self, seconds: float) -> float:
-        """Kill the holder. Return the time until a chunk that is saved afterwards is published, and serve for a while.
+        """Kill the holder, and serve for a while. Return the time until a later saved chunk is published.
 
-        A request finds a published chunk. The stock is used up before, so that the save needs a grant of a new holder.
+        A request finds a published chunk. Before the kill, the stock is used up, so that the save needs a new holder's
+        grant.
         """
         self.serve(0.2)
         while self._save():
@@ -128,13 +129,13 @@ class Clients:
     """The processes of all clients."""
 
     def __init__(self, folder: Path) -> None:
-        """Start the clients. The first of them starts the holder and saves the prompt."""
+        """Start the clients. The first client starts the holder and saves the prompt."""
         self._folder = folder
         self.all = [self.start(0)]
         self.all += [self.start(number) for number in range(1, CLIENTS)]
 
     def start(self, number: int) -> tuple[Any, Connection]:
-        """Start a client, and wait until it has read the journal."""
+        """Start a client, and wait until the client has read the journal."""
         mine, its = FORKS.Pipe()
         process = FORKS.Process(target=main, args=(self._folder, number, its))
         process.start()
@@ -143,16 +144,16 @@ class Clients:
         return process, mine
 
     def order(self, numbers: Sequence[int], order: str, seconds: float) -> None:
-        """Let these clients begin to carry out an order."""
+        """Make the clients `numbers` begin to carry out an order."""
         for number in numbers:
             self.all[number][1].send((order, seconds))
 
     def results(self, numbers: Sequence[int]) -> list[Any]:
-        """Wait for these clients, and return their results."""
+        """Wait for the clients `numbers`, and return the clients' results."""
         return [self.all[number][1].recv() for number in numbers]
 
     def replace(self, number: int) -> None:
-        """Start a client in place of one that was killed."""
+        """Start a client in place of a killed client."""
         self.all[number][0].join()
         self.all[number] = self.start(number)
 
@@ -204,7 +205,7 @@ def _lookups(made: Clients) -> list[Figure]:
 
 
 def beside(name: str, kind: str, quantile: int, limit: float, times: Times) -> Figure:
-    """Return how much longer a shared lookup takes than a private one, at a quantile."""
+    """Return how much longer a shared lookup takes than a private lookup, at a quantile."""
     mine, theirs = (float(np.percentile(times[pool, kind], quantile)) for pool in ("shared", "private"))
     both = f"{mine:.1f} us, private {theirs:.1f} us"
     return Figure(f"{name}, {kind}, p{quantile}", mine - theirs, limit, "us", both)
@@ -233,7 +234,7 @@ def _deaths(made: Clients) -> list[Figure]:
 
 
 def _holders(made: Clients) -> list[Figure]:
-    """Kill the holder, while all clients look for another one."""
+    """Kill the holder, so that all clients look for another holder."""
     took = []
     for number in range(HOLDERS):
         first = number % CLIENTS

@@ -1,4 +1,4 @@
-"""Copies of chunks of 8 MiB between paged blocks and slots: a node's shared slots against those of a private pool."""
+"""Compares copies of chunks of 8 MiB between paged blocks and slots: a node's shared slots, and private slots."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def geometry() -> Geometry:
 
 
 def run() -> list[Figure]:
-    """Measure saves and loads of chunks in shared slots against private ones.
+    """Measure saves and loads of chunks in shared slots, against private slots.
 
-    Saves come first, so that loads read what was saved: the private pool has its own chunks, and the memory those of
-    another engine. Each direction has a mapping of its own, which no copy has touched before.
+    Saves come first, so that loads read saved chunks. The private pool has its own chunks, and the node's memory has
+    chunks of another engine. Each direction has a mapping of its own, which no copy has touched before.
     """
     fd = create(SLOTS, geometry().slot_bytes)
     other = Segment(fd)
     allocate(fd, other.layout, 0, SLOTS)
     assert other.slots is not None
-    np.frombuffer(other.slots, dtype=np.uint8)[:: mmap.PAGESIZE] = 1  # another engine has written them
+    np.frombuffer(other.slots, dtype=np.uint8)[:: mmap.PAGESIZE] = 1  # another engine has written the slots
     caches = [torch.ones((PAGES * BLOCKS, PAGE_BYTES), dtype=torch.uint8) for _ in range(LAYERS)]
     views = [view_pages(f"l{i}", cache, len(cache)) for i, cache in enumerate(caches)]
     private, out = HostPool(geometry()), list[Figure]()

@@ -1,7 +1,7 @@
-"""Engines and holders of a node's memory are killed and stopped at random: `python -m benchmarks.node_crashes [COUNT]`.
+"""Kills and stops engines and holders of a node's memory at random: `python -m benchmarks.node_crashes [COUNT]`.
 
-Every engine checks every byte that it reads under a lease. At the end each slot is free, published with its chunk's
-bytes, or in a living engine's stock.
+Every engine checks every byte that the engine reads under a lease. At the end each slot is free, published with the
+right bytes, or in a living engine's stock.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class CrashRun:
             self.stopped.append((time.monotonic() + self.chance.uniform(0, 3), victim))
 
     def proceed(self) -> None:
-        """Let the observer work for a while, and continue engines whose time has come."""
+        """Run the observer for a while, and continue the stopped engines whose pause is over."""
         observer = self.node.observer
         assert observer is not None
         end = time.monotonic() + self.chance.uniform(0, PAUSE_S_MAX)
@@ -91,7 +91,7 @@ class CrashRun:
 def dying_holders(seed: int) -> int:
     """Kill one holder at each of `DYING_STEPS`. Returns the number of killed holders.
 
-    A `set…` step kills at its first call, the others at a random call from the 2nd to the 60th.
+    A `set…` step kills at the first call. Any other step kills at a random call from the 2nd to the 60th.
     """
     chance = random.Random(seed)
     for step in DYING_STEPS:

@@ -1,4 +1,4 @@
-"""Measures real engines on a node's memory: throughput, first tokens after a restart, host memory.
+"""Measures real engines on a node's memory: throughput, first tokens after a restart, and host memory.
 
 Each engine runs in a process of its own, and one engine computes at a time, on the first core.
 """
@@ -25,7 +25,7 @@ from kvpipe.node.processes import holder_of
 
 PAIRS: Final = 8
 LOADS: Final = {"decode-heavy": (16, 32, 32), "prefill-heavy": (4, 250, 2)}
-"""The number of requests of each load, the tokens of a prompt, and the tokens of an answer."""
+"""By workload: the number of requests, the tokens of a prompt, and the tokens of an answer."""
 SERVING: Final[dict[str, Any]] = {"model": "serving", "num_gpu_blocks_override": 600}
 PROMPT_TOKENS: Final = 2048
 WARM: Final = 5
@@ -49,7 +49,7 @@ class Remote:
         theirs.close()
 
     def seconds(self, requests: int, prompt: int, answer: int, seed: int, *, plain: bool = False) -> float:
-        """Return the time of new prompts with these seeds. If `plain`, the engine serves without its connector."""
+        """Return the time of `requests` new prompts. If `plain`, the engine serves without its connector."""
         self._pipe.send((requests, prompt, answer, seed, plain))
         took, self.loaded = self._pipe.recv()
         return float(took)
@@ -65,14 +65,14 @@ class Remote:
 
     @property
     def private_bytes(self) -> int:
-        """The memory that is private to the processes of the engine."""
+        """The number of bytes that are private to the engine's processes."""
         return sum(map(_anonymous, _group_of(self._pid)))
 
     def kill(self) -> None:
         """Kill the engine's processes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)
-        self._process.kill()  # also if the process does not lead a group yet
+        self._process.kill()  # needed if the process does not lead a group yet
         self._process.join()
         self._pipe.close()
 
@@ -109,7 +109,7 @@ def serve(pipe: Connection, kvpipe: dict[str, Any] | None, options: dict[str, An
 
 
 def _anonymous(pid: int) -> int:
-    """Return the private memory of a process. It contains no pages of the node's memory."""
+    """Return the number of a process's private bytes, without pages of the node's memory."""
     lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon:"))
 
@@ -138,7 +138,7 @@ def _memory_of(folder: Path) -> int:
 
 @contextmanager
 def _node() -> Iterator[tuple[Path, dict[str, Any], Callable[..., Remote]]]:
-    """Return a folder, the configuration of engines there, and a function that starts an engine."""
+    """Yield a folder, the configuration of engines on the folder's memory, and a function that starts an engine."""
     with tempfile.TemporaryDirectory() as made, ExitStack() as opened:
         folder = Path(made) / "node"
         config = {"pool": "node", "pool_dir": str(folder), "keep_s": 5, "pool_bytes_max": POOL}
@@ -162,10 +162,10 @@ def run() -> list[Figure]:
 
 
 def _throughput() -> list[Figure]:
-    """Measure throughput with nothing to reuse.
+    """Measure throughput of prompts that hit no chunk.
 
-    Two equal engines differ by more than the limit. So each engine is compared with itself without its connector, and
-    the figure is the ratio of both.
+    Two equal engines differ by more than the limit. So each engine is compared with itself without its connector. The
+    figure is the ratio of the ratios of both engines.
     """
     with _node() as (_, config, start):
         engines = {"node": start(config, SERVING), "private": start({"pool_bytes_max": POOL}, SERVING)}
@@ -226,7 +226,7 @@ def _restarts() -> list[Figure]:
 
 
 def _after_two(engine: Remote, *, plain: bool = True) -> int:
-    """Return the private memory of an engine after it has computed a prompt, and was asked twice for the shared one.
+    """Return an engine's private memory after one own prompt and two requests with the shared prompt.
 
     If `plain`, the engine has computed the prompt without its connector, so that the prompt is not saved.
     """
@@ -249,10 +249,10 @@ def _status(folder: Path) -> NodeStatus:
 
 
 def _memory(what: str, shared: list[int], own: list[int], published: int) -> Figure:
-    """Return the host memory of several processes against that of one engine.
+    """Return the host memory of several engines, relative to the host memory of one engine.
 
-    It is the node's memory and the private memory that engines have more than without kvpipe. `own` has the latter of
-    each engine, and `shared` the former with one engine and with all.
+    The host memory is the node's memory, and the private memory that engines need in addition to engines without
+    kvpipe. `own` has this private memory of each engine. `shared` has the node's memory with one engine and with all.
     """
     one, most = shared[0] + own[0], shared[1] + sum(own)
     both = (

@@ -1,4 +1,4 @@
-"""Forks the processes of the benchmarks of a node's memory from one that has imported vLLM, which takes ten seconds."""
+"""Forks the processes of a node's benchmarks from a process that has imported vLLM: the import takes 10 seconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORKS.set_forkserver_preload([
 
 @contextmanager
 def forked_ranks() -> Iterator[None]:
-    """Make an engine in this process fork its ranks. VLLM's CPU build spawns them."""
+    """Make an engine in this process fork its ranks, which vLLM's CPU build would spawn."""
     from vllm.utils import system_utils
 
     made = SimpleNamespace(get_context=lambda _method: multiprocessing.get_context("fork"))

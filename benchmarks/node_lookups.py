@@ -1,4 +1,4 @@
-"""Lookups of a long prompt in a node's memory and in a private pool, which alternate in one process."""
+"""Measures lookups of a long prompt in a node's memory and in a private pool, which alternate in one process."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def hashes(name: str, chunks: int = CHUNKS) -> list[bytes]:
 
 
 class Lookups:
-    """Lookups of a prompt that is held, and of one that is not. The pins of a hit are included.
+    """Lookups of a held prompt, and of a prompt that is not held. The time of a hit includes the pins.
 
-    Times are the thread's CPU time. A lookup waits for nothing, so on a busy machine the rest of its time is spent by
-    others.
+    Times are the thread's CPU time. A lookup waits for nothing, so any other time of a lookup is taken by other
+    programs.
     """
 
     def __init__(self, shared: NodeCatalog) -> None:
-        """Fill a private pool with the prompt. `shared` has the prompt, or `fill` puts it there."""
+        """Fill a private pool with the prompt. `shared` has the prompt already, or gets the prompt by `fill`."""
         self.shared = shared
         self.private = Catalog(2 * CHUNKS, 1, make_policy("lru", 2 * CHUNKS), Counters())
         self._held = hashes("hit")
@@ -52,7 +52,7 @@ class Lookups:
         }
 
     def fill(self, catalog: Catalog) -> None:
-        """Save the prompt, with keys that are not the objects that are asked for."""
+        """Save the prompt under keys that equal the keys of later lookups, but are other objects."""
         save(catalog, [bytes(bytearray(key)) for key in self._held])
 
     def found(self) -> bool:
@@ -62,7 +62,7 @@ class Lookups:
         return units == 16 * CHUNKS
 
     def round(self, taken: Times) -> None:
-        """Look up both prompts in both pools, and add the times. The poll of a step is part of a shared lookup."""
+        """Look up both prompts in both pools, and add the times. A shared lookup's time includes the poll of a step."""
         for name, finder in self.finders.items():
             for kind, request in self.requests.items():
                 began = time.thread_time()
@@ -74,12 +74,12 @@ class Lookups:
 
 
 def new_times() -> Times:
-    """Return no times yet."""
+    """Return an empty list of times for each kind of lookup."""
     return defaultdict(list)
 
 
 def save(catalog: Catalog, keys: list[bytes]) -> None:
-    """Save the chunks of a prompt with these block hashes."""
+    """Save the chunks of a prompt with the block hashes `keys`."""
     for stop in range(16, len(keys) + 1, 16):
         chunk = catalog.reserve(0)
         while chunk is None:

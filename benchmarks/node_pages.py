@@ -1,7 +1,7 @@
-"""Measures what the first copies of a node's slots cost an engine: `python -m benchmarks.node_pages [ROUNDS]`.
+"""Measures the time of an engine's first copies of a node's slots: `python -m benchmarks.node_pages [ROUNDS]`.
 
-Each round maps the memory anew, as a new engine does. It copies chunks from slots and to slots, at the first touch or
-after `Readier` has mapped the slots. The memory has huge pages if the kernel's setting allows them.
+Each round maps the memory again, as a new engine does. The round copies chunks from slots and to slots, at the first
+touch or after `Readier` has mapped the slots. The memory has huge pages if the kernel's setting allows huge pages.
 """
 
 from __future__ import annotations

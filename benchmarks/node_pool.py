@@ -1,6 +1,6 @@
-"""Compares a node's memory with private pools. `node_*.py` have the measurements.
+"""Compares a node's memory with private pools. The modules `node_*.py` have the measurements.
 
-Each figure is a ratio or a difference of measurements that alternate in one run, so that other programs disturb both.
+Each figure is a ratio or a difference of two kinds of measurements that alternate, so that other programs disturb both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SLOT_BYTES = 4096
 
 
 def run() -> list[Figure]:
-    """Return all figures. Those of several processes come first, because this process then binds itself to one core."""
+    """Return all figures: first of several processes, because this process later binds itself to one core."""
     out = [*node_clients.run(), *node_saves.run(), *node_engines.run(), *node_trace.run()]
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch.set_num_threads(1)
@@ -59,7 +59,7 @@ def _lookups() -> list[Figure]:
 
 
 def _leases(lookups: Lookups, name: str) -> float:
-    """Return the median time in us that a load's leases take, with their end."""
+    """Return the median time, in microseconds, to take and to end a load's leases."""
     finder, keys = lookups.finders[name], lookups.requests["hit"].block_hashes
     catalog, taken = finder._catalog, list[float]()
     chunks = [*filter(None, finder.chunks(0, keys, 0, 16 * CHUNKS))]

@@ -1,4 +1,4 @@
-"""Measures saves of two engines at once into one memory, each in a process and on a core of its own.
+"""Measures simultaneous saves of two engines into one memory. Each engine has its own process and core.
 
 Two plain copies at once show what the memory bus leaves to each process.
 """
@@ -74,7 +74,7 @@ def main(memory: str, number: int, core: int, orders: Connection) -> None:
 
 
 def run() -> list[Figure]:
-    """Return the rate of each of two engines that save at once, against the rate that the memory bus leaves to it."""
+    """Return the rate of each of two engines that save at once, relative to plain copies of two processes at once."""
     fd = create(SLOTS, geometry().slot_bytes, rows=2)
     allocate(fd, Segment(fd, whole=False).layout, 0, SLOTS)
     cores = sorted(os.sched_getaffinity(0))[:2]

@@ -1,4 +1,4 @@
-"""Replays recorded sessions on two engines: one memory for both, against two private pools of the same total size.
+"""Replays recorded sessions on two engines, with one shared memory or with two private pools of the same total size.
 
 The catalogs are kvpipe's. No engine runs, and no bytes are copied (`benchmarks/replay`).
 """
@@ -33,7 +33,7 @@ class _Waiting(NodeCatalog):
     """A catalog that polls for slots instead of dropping saves, because the replay saves a whole prompt in one step."""
 
     def reserve(self, group: int, tenant: Tenant = ANYBODY) -> Chunk | None:
-        """See `NodeCatalog.reserve`."""
+        """Take a slot as `NodeCatalog.reserve` does, but poll the holder until the stock has a slot."""
         for _ in range(4):
             if (chunk := super().reserve(group, tenant)) is not None:
                 return chunk
@@ -55,7 +55,7 @@ class SharedPool(Pool):
         self.prefixes = NodePrefixes(self.node, geometry, chunk_tokens, attrgetter("block_hashes"))
 
     def end_step(self) -> None:
-        """Report what was saved, and read the journal until all of it is read."""
+        """Report the saved chunks, and read the journal to its end."""
         for _ in range(4):
             self.node.end_step()
         while self.node.lag:
@@ -87,7 +87,7 @@ def hit_rate(workload: Workload, pools: Sequence[Pool], router: Router) -> float
 def run() -> list[Figure]:
     """Return the hit rates of a shared memory against the better of the policies of private pools.
 
-    A share is the size of all pools together, of the workload's different chunks.
+    A share is the size of all pools together, as a share of the workload's number of different chunks.
     """
     workload = coding_agents(0, sessions=SESSIONS, hours=1)
     out = []

@@ -1,4 +1,4 @@
-"""Measures the cost of kvpipe's numerics check at an engine's start (decision 34), and which engines' results agree.
+"""Measures the cost of kvpipe's numerics check at an engine's start (decision 34), and which results agree.
 
 Each setting is measured in a process of its own, because libraries read their environment variables only once.
 """
@@ -37,7 +37,7 @@ START_MS_MAX = 100.0
 
 
 def run() -> list[Figure]:
-    """Measure a rank's results without a switch, with other numbers of threads, and with each switch."""
+    """Measure a rank's results without a switch, with different numbers of threads, and with each switch."""
     first, *others = _asked(threads=THREADS)
     plain = first["results"]
     out = [

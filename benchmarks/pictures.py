@@ -50,7 +50,7 @@ def chart(title: str, draw: Callable[[Axes], None], *, height_in: float, width_i
         figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None})
     lines = out.getvalue().splitlines()
     start = next(at for at, line in enumerate(lines) if line.startswith("<svg"))
-    return "\n".join(line.rstrip() for line in lines[start:]) + "\n"  # no XML declaration, so that pages can embed it
+    return "\n".join(line.rstrip() for line in lines[start:]) + "\n"  # pages can embed SVG without an XML declaration
 
 
 def explain(axes: Axes, colours: Mapping[str, str]) -> None:
@@ -62,7 +62,7 @@ def explain(axes: Axes, colours: Mapping[str, str]) -> None:
 
 
 def beside_limits(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a chart with a bar per figure, as a share of its limit. `rows`: figures as `benchmarks.report` writes."""
+    """Return a chart with a bar per figure, as a share of the limit. `rows` are from `benchmarks.report`."""
 
     def draw(axes: Axes) -> None:
         shares = [min(row["value"] / row["limit"] if row["limit"] else 1.0, 2.0) for row in rows]

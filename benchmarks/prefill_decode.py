@@ -1,8 +1,8 @@
 """Measures the time to first token when one server prefills and another decodes, with KV transfer through tiers.
 
-For comparison, one server alone and NIXL are measured. As a proxy does, the benchmark sends a prompt to the prefill
-server for one token, and after its answer to the decode server. The time is measured from the first call to the decode
-server's first token. Each server computes on a core of its own.
+For comparison, one server alone and NIXL are measured. Like a proxy, the benchmark first sends a prompt to the prefill
+server for one token. After the prefill server's answer, it sends the prompt to the decode server. The time is measured
+from the first call to the decode server's first token. Each server computes on a core of its own.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NIXL: Final[dict[str, Any]] = {
     "kv_connector": "NixlConnector", "kv_connector_module_path": "tests.engine.tamed_nixl", "kv_role": "kv_both",
     "kv_buffer_device": "cpu",
 }  # fmt: skip
-"""NIXL's configuration. Its progress thread is changed to sleep, because it would take half of the computing core."""
+"""NIXL's configuration. NIXL's progress thread sleeps, because a polling thread takes half of the computing core."""
 
 
 class Answer(NamedTuple):
@@ -57,7 +57,7 @@ class Server:
     """A server process of vLLM that computes on one core."""
 
     def __init__(self, core: int, transfer: dict[str, Any] | None) -> None:
-        """Start the server on the core `core`. `transfer`: vLLM's `--kv-transfer-config`."""
+        """Start the server on the core `core`. `transfer` is vLLM's `--kv-transfer-config`."""
         self.model, self._port = str(make_model("big-kv")), _free_port()
         command = [
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", self.model, "--host", "127.0.0.1",
@@ -75,7 +75,7 @@ class Server:
         )
 
     def wait(self) -> None:
-        """Wait until the server answers. Raises RuntimeError if it ends or does not answer in time."""
+        """Wait until the server answers. Raises RuntimeError if the server ends or does not answer in time."""
         limit = time.monotonic() + START_S_MAX
         while True:
             if self._process.poll() is not None or time.monotonic() > limit:
@@ -88,13 +88,13 @@ class Server:
     def prefill(self, tokens: Sequence[int], handed: Any) -> Any:
         """Compute a prompt and one token, and return the transfer parameters for the decode server.
 
-        `handed`: the transfer parameters of this request.
+        `handed` has the transfer parameters of this request.
         """
         with self._asked(tokens, 1, handed) as response:
             return json.loads(response.read()).get("kv_transfer_params")
 
     def answer(self, tokens: Sequence[int], handed: Any = None) -> Answer:
-        """Return the answer to a prompt. `handed`: the transfer parameters that the prefill server has returned."""
+        """Return the answer to a prompt. `handed` has the transfer parameters from the prefill server."""
         begin, first_s, out, cached = time.perf_counter(), 0.0, list[int](), 0
         with self._asked(tokens, ANSWER_TOKENS, handed, stream=True, stream_options=USAGE) as response:
             for line in response:
@@ -134,7 +134,7 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def _servers(*transfers: dict[str, Any] | None) -> Iterator[list[Server]]:
-    """Start a server for each of `transfers`, yield them when all answer, and kill them at the end."""
+    """Start a server for each of `transfers`, yield the servers when all answer, and kill them at the end."""
     made = []
     try:
         for core, transfer in enumerate(transfers):
@@ -148,7 +148,7 @@ def _servers(*transfers: dict[str, Any] | None) -> Iterator[list[Server]]:
 
 
 def _alone(lengths: Sequence[int]) -> dict[int, tuple[float, list[list[int]]]]:
-    """Return by prompt length the median seconds to the first token of a server alone, and its answers."""
+    """Return, by prompt length, the median seconds to the first token of a server alone, and the server's answers."""
     out = {}
     with _servers(None) as (server,):
         for n in lengths:
@@ -160,13 +160,13 @@ def _alone(lengths: Sequence[int]) -> dict[int, tuple[float, list[list[int]]]]:
 def _pair(
     transfers: Sequence[dict[str, Any]], answers: dict[int, list[list[int]]], *, hands: bool
 ) -> dict[int, tuple[float, int]]:
-    """Return by prompt length the median seconds until the decode server's first token, and the hits.
+    """Return, by prompt length, the median seconds until the decode server's first token, and the hits.
 
-    The hits are the fewest tokens of a prompt that the decode server did not compute. `hands`: the prefill server
-    returns transfer parameters for the decode server.
+    The hits are the fewest tokens of a prompt that the decode server did not compute. `hands` says that the prefill
+    server returns transfer parameters for the decode server.
 
     Raises:
-        RuntimeError: an answer differs from one server's.
+        RuntimeError: an answer differs from the answer of one server alone.
 
     """
     out = {}

@@ -19,7 +19,7 @@ ROOMY: dict[str, Any] = {"num_gpu_blocks_override": 1200, "max_model_len": 8256,
 
 
 def run() -> list[Figure]:
-    """Return the figures of both, each on its own engine.
+    """Return the figures of both measurements, each on its own engine.
 
     The model has a sliding window and full attention, so every load is asynchronous.
     """
@@ -36,7 +36,7 @@ def _engine(**options: Any) -> Engine:
 
 
 def _crowd() -> list[Figure]:
-    """Let all users send a document at once, and then again. The second time all documents hit, but blocks are few."""
+    """Send the documents of all users at once, twice. The second time all documents hit, but blocks are few."""
     engine, draw = _engine(**CROWDED), random.Random(1)
     documents = [prompt(draw.randrange(200, 900), 100 + user) for user in range(USERS)]
     steps = []
@@ -69,7 +69,7 @@ def _crowd() -> list[Figure]:
 
 
 def _alone() -> list[Figure]:
-    """Serve one user after the other, so that no request runs while a hit is loaded, and count empty steps.
+    """Serve one user at a time, so that no request runs while a hit is loaded, and count empty steps.
 
     The users are served twice: with idle steps that return at once, and with idle steps that wait for the load.
     """

@@ -1,7 +1,7 @@
 """Measures ways in which two ranks can each read half of the heads from a value that one rank has stored.
 
-The ways' cost for the rank that stores the value is measured, too. Decision 24 uses these figures. Each figure is a
-ratio of least times over all rounds, relative to values that have a rank's own layout.
+The cost of each way for the rank that stores the value is measured, too. Decision 24 uses these figures. Each figure is
+a ratio of least times over all rounds, relative to values that have a rank's own layout.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _minima(ways: Mapping[str, Way]) -> dict[str, float]:
 
 
 def _figures(what: str, ways: Mapping[str, Way], limit: float) -> list[Figure]:
-    """Return the ratio of each way's time to that of the first way, which handles values in the rank's own layout."""
+    """Return each way's time relative to the first way, which handles values in the rank's own layout."""
     (_, own), *others = _minima(ways).items()
     beside = "{:.2f} of {:.2f} ms a value"
     return [
@@ -197,7 +197,7 @@ def _read_by_two(files: list[Path]) -> list[Figure]:
 def _read_by_one(files: list[Path]) -> list[Figure]:
     """Measure reads by the rank that stored a value, if each half of the value were stored contiguously.
 
-    The rank then has to move both halves to their places in its slot.
+    In this case the rank has to move both halves to their places in the rank's slot.
     """
     slots, spare = ([_buffer(VALUE_BYTES) for _ in range(LANES)] for _ in range(2))
 

@@ -20,7 +20,7 @@ from rich.table import Table
 
 @dataclass
 class Figure:
-    """One measured figure. `limit`: the largest value that it should have, or, with `at_least`, the smallest."""
+    """One measured figure. `limit` is its largest acceptable value, or, with `at_least`, its smallest."""
 
     name: str
     value: float
@@ -57,7 +57,7 @@ def machine() -> dict[str, object]:
     return {
         "cpu": cpu,
         "cores": os.cpu_count(),
-        "load": [round(one, 1) for one in os.getloadavg()],  # of the last 1, 5 and 15 minutes
+        "load": [round(one, 1) for one in os.getloadavg()],  # averages over the last 1, 5 and 15 minutes
         "python": platform.python_version(),
         "torch": torch.__version__,
         "commit": commit.stdout.strip(),
@@ -66,7 +66,7 @@ def machine() -> dict[str, object]:
 
 
 def show(title: str, figures: list[Figure], path: Path, **more: object) -> None:
-    """Print the table of figures, and write the JSON, which also contains `more`."""
+    """Print the table of figures, and write a JSON file of the figures and `more`."""
     tabulate(title, figures)
     write(figures, path, **more)
 
@@ -87,7 +87,7 @@ def tabulate(title: str, figures: list[Figure]) -> None:
 
 
 def write(figures: list[Figure], path: Path, **more: object) -> None:
-    """Write the JSON, which also contains `more`."""
+    """Write a JSON file of the figures and `more`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = [asdict(f) | {"holds": f.ok} for f in figures]
     path.write_text(json.dumps({"machine": machine(), **more, "figures": rows}, indent=1) + "\n", encoding="utf-8")

@@ -1,9 +1,9 @@
 """Measures the cost of a decode step on a device that takes no time.
 
 `python -m benchmarks steps` measures vLLM's thread, kvpipe's other threads and the scheduler's thread. Every copy lands
-when it is queued, so a figure is a lower bound of the cost on a GPU. vLLM's thread has a core of its own, and kvpipe's
-threads share the other cores. A step begins as soon as the copies of the step before have landed, because during a
-pause other programs would fill the cores' caches. For the same reason, a figure is the least of `ROUNDS` medians.
+at once, so a figure is a lower bound of the cost on a GPU. vLLM's thread has a core of its own, and kvpipe's threads
+share the other cores. A step begins as soon as the copies of the previous step have landed, because during a pause
+other programs would fill the cores' caches. For the same reason, a figure is the least of `ROUNDS` medians.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ OTHERS_CPU_US_MAX: Final = {16: 100, 64: 500}
 MEAN_CPU_US_MAX: Final = 54
 """The limit of a step's mean cost with 32 running requests: 3 % of a step of 1.81 ms."""
 MEAN_SAVES: Final = {"each step saves": (2,), "default settings": (16, *(0,) * 7)}
-"""The saves of successive steps with 32 running requests and blocks of 16 tokens."""
+"""The numbers of saves in successive steps with 32 running requests and blocks of 16 tokens."""
 RUNNING_US_MAX: Final = {32: 100, 64: 100, 256: 300}
 PREFILL_US_MAX: Final = 500
 
@@ -64,7 +64,7 @@ class Cost(NamedTuple):
 
 
 def run() -> list[Figure]:
-    """Measure the steps of a rank, then those of the scheduler."""
+    """Measure first the steps of a rank, and then the steps of the scheduler."""
     load = os.getloadavg()[0]
     out = []
     for layers in LAYERS:
@@ -93,7 +93,7 @@ def run() -> list[Figure]:
 
 
 class _Rank:
-    """A rank whose layers share one tensor. This suffices because nothing is copied and only addresses are used."""
+    """A rank whose layers share one tensor. One tensor is enough, because only addresses are used, and no bytes."""
 
     def __init__(self, layers: int) -> None:
         mine, *others = sorted(os.sched_getaffinity(0))
@@ -117,11 +117,11 @@ class _Rank:
         self._names, self._jobs, self._step = names, 0, 0
 
     def decode(self, saves: int) -> Cost:
-        """Return the cost of a step in which `saves` requests save a block each, without hooks."""
+        """Return the cost of a step, without hooks, in which each of `saves` requests saves a block."""
         return self._least((saves,), 1, ())
 
     def turns(self, saves: Sequence[int]) -> Cost:
-        """Return the mean cost of steps that save `saves` blocks in turn, without hooks."""
+        """Return the mean cost of successive steps, without hooks. `saves` has each step's number of saved blocks."""
         return self._least(saves, 1, ())
 
     def prefill(self) -> Cost:
@@ -184,8 +184,8 @@ class _Rank:
 def _scheduler(running: int, limit: float, **given: Any) -> Figure:
     """Measure the scheduler's steps with `running` decoding requests and the settings `given`.
 
-    Each step handles the reports of the step before. With `save_decode_steps: 1` each step plans saves, and the figure
-    is a median. By default only some steps plan saves, so the figure is a mean.
+    Each step handles the reports of the previous step. With `save_decode_steps: 1` each step plans saves, and the
+    figure is a median. By default only some steps plan saves, so the figure is a mean.
     """
     side, manager = make_side(**given)
     prompt, answer = 1000, ROUNDS * STEPS
@@ -200,7 +200,7 @@ def _scheduler(running: int, limit: float, **given: Any) -> Figure:
         requests.append(request)
     first = SimpleNamespace(num_scheduled_tokens={one.request_id: prompt for one in requests}, preempted_req_ids=set())
     plan = side.plan_step(first)
-    for number, request in enumerate(requests):  # as if the requests had begun one after the other
+    for number, request in enumerate(requests):  # as if the requests had begun at different times
         request.num_computed_tokens = prompt
         _decode(request, 1 + number % BLOCK_TOKENS)
     step: Any = SimpleNamespace(

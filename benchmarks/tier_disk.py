@@ -31,7 +31,7 @@ NAMESPACE = "b" * 32
 
 
 def run() -> list[Figure]:
-    """Return all figures. They are measured in a folder of the repository, because /tmp may be in memory."""
+    """Return all figures. The disk is the repository's, because /tmp may be in memory."""
     folder = Path(tempfile.mkdtemp(prefix=".bench-", dir=Path(__file__).parents[1]))
     try:
         return [*anyio.run(_moves, folder), *anyio.run(_lookups, folder), *_checksums()]
@@ -99,7 +99,7 @@ async def _moves(folder: Path) -> list[Figure]:
 
 
 def _alone(tier: DiskTier) -> Figure:
-    """Measure the time of a write in its thread, without the time in which bytes are written."""
+    """Measure the time that a write takes in the tier's thread, without the writing of the bytes."""
 
     def one(number: int) -> float:
         begin = time.perf_counter()
@@ -113,7 +113,7 @@ def _alone(tier: DiskTier) -> Figure:
 class _Plain:
     """Plain direct I/O, by as many threads as the tier has lanes.
 
-    Each value is written into a new file, as the tier does. For comparison, and for reads, values are also written over
+    As in the tier, each value is written into a new file. For comparison, and for reads, values are also written over
     old bytes of one large file, which needs no new blocks on the disk.
     """
 

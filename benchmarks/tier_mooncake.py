@@ -148,7 +148,7 @@ async def _in_turns(
     mine: Callable[[], Awaitable[None]],
     before: Callable[[], Awaitable[None]] | None = None,
 ) -> tuple[float, float, float]:
-    """Run both calls alternately. Returns the median seconds of each, and the median of the rounds' ratios.
+    """Run both calls alternately. Returns the median seconds of each call, and the median of the rounds' ratios.
 
     The first round is the warm-up. `before` runs before each call, and is not measured.
     """

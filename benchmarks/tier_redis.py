@@ -30,8 +30,8 @@ from tests.rigs.servers.sockets import LOCAL
 MIB = 1 << 20
 SIZES_MIB, VALUES, ROUNDS, LOOKUP_KEYS = (2, 8), 8, 15, 1000
 CLIENTS_MIB, CLIENTS_RATIO_MIN = 2, 1.2
-"""The size of a value in MiB, and how many times as fast as a client the tier's connections must be at this size. A
-smaller ratio would not justify their code."""
+"""The size of a value in MiB, and the least ratio of the speed of the tier's connections to a client's at this size. A
+smaller ratio would not justify the code of these connections."""
 _Move = Callable[[bytes, memoryview], object]
 
 
@@ -64,7 +64,7 @@ async def _measure(kind: str, server: RedisServer) -> list[Figure]:
 
 
 async def _values(kind: str, tier: Tier, sock: socket.socket, mib: int) -> list[Figure]:
-    """Write and read `VALUES` values, by the tier and by hand alternately. A ratio above 1: the tier is faster."""
+    """Write and read `VALUES` values, by the tier and by hand alternately. With a ratio above 1, the tier is faster."""
     size = mib * MIB
     puts = [Put(some_key(i), value(i, size)) for i in range(VALUES)]
     gets = [Get(put.key, tuple(aligned(part.nbytes) for part in put.parts)) for put in puts]
@@ -177,7 +177,7 @@ def _each(move: _Move, buffers: dict[bytes, memoryview]) -> None:
 def _beside(
     kind: str, what: str, moves: dict[str, _Move], buffers: dict[bytes, memoryview], least: float
 ) -> list[Figure]:
-    """Compare the first of `moves` with each of the others. A ratio above 1: the first is faster."""
+    """Compare the first of `moves` with each other move. With a ratio above 1, the first is faster."""
     wall_s: dict[str, list[float]] = {name: [] for name in moves}
     cpu_s: dict[str, list[float]] = {name: [] for name in moves}
     names = list(moves)

@@ -1,4 +1,4 @@
-"""Compares the S3 tier with direct calls of its client, on a real server on loopback, which limits both."""
+"""Compares the S3 tier with direct calls of the tier's client. A real server on loopback limits the speed of both."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Call = Callable[[], Awaitable[Any]]
 
 
 def run() -> list[Figure]:
-    """Return all figures: the time through the tier, relative to the time of the client alone."""
+    """Return all figures: the time of a call through the tier, relative to the time of the client's call."""
     return anyio.run(_run)
 
 

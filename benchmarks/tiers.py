@@ -1,4 +1,4 @@
-"""Measures on a real engine the first token of prompts loaded from disk, and the cost of a remote tier that is down."""
+"""Measures a real engine's first token with prompts loaded from disk, and the cost of a remote tier that is down."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _side(engine: Engine) -> SchedulerSide:
 
 @contextlib.contextmanager
 def _without_tiers(engine: Engine) -> Iterator[None]:
-    """Remove the tiers from the idle engine, as if it had been configured without tiers."""
+    """Remove the tiers from the idle engine, as if the engine had been configured without tiers."""
     side = _side(engine)
     staging, side.staging = side.staging, None
     try:
@@ -41,7 +41,7 @@ def _without_tiers(engine: Engine) -> Iterator[None]:
 
 
 def run() -> list[Figure]:
-    """Return the figures of both tiers, each measured on its own engine."""
+    """Return the figures of both tiers, each measured on a separate engine."""
     bind_cores()
     folder = Path(tempfile.mkdtemp(prefix=".bench-", dir=Path(__file__).parents[1]))  # /tmp may be in memory
     try:

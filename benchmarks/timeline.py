@@ -1,4 +1,4 @@
-"""Measures how long the page of a trace of 100,000 events takes to be written, and to be drawn by a real browser.
+"""Measures the time to write the page of a trace of 100,000 events, and a real browser's time to draw the page.
 
 The time and memory of the command `kvpipe trace timeline` are measured with a larger trace.
 """
@@ -30,7 +30,7 @@ status = main(sys.argv[1:])
 print(time.process_time(), re.search(r"VmHWM:\\s+([0-9]+)", open("/proc/self/status").read())[1])
 sys.exit(status)
 """
-"""A program that prints its own time and memory. A child's `rusage` would report at least its parent's memory."""
+"""A program that prints its own time and memory. A child's `rusage` would report at least the parent's memory."""
 
 
 def run() -> list[Figure]:

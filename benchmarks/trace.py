@@ -1,4 +1,4 @@
-"""Measures the cost of tracing: per recorded event, in an engine's throughput, and of reading a trace of 1 GiB."""
+"""Measures the costs of a recorded event, of tracing in an engine's throughput, and of reading a trace of 1 GiB."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _per_event() -> list[Figure]:
 
 
 def _us(once: Callable[[], None], recorder: Recorder) -> float:
-    """Return the median microseconds per event. `once` records `RECORDED` events; the queue is emptied before."""
+    """Return the median microseconds per event. The queue is emptied before `once` records `RECORDED` events."""
     once()
     taken = []
     for _ in range(9):
@@ -174,7 +174,7 @@ def _throughput() -> list[Figure]:
 
 @contextlib.contextmanager
 def _stdout_to(path: Path) -> Iterator[None]:
-    """Redirect standard output, and thus the log, to a file, as an operator would."""
+    """Redirect standard output, and so the log, to a file, as an operator does."""
     kept = os.dup(1)
     with path.open("w") as sink:
         os.dup2(sink.fileno(), 1)

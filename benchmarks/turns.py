@@ -28,7 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
     "own": {"users": USERS},
 }
-"""The kinds of engines. In `own`, vLLM's own cache has room for all users."""
+"""The kinds of engines. In the kind `own`, vLLM's own cache has room for all users."""
 HITS_LEAST, SECONDS_MOST, COLD_LEAST = 0.98, 1.05, 0.97
 
 
@@ -71,7 +71,7 @@ def measure(kind: str, seed: int) -> dict[str, float]:
 
 
 def run() -> list[Figure]:
-    """Return the medians of `ROUNDS` new engines of each kind, which run one after the other."""
+    """Return the medians of `ROUNDS` new engines of each kind. The engines run one after another."""
     seen: dict[str, list[dict[str, float]]] = {kind: [] for kind in KINDS}
     for seed in range(ROUNDS):
         for kind in KINDS if seed % 2 == 0 else reversed(KINDS):

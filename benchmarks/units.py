@@ -25,9 +25,9 @@ Key = tuple[int, int]
 
 
 class _Gain(NamedTuple):
-    """`computed`: computed tokens. `gained`: those of them that hits at every unit would avoid.
+    """`computed` is the number of computed tokens. Hits at every unit would avoid computing `gained` of these tokens.
 
-    `prompts`: the number of prompts for which `gained` is not 0.
+    `prompts` is the number of prompts for which `gained` is not 0.
     """
 
     computed: int

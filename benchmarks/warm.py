@@ -1,4 +1,4 @@
-"""Measures on a real engine the warm time to first token, against the cold time and vLLM's own prefix cache."""
+"""Compares a real engine's warm time to first token with the cold time and with vLLM's own prefix cache."""
 
 from __future__ import annotations
 

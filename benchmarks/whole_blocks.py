@@ -1,4 +1,4 @@
-"""Measures copies of whole blocks (cross-layer layout) on the CPU engine, beside copies by layer (usual layout)."""
+"""Compares the CPU engine's copies of whole blocks (cross-layer layout) with copies by layer (usual layout)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REPEATS = 15
 
 
 class Way(NamedTuple):
-    """One layout: how many copies the CPU engine makes for a plan, and the seconds of each call of `run(plan)`."""
+    """One layout: the number of copies that the CPU engine makes for a plan, and the seconds of each `run(plan)`."""
 
     copies: Callable[[CopyPlan], int]
     run: Callable[[CopyPlan], object]
@@ -63,7 +63,7 @@ def _figures(page: int) -> list[Figure]:
 
 
 def _make(page: int, *, cross: bool) -> Way:
-    """Return an engine over caches of the layout BLNHC if `cross`, else of the layout LBNHC."""
+    """Return an engine over caches of the layout BLNHC if `cross`, or else of the layout LBNHC."""
     memory = torch.randint(0, 255, (BLOCKS, LAYERS, page) if cross else (LAYERS, BLOCKS, page), dtype=torch.uint8)
     caches = memory.unbind(1 if cross else 0)
     layers = tuple(Layer(f"l{i}", page) for i in range(LAYERS))

@@ -32,7 +32,7 @@ RESULTS = Path(__file__).parents[2] / "docs" / "results"
 
 
 def hunts(gpu: Gpu, rounds: int, until: float) -> Iterator[Figure]:
-    """Hunt for races in every mover, with and without waves. Each hunt gets an equal share of the time that is left."""
+    """Hunt for races in every mover, with and without waves. Each hunt gets an equal share of the remaining time."""
     kinds = [(mover, wave_bytes) for mover in Mover for wave_bytes in (0, 1 << 20)]
     for number, (mover, wave_bytes) in enumerate(kinds):
         now = time.monotonic()
@@ -43,9 +43,9 @@ def hunts(gpu: Gpu, rounds: int, until: float) -> Iterator[Figure]:
 
 
 def parts(gpu: Gpu, until: float = math.inf) -> list[Part]:
-    """Return the parts, the most important first. A part that cannot run has the reason instead of a function.
+    """Return the parts, the most important part first. A part that cannot run has the reason instead of a function.
 
-    `until`: the time at which the race hunts end, see `Hunt.run`.
+    `until` is the time at which the race hunts end (as for `Hunt.run`).
     """
     small = gpu.simulated
     rounds, pairs = (6, 2) if small else (2000, 15)

@@ -1,7 +1,7 @@
 """`python -m benchmarks.gpu.engine`: the engine scenarios and the time to first token on a real vLLM with CUDA.
 
 No network is needed, because models are created locally and engines run in this process. With ``--device cpu``, the
-same scenarios run on vLLM's CPU build. This tests the scenarios, but shows nothing about speed.
+same scenarios run on vLLM's CPU build. Such a run tests the scenarios, but says nothing about speed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from benchmarks.gpu.engine_live import Setup
 
 CPU_BLOCK, CUDA_BLOCK = 32, 16
-GRACE_S: Final = 100  # seconds beyond the budget, after which a hanging run is killed; a section may end within them
+GRACE_S: Final = 100  # a run is killed this many seconds after its budget; a section may still end
 CAPTURED: Final = [1, 2, 4, 8, 16, 32]  # batch sizes of graphs; vLLM drops sizes above max_num_seqs
 GRAPHS: Final = ("default", "full", "none")
 SHAPE_NAMES: Final = ("tiny", "mid", "big")
@@ -27,7 +27,7 @@ CASE_NAMES: Final = ("auto-sync", "auto-async", "layerwise-sync", "layerwise-asy
 MOVER_CASES: Final = ("auto-sync-dma", "auto-sync-staged", "auto-sync-direct")
 """A case for each mover. The riskiest mover comes last, because after an illegal access all later cases fail."""
 MODE_NAMES: Final = ("no connector", "auto", "layerwise", "step")
-# These variables avoid the network, a second process, and kernels that need a compiler, which may be missing.
+# These variables avoid the network, a second process, and kernels that need a (perhaps missing) compiler.
 ENVIRONMENT: Final = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_HOST_IP": "127.0.0.1",

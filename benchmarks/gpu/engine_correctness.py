@@ -85,10 +85,10 @@ class Reference:
 
 
 class Comparison:
-    """Compares answers with the reference's."""
+    """Compares answers with the answers of the reference."""
 
     def __init__(self, near: tuple[float, float]) -> None:
-        """`near`: one of `NEAR`."""
+        """`near` is one of `NEAR`."""
         self._near, self._share = near
         self.answers = self.ties = 0
 
@@ -156,11 +156,11 @@ class Scenarios:
     """The scenarios on one engine with kvpipe."""
 
     def __init__(self, live: Live, reference: Reference, near: tuple[float, float]) -> None:
-        """`near`: one of `NEAR`."""
+        """`near` is one of `NEAR`."""
         self._live, self._reference, self._near = live, reference, near
 
     def repeated(self) -> Figures:
-        """Run several requests at once, one of them longer than a step. They are computed first, then loaded."""
+        """Run several requests at once, including a request longer than a step: first computed, and then loaded."""
         live, comparison = self._live, Comparison(self._near)
         comparison.same(live.ask(BATCH, ANSWER), self._reference.batch)
         live.forget()
@@ -190,7 +190,7 @@ class Scenarios:
         return comparison.figures() | {"loaded tokens": loaded}
 
     def aborted(self) -> Figures:
-        """Abort one of three requests while it computes, and in a second run while it loads. The others stay right."""
+        """Abort one of three requests while it computes, and in a second run while it loads. Check the other two."""
         live, comparison = self._live, Comparison(self._near)
         for _ in range(2):
             live.forget()
@@ -210,7 +210,7 @@ class Scenarios:
         return comparison.figures()
 
     def preempted(self) -> Figures:
-        """Run more requests than the cache holds. Preempted requests load the KV that they had saved."""
+        """Run more requests than the cache holds. Preempted requests load KV that was saved before the preemption."""
         live, comparison = self._live, Comparison(self._near)
         live.forget()
         loaded, preempted = live.count("tokens_loaded"), live.count("preempted")
@@ -265,7 +265,7 @@ class Scenarios:
         return {key: stats.get(key, 0) for key in ("tokens_loaded", "slots_used", "preempted")}
 
     def _prefix(self) -> list[torch.Tensor]:
-        """Answer the lone prompt after vLLM's prefix cache was emptied, and return the bytes of its whole blocks."""
+        """Empty vLLM's prefix cache, answer the lone prompt, and return the bytes of the prompt's whole blocks."""
         live, (tokens, _) = self._live, self._reference.lone
         live.forget()
         request = live.put(tokens, 4)
@@ -322,10 +322,10 @@ SECTIONS: Final[dict[str, Callable[[Scenarios], Figures]]] = {
 
 
 class Correctness:
-    """Runs all cases, and compares each with one reference."""
+    """Runs all cases, and compares each case with one reference."""
 
     def __init__(self, ledger: Ledger, setup: Setup, model: str, asked_graphs: str) -> None:
-        """`asked_graphs`: the value of `--graphs`."""
+        """`asked_graphs` is the value of `--graphs`."""
         self._ledger, self._setup, self._model, self._asked = ledger, setup, model, asked_graphs
         self._reference: Reference | None = None
         self._near = EXACT

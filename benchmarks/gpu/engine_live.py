@@ -21,7 +21,7 @@ from kvpipe.worker.side import WorkerSide
 MODULE: Final = "kvpipe.connectors.vllm.connector"  # given to vLLM, so that kvpipe need not be installed
 CHOICES: Final = 2  # log-probabilities per token: the answer's token and the next best token
 PIN_S_MAX: Final = 60.0
-NOISY: Final = ("vllm.renderers.base", "vllm.v1.worker.cpu_worker")  # their warnings are about unused features
+NOISY: Final = ("vllm.renderers.base", "vllm.v1.worker.cpu_worker")  # modules whose warnings are about unused features
 GAUGES: Final = ("leases", "pieces_writing", "jobs_in_flight", "requests")
 
 
@@ -34,7 +34,7 @@ class Setup(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Greedy tokens. `margins`: each token's log-probability minus that of the next best token."""
+    """Greedy tokens. `margins` has each token's log-probability minus the next best token's log-probability."""
 
     tokens: list[int]
     margins: list[float]
@@ -44,7 +44,7 @@ class Live(Engine):
     """One engine in this process. If its start fails, its memory and vLLM's global state are freed."""
 
     def __init__(self, setup: Setup, model: str, kvpipe: dict[str, Any] | None = None, **options: Any) -> None:
-        """`kvpipe`: the extra config, or None for an engine without a connector."""
+        """`kvpipe` is the extra config, or None for an engine without a connector."""
         quiet = None if kvpipe is None else {"log_level": "warning"} | kvpipe
         module = None if kvpipe is None else MODULE
         settings = {"block_size": setup.block, "use_tqdm_on_load": False} | setup.options | options
@@ -93,8 +93,8 @@ class Live(Engine):
     def forget(self) -> None:
         """Empty vLLM's own prefix cache. kvpipe's pool is not changed.
 
-        The weights may have changed before such a call, so the next step digests them. Run a short request now, so that
-        its step computes the digest and no measurement includes the digest's time.
+        After such a call the weights may have changed, so kvpipe's next step digests the weights. A short request runs
+        now, so that no measurement includes the digest's time.
         """
         self.settle()
         if self.llm.reset_prefix_cache() is False:
@@ -162,7 +162,7 @@ class Live(Engine):
             time.sleep(0.05)
 
     def check_clean(self) -> dict[str, int]:
-        """Return kvpipe's counters. Raises AssertionError if a fault was counted or anything is left over."""
+        """Return kvpipe's counters. Raises AssertionError if a fault was counted, or anything is left."""
         self.settle()
         scheduler = self.connector.scheduler
         pipeline = self.side.pipeline

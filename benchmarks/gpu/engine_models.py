@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 SEED: Final = 0
-WIDTH: Final = 0.1  # the weights' standard deviation, so large that wrong KV values change greedy answers
+WIDTH: Final = 0.1  # the weights' standard deviation is large, so that wrong KV changes greedy answers
 EMBEDDING_WIDTH: Final = 1.0
 
 
@@ -23,7 +23,7 @@ class Shape(NamedTuple):
     kv_heads: int
     head: int
     vocab: int
-    dummy: bool  # vLLM creates dummy weights, so answers mean nothing and no weights are written
+    dummy: bool  # vLLM creates dummy weights: answers are meaningless, and no weights are written
 
     @property
     def token_elements(self) -> int:

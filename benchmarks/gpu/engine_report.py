@@ -1,4 +1,4 @@
-"""Runs sections one by one. A failed section is recorded, the next one runs. Without time, sections are skipped."""
+"""Runs sections one by one. After a failed section, the next section runs. Sections without time are skipped."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Ledger:
     """Runs sections and keeps their results. JSON is written after each section, so a killed run leaves results."""
 
     def __init__(self, seconds_max: float, path: Path | None, head: dict[str, Any], begin: float) -> None:
-        """`head` is copied into the JSON. `begin`: the run's start, in seconds of the monotonic clock."""
+        """`head` is copied into the JSON. `begin` is the run's start, in seconds of the monotonic clock."""
         self.sections: list[Section] = []
         self._begin, self._seconds_max, self._path, self._head = begin, seconds_max, path, head
 
@@ -62,7 +62,7 @@ class Ledger:
         return any(section.outcome == "failed" for section in self.sections)
 
     def run(self, name: str, call: Callable[[], Figures | None], *, always: bool = False) -> bool:
-        """Run one section, and return whether it passed. `always`: run the section even if no time is left."""
+        """Run one section, and return whether the section passed. With `always`, run the section even without time."""
         if self.spent_s > self._seconds_max and not always:
             self.skip(name, f"no time left: {self.spent_s:.0f} s of {self._seconds_max:.0f} s are spent")
             return False
@@ -125,7 +125,7 @@ def _listed(figures: Figures) -> str:
 
 
 def described(commit: str | None) -> dict[str, Any]:
-    """Return the machine, its GPU and driver, and the versions of packages. A fact that is not found stops nothing."""
+    """Return the machine, its GPU and driver, and the versions of packages. Facts that are not found are left out."""
     try:
         facts: dict[str, Any] = machine()
     except OSError as error:  # no git

@@ -63,7 +63,7 @@ class Meter:
     """Measures one engine."""
 
     def __init__(self, live: Live, shape: Shape, plan: Plan) -> None:
-        """Prepare random prompts. A prompt is used twice only if it is meant to hit."""
+        """Prepare random prompts. A prompt is used twice only if the second use should hit."""
         self._live, self._shape, self._plan = live, shape, plan
         self._seeds = itertools.count(10_000)
         self._item = live.runner.kv_caches[0].element_size()
@@ -110,7 +110,7 @@ class Meter:
     def overhead(self, alone: Figures) -> Figures:
         """Compare first tokens and decoding while kvpipe saves with runs without the connector. No prompt hits.
 
-        `alone`: the figures of `decode` of an engine without a connector; may be empty.
+        `alone` has the figures of `decode` of an engine without a connector, or is empty.
         """
         plan, ratios = self._plan, dict[str, list[float]]()
         rates: dict[bool, list[float]] = {True: [], False: []}
@@ -163,7 +163,7 @@ class Meter:
 
 
 def run(ledger: Ledger, setup: Setup, model: str, name: str, modes: Sequence[str]) -> None:
-    """Measure the shape `name` in each of `modes`. If `ALONE` comes first, the other modes are compared with it."""
+    """Measure the shape `name` in each of `modes`. If `ALONE` is first, it is the baseline of all other modes."""
     plan, shape = PLANS[name], SHAPES[name]
     alone: Figures = {}
 

@@ -1,4 +1,4 @@
-"""Costs of the pipeline on the host: its hooks, the delay from an event to a transition, and idle threads."""
+"""Measures the pipeline's costs on the host: hooks, the delay from an event to a transition, and idle threads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CPU_TICKS = 100
 
 
 def _jobs(rig: Rig, step: int) -> tuple[Job, ...]:
-    """Return a job per request, with blocks in random order. Every second job loads a chunk, the others save one."""
+    """Return a job per request, with blocks in random order. Jobs that load and save a chunk alternate."""
     blocks = iter(rig.blocks_for(rig.blocks))
     jobs = []
     for number in range(REQUESTS):
@@ -164,7 +164,7 @@ def _latency(gpu: Gpu, samples: int, mode: str, poll_us_min: int) -> Iterator[Fi
 
 
 def wakeups(gpu: Gpu, samples: int) -> Iterator[Figure]:
-    """Compare ways to wait for an event: their delay beyond a busy loop of queries, and their share of a core."""
+    """Compare ways to wait for an event, by the delay beyond a busy loop of queries and by the share of a core."""
 
     def poll(event: torch.cuda.Event) -> None:
         pause_s = POLL_US_MIN / 1e6

@@ -1,4 +1,4 @@
-"""The measurements that `probe` makes of a GPU: their protocol, and their implementation on a real GPU."""
+"""The measurements that `probe` makes of a GPU: the protocol, and the implementation on a real GPU."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HOWS: Final = {
 }
 """``srcAccessOrder`` and ``flags`` of a batch's attributes, as cuda.h numbers them."""
 OURS: Final = {False: (1, 1), True: (3, 1)}
-"""The access order and the flag that kvpipe uses. The key tells whether it loads. `Driver` drops a refused flag."""
+"""The access order and the flag that kvpipe uses: for saves (False) and loads (True). `Driver` drops a refused flag."""
 CALL_BYTES: Final = 64 << 20  # bytes that are pinned during a capture
 TORCH_STREAMS, OWN_STREAMS = 40, 32
 SLEEP_CYCLES, HELD_S_MIN = 15_000_000, 0.004  # about 10 ms; a longer wait than 4 ms counts as held up
@@ -43,7 +43,7 @@ WAIT_S: Final = 20.0
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of `error`, because torch's errors add advice below it."""
+    """Return the first line of `error`, because torch's errors add advice below the first line."""
     return (str(error).splitlines() or [repr(error)])[0]
 
 
@@ -70,7 +70,7 @@ class Machine(Protocol):
     def launches(self, *, pinning: bool) -> float:
         """Launch a small kernel repeatedly, and return the longest time in milliseconds.
 
-        `pinning`: whether another thread pins memory meanwhile.
+        `pinning` says whether another thread pins memory meanwhile.
         """
 
     def batch(self, copy_bytes: int, how: tuple[int, int], *, loading: bool) -> Batch:
@@ -79,14 +79,14 @@ class Machine(Protocol):
     def during_capture(self, *, enters: bool) -> list[str]:
         """Capture a graph while a helper thread calls CUDA, and return the calls that failed, with the reasons.
 
-        `enters`: whether the helper thread has called `enter_thread`.
+        `enters` says whether the helper thread has called `enter_thread`.
         """
 
     def blocking_lag_us(self) -> float:
-        """See `Device.blocking_lag_us`."""
+        """Return how many microseconds later a sleeping thread notices an event than a polling thread."""
 
     def torch_streams(self) -> int:
-        """Ask torch for `TORCH_STREAMS` streams, and return the number of different streams among them."""
+        """Ask torch for `TORCH_STREAMS` streams, and return the number of different streams that torch returned."""
 
     def held_up(self, priority: int) -> int:
         """Return how many of `OWN_STREAMS` streams delay the compute stream while they wait for another stream."""
@@ -113,7 +113,7 @@ class Real:
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     def facts(self) -> dict[str, str]:
-        """See `Machine.facts`."""
+        """Return versions and settings."""
         huge = {name: Path("/sys/kernel/mm/transparent_hugepage", name) for name in ("enabled", "defrag")}
         message = {
             f"huge pages {name}": path.read_text("ascii").strip() for name, path in huge.items() if path.exists()
@@ -126,18 +126,18 @@ class Real:
         }
 
     def pin(self) -> float:
-        """See `Machine.pin`."""
+        """Pin the next piece, and return the time in milliseconds."""
         began = time.perf_counter()
         self._device.register(self._base + self._pinned, PIECE_BYTES)
         self._pinned += PIECE_BYTES
         return (time.perf_counter() - began) * 1e3
 
     def pin_across(self) -> None:
-        """See `Machine.pin_across`."""
+        """Pin memory that overlaps two pinned pieces."""
         self._device.register(self._base + PIECE_BYTES // 2, PIECE_BYTES)
 
     def launches(self, *, pinning: bool) -> float:
-        """See `Machine.launches`."""
+        """Return the longest time of a small kernel launch, in milliseconds."""
         memory, ended, ones = self._mapped(PIECES * PIECE_BYTES), threading.Event(), torch.ones(1, device=self._where)
         memory[:: mmap.PAGESIZE] = 0
 
@@ -167,7 +167,7 @@ class Real:
         return longest * 1e3
 
     def batch(self, copy_bytes: int, how: tuple[int, int], *, loading: bool) -> Batch:
-        """See `Machine.batch`. The result is the best of `REPEATS` runs, because it shows what the device can do."""
+        """Copy scattered pages in one batch. The best of `REPEATS` runs shows what the device can do."""
         count = min(COPIES_MAX, BATCH_BYTES // copy_bytes)
         places = np.random.default_rng(0).permutation(count).astype(np.int64)
         host, there = self._base + np.arange(count) * copy_bytes, self._there.data_ptr() + places * copy_bytes
@@ -188,7 +188,7 @@ class Real:
         return Batch(count * copy_bytes / min(took) / 1e9, min(queued) * 1e6, driver.batches)
 
     def during_capture(self, *, enters: bool) -> list[str]:
-        """See `Machine.during_capture`."""
+        """Return the CUDA calls that failed during a capture, with the reasons."""
         failed: list[str] = []
         begin, over = threading.Event(), threading.Event()
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -231,16 +231,16 @@ class Real:
         return failed
 
     def blocking_lag_us(self) -> float:
-        """See `Machine.blocking_lag_us`."""
+        """Return how many microseconds later a sleeping thread notices an event than a polling thread."""
         return self._device.blocking_lag_us()
 
     def torch_streams(self) -> int:
-        """See `Machine.torch_streams`."""
+        """Return how many different streams torch has."""
         made = [torch.cuda.Stream() for _ in range(TORCH_STREAMS)]  # type: ignore[no-untyped-call]
         return len({stream.cuda_stream for stream in made})
 
     def held_up(self, priority: int) -> int:
-        """See `Machine.held_up`. The compute stream is the legacy default stream, on which vLLM's forwards run."""
+        """Return how many waiting streams delay the legacy default stream, on which vLLM's forwards run."""
         wrapped: Any = torch.cuda.ExternalStream
         streams = [wrapped(self._driver.make_stream(priority), self._where) for _ in range(OWN_STREAMS)]
         compute, blocker = torch.cuda.default_stream(), wrapped(self._driver.make_stream(-2), self._where)

@@ -21,7 +21,7 @@ MOVERS = (None, Mover.DMA, Mover.STAGED, Mover.DIRECT)
 
 
 class Limit:
-    """The bus's limit in GB/s, measured with one large pinned copy: each direction alone, and both at once."""
+    """The bus's limits in GB/s, measured with one large pinned copy: in each direction alone, and in both at once."""
 
     def __init__(self, gpu: Gpu, size: int = 512 << 20) -> None:
         """Measure the limits with copies of `size` bytes."""
@@ -33,7 +33,7 @@ class Limit:
         self.both = 2 * size / GB / (gpu.median_ms(lambda: self.run(*Direction), REPEATS) / 1e3)
 
     def run(self, *directions: Direction) -> tuple[Any, Any]:
-        """Copy in the given directions, each on its own stream, and return the marks before and after."""
+        """Copy in each of `directions`, on separate streams, and return the marks before and after the copies."""
         self.gpu.sync()
         begin = self.gpu.mark()
         for d in directions:
@@ -59,7 +59,7 @@ class Limit:
 def throughput(gpu: Gpu, limit: Limit, shape: Shape, chunks: int, asked: float) -> Iterator[Figure]:
     """Measure copies of whole chunks in scattered blocks with every mover, as shares of the bus's limit.
 
-    Each direction is measured alone, then both at once.
+    First each direction is measured alone, and then both directions at once.
     """
     for mover in MOVERS:
         rig = Rig(gpu, shape, chunks, mover)
@@ -125,7 +125,7 @@ class Forward:
         self.y @ down
 
     def run(self, before: Callable[[int], object], after: Callable[[int], object]) -> tuple[Any, Any]:
-        """Run all layers, with a hook before and after each, and return the marks before and after."""
+        """Run all layers, with a hook before and after each layer, and return the marks before and after all layers."""
         begin = self.gpu.mark()
         for number in range(self.layers):
             before(number)
@@ -139,7 +139,7 @@ def nothing(_: int) -> None:
 
 
 def paired(gpu: Gpu, plain: Callable[[], tuple[Any, Any]], loaded: Callable[[], tuple[Any, Any]], pairs: int) -> float:
-    """Run `plain` and `loaded` alternately, and return the median ratio of the time of `loaded` to that of `plain`."""
+    """Run `plain` and `loaded` alternately, and return the median of the ratios of their times (`loaded` / `plain`)."""
     ratios = []
     for turn in range(pairs + 1):
         gpu.sync()
@@ -181,7 +181,7 @@ def hidden_load(gpu: Gpu, tokens: int, hit_tokens: int, pairs: int, width: tuple
 def decode_saving(gpu: Gpu, requests: int, pairs: int, width: tuple[int, int]) -> Iterator[Figure]:
     """Compare decode steps of `requests` requests, whose KV is saved block by block, with decode steps without saves.
 
-    Several steps run in a row, because the host prepares a step while the device still computes the step before.
+    Several steps run in a row, because the host prepares a step while the device still computes the previous step.
     """
     shape = gpu.sized(LLAMA_8B)
     forward = Forward(gpu, requests, shape.layers, *width)

@@ -1,9 +1,10 @@
 """The first measurements of a GPU, in 1 to 2 minutes: `python -m benchmarks.gpu.probe [--simulated]`.
 
-The probe answers these questions. Can host memory be pinned, and how long does that take? Does the driver accept every
-batch of copies, and how fast is it? May a helper thread call CUDA while a graph is captured? Which streams are
-distinct, and which delay each other? If pinning or batches are refused, every later figure would measure a fallback.
-Then the probe prints the refusal, and its exit status is 3. After each question, all results so far are written.
+The probe answers these questions. Can host memory be pinned, and how long does pinning take? Does the driver accept
+every batch of copies, and how fast are the copies? May a helper thread call CUDA while a graph is captured? Which
+streams are distinct, and which streams delay each other? If pinning or batches are refused, the probe prints the
+refusal and ends with status 3, because later figures would measure a fallback. After each question, all results so far
+are written.
 """
 
 from __future__ import annotations
@@ -46,42 +47,42 @@ REFUSED: Final = 3
 
 
 class Simulated:
-    """A simulated GPU, which tests the probe itself. Its times mean nothing."""
+    """A simulated GPU, which tests the probe itself. The simulated times are meaningless."""
 
     def facts(self) -> dict[str, str]:
-        """See `Machine.facts`."""
+        """Return versions and settings."""
         return {"gpu": "none: simulated"}
 
     def pin(self) -> float:
-        """See `Machine.pin`."""
+        """Pin the next piece, and return the time in milliseconds."""
         return 1.0
 
     def pin_across(self) -> None:
-        """See `Machine.pin_across`."""
+        """Pin memory that overlaps two pinned pieces."""
         raise TransferError("CUDA error 712")
 
     def launches(self, *, pinning: bool) -> float:
-        """See `Machine.launches`."""
+        """Return the longest time of a small kernel launch, in milliseconds."""
         return 3.0 if pinning else 0.1
 
     def batch(self, copy_bytes: int, how: tuple[int, int], *, loading: bool) -> Batch:  # noqa: ARG002
-        """See `Machine.batch`."""
+        """Copy scattered pages in one batch."""
         return Batch(1.0, 1.0, "taken")
 
     def during_capture(self, *, enters: bool) -> list[str]:
-        """See `Machine.during_capture`."""
+        """Return the CUDA calls that failed during a capture, with the reasons."""
         return [] if enters else ["query: operation not permitted when stream is capturing"]
 
     def blocking_lag_us(self) -> float:
-        """See `Machine.blocking_lag_us`."""
+        """Return how many microseconds later a sleeping thread notices an event than a polling thread."""
         return 30.0
 
     def torch_streams(self) -> int:
-        """See `Machine.torch_streams`."""
+        """Return how many different streams torch has."""
         return OWN_STREAMS
 
     def held_up(self, priority: int) -> int:  # noqa: ARG002
-        """See `Machine.held_up`."""
+        """Return how many streams delay the compute stream while they wait."""
         return 0
 
 
@@ -90,12 +91,12 @@ class RefusedError(Exception):
 
 
 Question = Callable[[Machine, dict[str, str]], Iterator[Figure]]
-"""A question yields figures, and may add to the facts. If it raises, the error is printed and the next question is
-asked. After `RefusedError` no question is asked."""
+"""A question yields figures, and may add facts to the given dict. If a question raises, the error is printed and the
+next question is asked. After `RefusedError` no question is asked."""
 
 
 def pinning(machine: Machine, _: dict[str, str]) -> Iterator[Figure]:
-    """Pin adjacent pieces of memory. The driver must refuse a piece that overlaps two pinned ones."""
+    """Pin adjacent pieces of memory. The driver must refuse a piece that overlaps two pinned pieces."""
     try:
         took = [machine.pin() for _ in range(PIECES)]
     except RuntimeError as error:  # raised by the driver or by torch
@@ -159,19 +160,19 @@ def streams(machine: Machine, _: dict[str, str]) -> Iterator[Figure]:
 
 
 def captures(machine: Machine, _: dict[str, str], *, enters: bool = True) -> Iterator[Figure]:
-    """Let a helper thread call CUDA during a graph's capture. `enters`: its thread has entered, as kvpipe's do."""
+    """Call CUDA on a helper thread during a graph's capture. If `enters`, the thread has called `enter_thread`."""
     failed = machine.during_capture(enters=enters)
     title = f"calls that fail during a capture, thread {'' if enters else 'not '}entered"
     yield Figure(title, len(failed), 0 if enters else len(failed), "calls", "; ".join(failed) or "all are fine")
 
 
 def spoilt_captures(machine: Machine, facts: dict[str, str]) -> Iterator[Figure]:
-    """Repeat `captures` with a thread that has not entered, for comparison."""
+    """Repeat `captures` with a thread that has not called `enter_thread`, for comparison."""
     yield from captures(machine, facts, enters=False)
 
 
 QUESTIONS: Final[tuple[Question, ...]] = (pinning, launches, batches, completions, streams, captures, spoilt_captures)
-"""The questions in their order. The last one may break the CUDA context, so no question follows it."""
+"""The questions in order. The last question may break the CUDA context, so no other question follows."""
 
 
 def ask(machine: Machine, path: Path) -> int:

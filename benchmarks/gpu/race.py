@@ -1,8 +1,9 @@
 """The race hunt: thousands of times, compute overwrites blocks that were just saved and reads blocks during a load.
 
-The host orders the use of slots. A round loads the chunks that the round before saved, after the host was notified that
-these chunks have landed. The load writes to blocks that compute has just used. The device orders all other accesses: a
-save writes to slots from which the round before loaded, and waits for the compute that writes its blocks.
+The host orders the use of slots. A round loads the chunks that the previous round saved, after the host was notified
+that these chunks have landed. The load writes to blocks that compute has just used. The device orders all other
+accesses: a save writes to slots from which the previous round loaded, and waits for the compute that writes the saved
+blocks.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Hunt:
     """A race hunt on one transfer engine, with random writes and checks in place of the model's compute."""
 
     def __init__(self, gpu: Gpu, mover: Mover, wave_bytes: int) -> None:
-        """`wave_bytes`: 0 queues each layer by itself."""
+        """If `wave_bytes` is 0, each layer is queued by itself."""
         self.gpu = gpu
         self.rig = Rig(gpu, SHAPE, CHUNKS, mover, wave_bytes=wave_bytes, calibrate_s_max=0, staging_bytes_max=1 << 18)
         self.rig.wait_pinned()
@@ -69,12 +70,12 @@ class Hunt:
         self.on_device = torch.tensor(self.blocks, device=self.gpu.where)
 
     def round(self, number: int) -> None:
-        """Write, save and overwrite blocks. Then load the last round's chunks to other blocks, and check them."""
+        """Write, save and overwrite blocks. Load the previous round's chunks to other blocks, and check the bytes."""
         if number % 2:
             self.gpu.sleep(0.02)  # delays compute
         before, self.saved = self.saved, self._save(number)
         if before is not None:
-            self.rig.wait_for(before.last)  # lookups find a chunk only after it has landed
+            self.rig.wait_for(before.last)  # lookups find only chunks that have landed
             self._load(number, before)
 
     def _save(self, number: int) -> _Saved:

@@ -29,7 +29,7 @@ PAGES = CHUNK_TOKENS // BLOCK_TOKENS
 
 
 class Shape(NamedTuple):
-    """A model's KV cache on one rank. `page_bytes`: bytes of a block of 16 tokens in one layer."""
+    """A model's KV cache on one rank. `page_bytes` is the size of a block of 16 tokens in one layer."""
 
     name: str
     layers: int
@@ -37,7 +37,7 @@ class Shape(NamedTuple):
 
     @property
     def chunk_bytes(self) -> int:
-        """The bytes of 256 tokens in all layers."""
+        """The number of bytes of 256 tokens in all layers."""
         return self.layers * self.page_bytes * PAGES
 
 
@@ -50,7 +50,7 @@ class Gpu:
     """A CUDA device, or, if `simulated`, host memory with a fake device."""
 
     def __init__(self, *, simulated: bool, device: FakeDevice | None = None) -> None:
-        """Choose the device. `device`: the fake device; None: a fake device that runs every call at once."""
+        """Choose the device. `device` is the fake device. Its default runs every call at once."""
         self.simulated, self.device = simulated, device
         self.where = torch.device("cpu") if simulated else torch.device("cuda", torch.cuda.current_device())
         self.dtype = torch.float32 if simulated else torch.bfloat16
@@ -152,7 +152,7 @@ class Rig:
     def jobs(
         self, stretches: Iterable[tuple[int, int]], kind: Kind, blocks: Iterable[int] | None = None
     ) -> tuple[Job, ...]:
-        """Return one job per (slot, pages), to or from `blocks`. None: blocks in random order."""
+        """Return one job per (slot, pages), to or from `blocks`. If `blocks` is None, choose random blocks."""
         wanted = list(stretches)
         given = iter(self.blocks_for(sum(pages for _, pages in wanted)) if blocks is None else blocks)
         jobs = []
@@ -205,7 +205,7 @@ class Rig:
         return begin, self.gpu.mark()
 
     def failed(self) -> int:
-        """Return the number of failed tickets among the reported ones. All tickets must have been reported."""
+        """Return the number of failed tickets. All tickets must have been reported."""
         self.gpu.sync()
         return sum(bool(ticket.failed) for ticket in self.reported)
 

@@ -1,4 +1,4 @@
-"""All measurements on a GPU, the most important first: `python -m benchmarks.gpu.runs [--part N]`.
+"""Makes all measurements on a GPU, the most important first: `python -m benchmarks.gpu.runs [--part N]`.
 
 The first three parts together take at most 25 minutes, and each part takes at most 10 minutes. The other parts run only
 on request. The first run is `benchmarks.gpu.probe`. If the driver refuses pinning or batches of copies, no other run
@@ -22,8 +22,8 @@ from benchmarks.gpu.probe import REFUSED
 ROOT: Final = Path(__file__).parents[2]
 RESULTS: Final = ROOT / "docs" / "results" / "gpu"
 PART_S_MAX, TOTAL_S_MAX = 600, 1500
-NOTHING: Final = 2  # exit status of our modules without a device; pytest uses it for unreadable tests
-GRACE_S: Final = 20  # a run that checks its time ends by itself so many seconds before its limit
+NOTHING: Final = 2  # our modules' exit status without a device, and pytest's for unreadable tests
+GRACE_S: Final = 20  # a run that checks its time ends by itself this many seconds before its limit
 PLANE, ENGINE = "benchmarks.gpu", "benchmarks.gpu.engine"
 SIMULATED: Final = {
     "benchmarks.gpu.probe": ("--simulated",),
@@ -95,7 +95,7 @@ PARTS_MAIN: Final = 3
 
 
 def run(one: Run, folder: Path, *, simulated: bool, more: tuple[str, ...] = ()) -> int:
-    """Run the process `one`, and return its exit status, or 124 after a timeout. `more`: arguments for the engine."""
+    """Run the process `one`, and return its exit status, or 124 after a timeout. `more` has the engine's arguments."""
     command = one.command(folder, simulated=simulated) + list(more if one.module == ENGINE else ())
     environment = os.environ | dict(one.variables)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))

@@ -1,4 +1,4 @@
-"""A fake device that runs every call at once. It tests the benchmarks themselves, and its times mean nothing."""
+"""A fake device that runs every call at once. It tests the benchmarks themselves. Its times are meaningless."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.replay` replays every policy at every capacity, and Belady's optimum, then memory and tiers.
+"""`python -m benchmarks.replay` replays all policies and Belady's optimum at all capacities, then memory and tiers.
 
 The results are written to `docs/results/traces.json`, and drawn on a page and in a picture.
 """
@@ -18,7 +18,7 @@ from benchmarks.replay.setting import PARTS, Setting
 
 
 def main(arguments: list[str]) -> int:
-    """Run the replays, print each result as soon as its replay ends, then print the tables."""
+    """Run the replays, print each result as soon as the replay ends, and print the tables at the end."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.replay", description=__doc__)
     parser.add_argument(
         "--policy", nargs="*", default=[*policies(), BELADY], help="replay these; others stay as they are"

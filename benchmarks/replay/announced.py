@@ -27,9 +27,9 @@ _SAME: Final = ("workload", "seed", "host", "behind", "policy")
 
 
 class Announced(NamedTuple):
-    """One replay of the whole scheduler side. `host`: the share of all chunks that fits into memory.
+    """One replay of the whole scheduler side. `host` is the share of all chunks that fits into memory.
 
-    `announced` and `sigma`: the model and the error of the announcements (`hints.py`).
+    `announced` and `sigma` are the model and the error of the announcements (`hints.py`).
     """
 
     workload: str
@@ -42,7 +42,7 @@ class Announced(NamedTuple):
     setting: Setting = Setting()
 
     def row(self) -> Row:
-        """Replay the requests, and return the result. Its `read` is the number of bytes read from all tiers."""
+        """Replay the requests, and return the result. In the result, `read` is the number of bytes from all tiers."""
         load, setting = load_of(self.workload, self.seed), self.setting
         pauses_s = hints.pauses(load, self.announced, self.sigma, setting.model.answer_s_per_token)
         host = replace(setting.host(load), slots=load.slots(self.host))
@@ -72,7 +72,7 @@ def cases(
 
 
 def table(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Yield the rows below `HEADS`. Each value is a mean over the seeds; ratios are computed for each seed first."""
+    """Yield the rows below `HEADS`. Each value is a mean over the seeds. A ratio is the mean of the seeds' ratios."""
     rows: list[Row] = found.get("prefetch", [])
     plain = {_same(row): row for row in rows if row["announced"] == hints.NONE}
     by = dict[tuple[Any, ...], list[tuple[Row, Row]]]()

@@ -17,7 +17,7 @@ NEVER: Final = 1 << 60
 
 
 def hits(workload: Workload, slots: int) -> Iterator[int]:
-    """Yield for each prompt the number of its chunks, from the first on, that are held at its arrival."""
+    """Yield, for each prompt, how many of the prompt's first chunks are held without a gap when the prompt arrives."""
     prompts = workload.prompts
     uses, next_use = list[list[int]](), dict[bytes, int]()
     for number in range(len(prompts) - 1, -1, -1):
@@ -32,5 +32,5 @@ def hits(workload: Workload, slots: int) -> Iterator[int]:
             heapq.heappush(order, (-use, -place, key))
         while len(held) > slots:
             use, _, key = heapq.heappop(order)
-            if held.get(key) == -use:  # otherwise the chunk was used since, and has a later entry
+            if held.get(key) == -use:  # otherwise the entry is old: the chunk was used later
                 del held[key]

@@ -1,8 +1,8 @@
-"""An engine in virtual time around kvpipe's real scheduler side: lookups, leases, loads, saves, staging, stores.
+"""An engine in virtual time around kvpipe's real scheduler side: lookups, leases, loads, saves, staging and stores.
 
 The engine schedules as vLLM does. Requests are served in the order of their arrival, as long as the step has tokens
-left and the device has blocks left. Running prompts continue before others begin. The engine asks its own prefix cache,
-which evicts the least recently used chunks, before it asks kvpipe.
+left and the device has blocks left. Running prompts continue before other prompts begin. The engine first asks its own
+prefix cache, which evicts the least recently used chunks, and then kvpipe.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from kvpipe.scheduler.wishes import RawHints
 
 _T = TypeVar("_T")
 IDLE_STEP_S: Final = 0.001
-"""Seconds of a step of an engine that computes nothing while chunks wait to be stored or prefetched."""
+"""The seconds that a step takes if it computes nothing, while chunks wait to be stored or prefetched."""
 DEVICE: Final = "device"
 COMPUTED: Final = "computed"
 
 
 @dataclass
 class Outcome:
-    """The result of a replay. `tokens`: the tokens of all prompts, by their source. Times are in seconds."""
+    """The result of a replay. `tokens` has the tokens of all prompts by source. Times are in seconds."""
 
     workload: str
     policy: str
@@ -45,9 +45,9 @@ class Outcome:
     tokens: Counter[str] = field(default_factory=Counter)
     ttft_s: list[float] = field(default_factory=list)
     moved: dict[str, int] = field(default_factory=dict)
-    """The copied bytes, by source and destination."""
+    """The number of copied bytes, by source and destination."""
     scheduler_s: float = 0.0
-    """Processor time of kvpipe's scheduler side, in seconds."""
+    """The processor time of kvpipe's scheduler side, in seconds."""
     steps: int = 0
     ended_at_s: float = 0.0
     faults: dict[str, Any] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Outcome:
 
 
 class Running:
-    """One request. It has the attributes that the scheduler side and this engine read, with vLLM's names."""
+    """One request, with the attributes that the scheduler side and this engine read, under vLLM's names."""
 
     __slots__ = (
         "block_hashes", "cache_salt", "lora_request", "num_computed_tokens", "num_preemptions", "num_prompt_tokens",
@@ -96,7 +96,7 @@ class Device:
         return next((at for at, key in enumerate(keys) if key not in idle and key not in pinned), len(keys))
 
     def begin(self, keys: Sequence[bytes], held: int, size: int) -> None:
-        """Allocate the `size` chunks of a request. The device already holds the first `held` of them."""
+        """Allocate the `size` chunks of a request. The device already holds the first `held` of these chunks."""
         self.used += size
         for key in keys[:held]:
             self._pinned[key] += 1
@@ -110,7 +110,7 @@ class Device:
             self._idle.pop(key, None)
 
     def end(self, keys: Sequence[bytes], size: int) -> None:
-        """Free the `size` chunks of a finished request. Its prompt's chunks stay available while there is room."""
+        """Free the `size` chunks of a finished request. The prompt's chunks stay available while there is room."""
         self.used -= size
         for key in reversed(keys):
             self._pinned[key] -= 1
@@ -125,7 +125,7 @@ class Device:
 
 
 class Scheduled(dict[str, int]):
-    """The number of prompt tokens that a step computes, by request. `decodes`: the step also computes answers."""
+    """The number of prompt tokens that a step computes, by request. If `decodes`, the step also computes answers."""
 
     decodes = False
 
@@ -141,9 +141,9 @@ class Engine:
         self, workload: Workload, policy: str, *, model: Model, host: Host, tiers: Sequence[Store] = (),
         pauses_s: Sequence[float | None] = (), **settings: Any,
     ) -> None:  # fmt: skip
-        """`settings`: kvpipe's settings. With a `host` without slots, the engine runs without kvpipe.
+        """`settings` are kvpipe's settings. If `host` has no slots, the engine runs without kvpipe.
 
-        `pauses_s`: the pause in seconds that each request's client announces. Empty: no client announces a pause.
+        `pauses_s` has the pause in seconds that each request's client announces. If empty, no client announces a pause.
         """
         self.workload, self.model, self.clock = workload, model, Clock()
         self.chunk = workload.chunk_tokens
@@ -173,7 +173,7 @@ class Engine:
         self.running: list[Running] = []
         self.alive = 0
         self.loading: dict[str, Running] = {}
-        self.local: dict[str, int] = {}  # by request with blocks: its chunks that the device already had
+        self.local: dict[str, int] = {}  # by request with blocks: how many chunks the device already had
         self.report = Report(rate=host.bytes_per_s)
 
     # ---- the loop -------------------------------------------------------------------------------------------------
@@ -266,7 +266,7 @@ class Engine:
         return -(-request.num_tokens // self.chunk)
 
     def _admit(self, request: Running, size: int) -> bool | None:
-        """Admit `request`, and return whether it waits for a load. Returns None if the lookup must be repeated."""
+        """Admit `request`, and return whether the request waits for a load, or None if the lookup must be repeated."""
         held = min(self.device.held(request.block_hashes), (request.num_tokens - 1) // self.chunk)
         local = held * self.chunk
         answer = self._timed(self.side.lookup, request, local)

@@ -11,13 +11,13 @@ from kvpipe.cache.policy.hints import Action, Hint
 
 NONE: Final = "none"
 RESUME: Final = "resume"
-"""Each hint says when the next prompt comes that begins with at least half of this prompt. The pause until then is
-multiplied by a random log-normal factor. Prompts that are not resumed get no hint."""
+"""Each hint says when the next prompt comes that begins with at least half of this prompt. The announced pause is the
+real pause times a random log-normal factor. Prompts that are not resumed get no hint."""
 ADVERSARIAL: Final = "adversarial"
-"""The hints are wrong: short pauses are announced as long ones, and long pauses as short ones (3600 s² / pause).
+"""The hints are wrong: short pauses are announced as long pauses, and long pauses as short pauses (3600 s² / pause).
 Prompts that are not used again are announced to be resumed in 1 s."""
 TURNED: Final = "turned"
-"""The first half of all prompts have the hints of `RESUME`, the second half those of `ADVERSARIAL`."""
+"""The first half of all prompts have the hints of `RESUME`. The second half have the hints of `ADVERSARIAL`."""
 CONSTANT: Final = "constant"
 """Each prompt is announced to be resumed in 1 s."""
 DEAD: Final = "dead"
@@ -27,9 +27,9 @@ _MINUTE_S: Final = 60.0
 
 
 def resumes(workload: Workload) -> list[float | None]:
-    """Return for each prompt when the next prompt arrives that begins with at least half of it, in seconds.
+    """Return, for each prompt, when the next prompt arrives that begins with at least half of this prompt, in seconds.
 
-    None: no such prompt arrives.
+    The value is None if no such prompt arrives.
     """
     out, later = list[float | None](), dict[bytes, float]()
     for prompt in reversed(workload.prompts):
@@ -40,7 +40,7 @@ def resumes(workload: Workload) -> list[float | None]:
 
 
 def hints(workload: Workload, model: str, sigma: float, seed: int = 0) -> list[Hint | None]:
-    """Return the hint that comes with each prompt. `sigma`: the standard deviation of the pause's logarithm."""
+    """Return the hint that comes with each prompt. `sigma` is the standard deviation of the pause's logarithm."""
     draw, out = random.Random(seed), list[Hint | None]()
     for number, (prompt, at_s) in enumerate(zip(workload.prompts, resumes(workload), strict=True)):
         wrong = math.exp(draw.gauss(0, sigma))
@@ -61,7 +61,7 @@ def hints(workload: Workload, model: str, sigma: float, seed: int = 0) -> list[H
 
 
 def pauses(workload: Workload, model: str, sigma: float, answer_s_per_token: float) -> list[float | None]:
-    """Return for each prompt the announced pause from its end to its resume, in seconds. None: no announcement."""
+    """Return, for each prompt, the announced seconds from its end to its resume, or None without announcement."""
     ends_s = (prompt.at_s + prompt.answer * answer_s_per_token for prompt in workload.prompts)
     hinted = zip(hints(workload, model, sigma), ends_s, strict=True)
     return [max(0.0, hint.at_s - end_s) if hint is not None else None for hint, end_s in hinted]

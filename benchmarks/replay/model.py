@@ -1,4 +1,4 @@
-"""Cost models of computing and copying. All figures are parameters. None of them was measured."""
+"""Cost models of computing and copying. All figures are parameters. No figure was measured."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Model:
     flop_per_s: float = 1.6e15
     bytes_per_token: int = 131_072
     device_tokens: int = 800_000
-    """The tokens for which the device has blocks, including blocks of running requests."""
+    """The number of tokens for which the device has blocks, including blocks of running requests."""
     step_tokens: int = 8192
     step_s: float = 0.005
     """The fixed time of each step in seconds, in addition to the time of its tokens."""
@@ -40,16 +40,16 @@ class Model:
 
 @dataclass
 class Link:
-    """One direction between two places. Transfers run one after the other, but their latencies overlap."""
+    """One direction between two places. Transfers run one after another, but the transfers' latencies overlap."""
 
     bytes_per_s: float
     latency_s: float = 0.0
     moved: int = 0
-    """The bytes that were copied so far."""
+    """The number of bytes that were copied so far."""
     _free_at_s: float = field(default=0.0, repr=False)
 
     def carry(self, size: int, at_s: float) -> float:
-        """Start a transfer at `at_s`, or when the transfers before it have ended. Returns the time of its end."""
+        """Start a transfer at `at_s`, or when all earlier transfers have ended. Returns when the transfer ends."""
         self._free_at_s = max(at_s, self._free_at_s) + size / self.bytes_per_s
         self.moved += size
         return self._free_at_s + self.latency_s
@@ -57,7 +57,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Store:
-    """A tier below memory. It holds at most `slots` chunks, and evicts the least recently used chunk."""
+    """A tier below memory, which holds at most `slots` chunks, and evicts the least recently used chunk."""
 
     name: str
     slots: int

@@ -24,7 +24,7 @@ _SHOWN: Final = {_OURS: "sessions (kvpipe's default)", BELADY: "the best possibl
 
 
 def write(found: dict[str, Any], path: Path) -> None:
-    """Write the picture and the page beside the JSON at `path`. `found`: the content of the JSON."""
+    """Write the picture and the page beside the JSON at `path`. `found` is the content of the JSON."""
     path.with_name(f"{path.stem}-agents.svg").write_text(picture(found), encoding="utf-8")
     path.with_suffix(".html").write_text(html(found), encoding="utf-8")
 

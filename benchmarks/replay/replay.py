@@ -1,7 +1,7 @@
 """The yardstick: a pool of a given size with kvpipe's own catalog and one policy, without an engine.
 
 A request loads the longest prefix of whole chunks that the pool holds, and saves all its other whole chunks. The
-request ends at once, or, if answers take time, when its answer ends.
+request ends at once, or, if answers take time, at the end of the request's answer.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def policies() -> list[str]:
 
 @dataclass
 class Outcome:
-    """The result of a replay. `hits`: for each prompt, the number of its chunks that the pool held."""
+    """The result of a replay. `hits` has, for each prompt, the number of its chunks that the pool held."""
 
     workload: Workload
     policy: str
     slots: int
     hits: list[int] = field(default_factory=list)
     seconds: float = 0.0
-    """Processor time of kvpipe's code in seconds. For `BELADY`, the processor time of the whole computation."""
+    """The processor time of kvpipe's code, or for `BELADY` of the whole computation, in seconds."""
 
     @property
     def hit_rate(self) -> float:
@@ -58,9 +58,9 @@ class Outcome:
 def replay(
     workload: Workload, policy: str, share: float, hinted: str = hints.NONE, sigma: float = 0.0, tick_s: float = 0.0
 ) -> Outcome:
-    """Replay `workload` with a pool of `share` of its chunks. `policy`: a registered policy, or `BELADY`.
+    """Replay `workload` with a pool of `share` of its chunks. `policy` is a registered policy, or `BELADY`.
 
-    `hinted`: the model of the clients' hints (`hints.py`). `sigma`: the hints' error. `tick_s`: see `Pool`.
+    `hinted` is the model of the clients' hints (`hints.py`), and `sigma` is the hints' error. `tick_s` is `Pool`'s.
     """
     slots = workload.slots(share)
     if policy == BELADY:
@@ -81,25 +81,25 @@ def replay(
 
 
 class Pool:
-    """A pool for a model with full attention only. It serves one request at a time."""
+    """A pool for a model with full attention only. The pool serves one request at a time."""
 
     def __init__(self, chunk_tokens: int, slots: int, policy: Policy, tick_s: float = 0.0) -> None:
-        """Make an empty pool. `tick_s`: seconds that pass each time the catalog reads the clock."""
+        """Make an empty pool. `tick_s` seconds pass each time the catalog reads the clock."""
         geometry = Geometry((Group((Layer("l", 4096),), chunk_tokens),), chunk_tokens, slots * 4096)
         self.catalog = Catalog(slots, 1, policy, Counters(), clock=self._clock)
         self.prefixes = Prefixes(self.catalog, geometry, chunk_tokens, lambda request: request.block_hashes)
         self.now_s, self._served, self._tick_s = 0.0, 0, tick_s
 
     def serve(self, prompt: Prompt, hint: Hint | None = None) -> int:
-        """Begin and end a request at once. Returns the number of its chunks that the pool held."""
+        """Begin and end a request at once. Returns the number of the request's chunks that the pool held."""
         held = self.begin(prompt, hint)
         self.end(prompt, hint, prompt.at_s)
         return held
 
     def begin(self, prompt: Prompt, hint: Hint | None = None) -> int:
-        """Look up, load and save the chunks of a request. Returns the number of its chunks that the pool held.
+        """Look up, load and save the chunks of a request. Returns the number of these chunks that the pool held.
 
-        `hint`: the hint that the client has sent with the request.
+        `hint` is the hint that the client has sent with the request.
         """
         catalog, keys = self.catalog, prompt.keys
         held = self.prefixes.longest(self._request(prompt))

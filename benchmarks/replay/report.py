@@ -70,7 +70,7 @@ class Yardstick(NamedTuple):
 class Hinted(NamedTuple):
     """One replay of the catalog alone, with clients that hint when they resume.
 
-    `hints`: the model of the hints (`hints.py`). `sigma`: their error.
+    `hints` is the model of the hints (`hints.py`). `sigma` is the hints' error.
     """
 
     workload: str
@@ -197,7 +197,7 @@ def _part(row: Row) -> str:
 
 
 def check_file(path: Path, setting: Setting) -> None:
-    """Raise ValueError if the rows of a file have other parameters. All rows of a file have the same ones."""
+    """Raise ValueError if the rows of a file have other parameters. All rows of a file have equal parameters."""
     if path.exists() or path == RESULTS:
         found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         there = found.get("model", asdict(DEFAULT.model)), found.get("places", DEFAULT.places())
@@ -206,7 +206,7 @@ def check_file(path: Path, setting: Setting) -> None:
 
 
 def keep(rows: list[Row], path: Path = RESULTS, setting: Setting = DEFAULT) -> dict[str, Any]:
-    """Write results into the file, and keep its results of other cases. Returns the file's content."""
+    """Write results into the file, and keep the file's results of other cases. Returns the file's content."""
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     kept = [row for part in _PARTS for row in before.get(part, ())]
     parts: dict[str, list[Row]] = {part: [] for part in _PARTS}

@@ -12,7 +12,7 @@ from benchmarks.replay.workload import Workload
 
 @dataclass(frozen=True)
 class Place:
-    """A tier. `share`: the share of all different chunks of a workload that the tier holds."""
+    """A tier. `share` is the share of all different chunks of a workload that the tier holds."""
 
     share: float
     read_bytes_per_s: float
@@ -30,9 +30,9 @@ def _place(share: float, one: Store) -> Place:
 
 @dataclass(frozen=True)
 class Memory:
-    """The pool. `share`: the share of all different chunks of a workload that the pool holds.
+    """The pool. `share` is the share of all different chunks of a workload that the pool holds.
 
-    `bytes_per_s`: the bandwidth of each direction between the pool and the device.
+    `bytes_per_s` is the bandwidth of each direction between the pool and the device.
     """
 
     share: float = 0.10

@@ -40,7 +40,7 @@ class Clock:
 
     @property
     def next_s(self) -> float:
-        """The time of the next scheduled call in seconds; infinity if no call is scheduled."""
+        """The time of the next scheduled call in seconds, or infinity if no call is scheduled."""
         return self._due[0][0] if self._due else float("inf")
 
     def go(self, to_s: float) -> None:
@@ -53,7 +53,7 @@ class Clock:
 
 
 class VirtualTier:
-    """One tier. It holds a chunk from the end of the chunk's write until the chunk is evicted."""
+    """One tier, which holds a chunk from the end of the chunk's write until the chunk is evicted."""
 
     def __init__(self, store: Store) -> None:
         """Make an empty tier with the figures of `store`."""
@@ -83,7 +83,7 @@ class VirtualFinder:
     """Answers lookups as `kvpipe.tiers.finder.Finder` does, but by the replay's clock and without a thread."""
 
     def __init__(self, tiers: Sequence[VirtualTier], clock: Clock) -> None:
-        """Make a finder over `tiers`, none of which ever fails."""
+        """Make a finder over `tiers`, which never fail."""
         self._tiers, self._clock = tiers, clock
         self.tiers: list[Any] = [
             SimpleNamespace(name=one.store.name, spec=SimpleNamespace(store="all", lanes=one.store.lanes))

@@ -21,9 +21,9 @@ time. After answers of more than 4,000 tokens, 99 of 100 conversations resume la
 
 
 class Prompt(NamedTuple):
-    """One request. `keys`: a key for each whole chunk of the prompt. Chunks with equal keys end equal prefixes.
+    """One request. `keys` has a key for each whole chunk of the prompt. Chunks with equal keys end equal prefixes.
 
-    `at_s`: the arrival, in seconds from the start of the workload. `answer`: the number of tokens of the answer.
+    `at_s` is the arrival, in seconds from the workload's start. `answer` is the number of tokens of the answer.
     """
 
     at_s: float
@@ -44,7 +44,7 @@ class Workload:
 
     @cached_property
     def tokens(self) -> int:
-        """The tokens of all prompts."""
+        """The number of tokens of all prompts."""
         return sum(prompt.tokens for prompt in self.prompts)
 
     @cached_property
@@ -68,11 +68,12 @@ def coding_agents(
 ) -> Workload:
     """Draw `sessions` sessions without repetition, whose starts are uniformly distributed over `hours` hours.
 
-    Requests of more than `TOKENS_MAX` tokens are left out. A chunk that a prompt shares with an earlier prompt only in
-    part gets a key of its own. If `seed` is None, all sessions of the trace are taken, with the starts of seed 0.
+    Requests of more than `TOKENS_MAX` tokens are left out. If a prompt shares only some tokens of a chunk with an
+    earlier prompt, the chunk gets a different key. If `seed` is None, all sessions of the trace are taken, with the
+    starts of seed 0.
 
-    With `shared_system`, the system prompts of any two main conversations are equal up to the end of the shorter one.
-    Otherwise no two sessions share a chunk.
+    With `shared_system`, the system prompts of any two main conversations are equal up to the end of the shorter
+    prompt. Otherwise no two sessions share a chunk.
 
     Raises:
         ValueError: `chunk_tokens` is no multiple of the trace's blocks.

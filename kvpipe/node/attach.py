@@ -22,7 +22,7 @@ STOCK_MAX: Final = 256
 
 
 class PoolKeys(Protocol):
-    """The keys of the configuration that attaching reads."""
+    """The configuration keys that an attaching process reads."""
 
     @property
     def pool_dir(self) -> Path | None:
@@ -34,7 +34,7 @@ class PoolKeys(Protocol):
 
     @property
     def keep_s(self) -> int:
-        """The seconds for which the holder keeps memory that no engine uses."""
+        """How many seconds the holder keeps memory that no engine uses."""
 
 
 class Attached(NamedTuple):
@@ -53,8 +53,9 @@ class Attached(NamedTuple):
 class NodeEngine(NamedTuple):
     """One engine, as all its processes describe it to the holder.
 
-    `token` has 16 bytes that only this engine uses. A slot has `parts` parts: one per rank, or one if all ranks have
-    the same bytes. A step saves at most about `step_chunks` chunks. If `step_chunks` is 0, the engine takes no slots.
+    `token` has 16 bytes that only this engine uses. A slot has one part per rank, or one part in all if the bytes of
+    all ranks are equal. `parts` is the number of parts. A step saves at most about `step_chunks` chunks. If
+    `step_chunks` is 0, the engine takes no slots.
     `name` is the engine's name for operators.
     """
 
@@ -78,7 +79,7 @@ def node_options(settings: PoolKeys, geometry: Geometry, engine: NodeEngine) -> 
             f"({slot_bytes} bytes); set it to at least {slot_bytes} (with pool='node' it is for the whole node)"
         )
     stock = max(STOCK_MIN, min(STOCK_MAX, 4 * engine.step_chunks)) if engine.step_chunks else 0
-    own = engine.token[:TOKEN_BYTES]  # a placeholder: nothing is found or saved before ranks report the real namespace
+    own = engine.token[:TOKEN_BYTES]  # until ranks report the real namespace, the engine finds and saves nothing
     return NodePoolOptions(
         settings.pool_dir or folder_of_user(), own.ljust(32, b"\0"), slots, slot_bytes, stock=stock,
         wait_s_max=settings.pool_wait_s_max, keep_s=settings.keep_s, token=own, name=engine.name,
@@ -135,7 +136,7 @@ def attach_rank(
 
 
 def shared_slots(segment: Segment, at: int, *, saves: bool) -> SharedSlots:
-    """Return the part of the segment's slots that begins at byte `at` of each slot. The segment is mapped whole."""
+    """Return the part of the segment's slots that begins at byte `at` of each slot. The whole segment is mapped."""
     layout, slots, words = segment.layout, segment.slots, segment.words
     assert slots is not None  # noqa: S101
     return SharedSlots(slots, layout.slot_bytes, at, layout.token, saves, lambda: int(words[READY]))

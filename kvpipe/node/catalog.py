@@ -1,12 +1,12 @@
-"""The catalog of an engine whose slots are those of a node's memory.
+"""The catalog of an engine that keeps its chunks in the slots of a node's memory.
 
 A lookup probes a dict of chunks, as with a private pool. `CatalogFollower` updates the dict from the journal. Saves use
-slots from the stock of grants. A lookup pins all chunks of its hit until the step is planned, and a lease pins its
-chunks again until the lease ends. The holder evicts, so this catalog's policy only records which chunks were used.
+slots from the stock of grants. A lookup pins all chunks of the hit until the step is planned. A lease pins the leased
+chunks again until the lease ends. The holder evicts, so the policy of this catalog only records used chunks.
 
-A chunk that grows in its granted slot is a miss. The holder publishes the chunk when all ranks have landed it and it is
-*sealed*. A chunk is sealed when it is full, or when it ends where a request or its prompt ends. A published chunk does
-not grow: a longer part of the same chunk is saved into another slot.
+While a chunk grows in its granted slot, lookups do not find the chunk. The holder publishes a *sealed* chunk when all
+ranks have landed the chunk. A chunk is sealed when it is full, or when it ends where a request or a prompt ends. A
+published chunk does not grow: a request with more units of this chunk saves the longer chunk into another slot.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvpipe.trace.log import Counters
 from kvpipe.trace.miss_reasons import EVICTED, RESET
 
 NAME_S_MAX: Final = 0.5
-"""The longest wait for a new namespace: for the holder's answer and for the scan of the slot table, in seconds.
+"""The longest wait for a new namespace, in seconds: for the holder's answer and the scan of the slot table together.
 
 The engine waits once at start-up, and once after each change of weights.
 """
@@ -45,7 +45,7 @@ class NodeCatalog(Catalog):
     """The catalog of one engine on a node's memory."""
 
     def __init__(self, pool: NodePool, groups: int, counters: Counters, units_per_chunk: int) -> None:
-        """Create the catalog over an attached `pool`. Nothing is found or saved until `name_space` is called."""
+        """Create the catalog over an attached `pool`. Before a call of `name_space`, no chunk is found or saved."""
         assert pool.segment is not None  # noqa: S101  (attached)
         assert pool.leases is not None  # noqa: S101
         self.pool, self._stock, self._pins = pool, pool.stock, pool.leases
@@ -53,10 +53,10 @@ class NodeCatalog(Catalog):
         self.notes = SlotNotes(pool.segment, pool.note_bytes)
         super().__init__(pool.segment.layout.slots, groups, NodeUses(pool.stock), counters)
         self._stamps: tuple[MutableMapping[bytes, bytes], ...] = tuple(by_key(self.slots) for _ in range(groups))
-        """Per group, by key, the stamps of the chunks in the index. A lookup reads no other part of a chunk."""
+        """For each cache group, the stamps of the indexed chunks by key. A lookup reads nothing else of a chunk."""
         self._follower: CatalogFollower | None = None
-        self._open: dict[int, SharedChunk] = {}  # by slot: some units have landed, and the chunk is not reported
-        self._landed: dict[int, SharedChunk] = {}  # by slot: reported, but the holder has not answered yet
+        self._open: dict[int, SharedChunk] = {}  # by slot: chunks with landed units that are not reported yet
+        self._landed: dict[int, SharedChunk] = {}  # by slot: reported chunks without the holder's answer
         self._asked: list[tuple[SlotPins, bytes]] = []  # the pins and stamps of this step's lookups
         self._pinned: dict[Owner, list[SlotPins]] = {}  # the pins of leases
         self._space, self._renewed, self._digest, self.shared = "", b"", b"", pool
@@ -127,15 +127,16 @@ class NodeCatalog(Catalog):
 
     @property
     def lag(self) -> int:
-        """The number of the journal's records that this engine has not read yet."""
+        """The number of journal records that this engine has not read yet."""
         return 0 if self._follower is None else self._follower.lag
 
     def _settle(self) -> None:
-        """Forget landed chunks that the holder has answered but not published.
+        """Drop the landed chunks whose reports the holder has answered without publishing the chunks.
 
-        Another slot has such a chunk's key, and the chunk's slot is in the stock again. All other answered chunks are
-        kept until their records are read. If the engine has more than `2 * RECORDS_MAX` records to read, the key is a
-        miss until the other slot's record is read. A request that has fetched the chunk then computes it.
+        Such a chunk's slot is in the stock again, because another slot has the chunk's key. All other answered chunks
+        are kept until the engine has read their journal records. If more than `2 * RECORDS_MAX` records are unread,
+        lookups of a dropped chunk's key miss until the other slot's record is read. A request that has fetched the
+        dropped chunk computes the chunk's tokens.
         """
         stock, follower = self._stock, self._follower
         for slot in [slot for slot in self._landed if slot not in stock.reports]:
@@ -150,7 +151,7 @@ class NodeCatalog(Catalog):
             self._drop(chunk, EVICTED)
 
     def published(self, record: SlotRecord) -> SharedChunk:
-        """Return the chunk of a record: this engine's own chunk, or a new one."""
+        """Return the chunk of a record: this engine's own chunk, or a new chunk object."""
         slot, key = record.slot, record.key
         chunk = self._landed.get(slot)
         if chunk is not None and chunk.group == record.group and chunk.tail == key:
@@ -164,7 +165,7 @@ class NodeCatalog(Catalog):
             chunk.seal()
             chunk.written = chunk.ready = record.units
             chunk.marks, chunk.tail, chunk.identity = (Mark(record.units, key, keep=True),), key, key
-        self._chunks[slot] = chunk  # older records of the slot may have put another chunk there
+        self._chunks[slot] = chunk  # an older record may have put another chunk into this slot
         chunk.publish(record.generation)
         self._stamps[chunk.group][key] = chunk.stamp
         self.lost_keys.forget(record.group, key)
@@ -210,7 +211,7 @@ class NodeCatalog(Catalog):
 
     def _pin(self, stamps: bytes) -> SlotPins | None:
         pins = self._pins.pin(stamps)
-        if pins is None:  # this is rare, so the pinned stamps are collected only now
+        if pins is None:  # a failure is rare, so the pinned stamps are collected only now
             leased = cast("Iterable[SharedChunk]", itertools.chain.from_iterable(self.leased.values()))
             held = {chunk.stamp for chunk in leased}
             held.update(stamp for _, asked in self._asked for _, stamp in split(asked))
@@ -223,7 +224,7 @@ class NodeCatalog(Catalog):
         return [chunk for chunk in shared if not self._pins.is_there(chunk)]
 
     def forget_evicted(self, chunks: Iterable[Chunk | None]) -> bool:
-        """Forget the chunks that the holder has evicted. Returns whether there were such chunks."""
+        """Forget the evicted chunks among `chunks`. Returns whether the holder has evicted any of `chunks`."""
         gone = self.evicted(chunks)
         for chunk in gone:
             self.unpublished(chunk)
@@ -239,7 +240,7 @@ class NodeCatalog(Catalog):
         self.poll()
 
     def lease(self, owner: Owner, chunks: list[Chunk], *, timed: bool = True) -> None:
-        """See `Catalog.lease`.
+        """Lease `chunks` for `owner`, as `Catalog.lease` does, and pin them.
 
         Raises:
             EvictedError: the holder has evicted one of the chunks. Nothing is leased.
@@ -252,7 +253,7 @@ class NodeCatalog(Catalog):
         super().lease(owner, chunks, timed=timed)
 
     def release(self, owner: Owner, *, hit: bool = True) -> int:
-        """See `Catalog.release`."""
+        """End every lease of `owner`, as `Catalog.release` does, and unpin the chunks."""
         count = super().release(owner, hit=hit)
         for pins in self._pinned.pop(owner, ()):
             self._pins.unpin(pins)
@@ -289,7 +290,7 @@ class NodeCatalog(Catalog):
         return chunk
 
     def write(self, chunk: Chunk, stop: int, key: bytes, *, keep: bool, base: int = 0, before: bytes = b"") -> Piece:
-        """See `Catalog.write`. Raises ValueError if the chunk is sealed."""
+        """Claim units of `chunk`, as `Catalog.write` does. Raises ValueError if the chunk is sealed."""
         if not self.grows(chunk):
             raise ValueError(f"slot {chunk.slot}: no units are added to a sealed chunk")
         piece = super().write(chunk, stop, key, keep=keep, base=base, before=before)
@@ -307,13 +308,13 @@ class NodeCatalog(Catalog):
             chunk.seal()
 
     def landed(self, piece: Piece, *, over: bool = False) -> bool:
-        """Note that every rank has a piece. A sealed chunk is reported, and the holder publishes it."""
+        """Note that every rank has landed `piece`. A sealed chunk is reported, so that the holder publishes it."""
         chunk = piece.chunk
         if chunk.ready != piece.start or chunk.state.row == m.EVICTING or not isinstance(chunk, SharedChunk):
             return super().landed(piece, over=over)
         self._notify(over=over)
         pending = self._pending[chunk.group]
-        for mark in chunk.marks:  # the chunk is pending under its longest part
+        for mark in chunk.marks:  # a chunk is pending under the key of its longest mark
             if pending.get(mark.key) is chunk:
                 del pending[mark.key]
         chunk.ready = piece.stop
@@ -323,7 +324,7 @@ class NodeCatalog(Catalog):
         return self._report(chunk)
 
     def _report(self, chunk: SharedChunk) -> bool:
-        """Report a chunk if it is sealed and has landed. Returns False if its key is too long: it is dropped then."""
+        """Report a sealed chunk that has landed. If the chunk's key is too long, drop the chunk and return False."""
         if not chunk.sealed or chunk.writers:
             return True
         (mark,) = chunk.marks
@@ -343,8 +344,8 @@ class NodeCatalog(Catalog):
     def reset(self) -> int:
         """Forget every chunk. Returns the number of forgotten chunks.
 
-        The chunks stay in the memory for other engines. Later `sweep` drops the chunks that no job reads or writes, as
-        after `Catalog.reset`.
+        The chunks stay in the memory for other engines. As after `Catalog.reset`, later calls of `sweep` drop the
+        chunks that no job reads or writes.
         """
         leased = itertools.chain.from_iterable(self.leased.values())
         held = dict.fromkeys((*leased, *self._writing))
@@ -380,7 +381,7 @@ class NodeCatalog(Catalog):
         super()._drop(chunk, why, taken=taken)
 
     def _vacate(self, chunk: Chunk) -> None:
-        """Forget the chunk of a slot. If the chunk's save has failed, the slot is free for the next save."""
+        """Forget the chunk in its slot. If the chunk's save has failed, the slot is free for the next save."""
         if self._chunks[chunk.slot] is chunk:
             self._chunks[chunk.slot] = None
         self.stale -= chunk.era is not self._era
@@ -395,5 +396,5 @@ class NodeCatalog(Catalog):
         return sum(map(len, self._index)) + len(unpublished)
 
     def close(self) -> None:
-        """Detach from the memory. Slots with unfinished saves are not returned, because their copies may still run."""
+        """Detach from the memory. Slots of unfinished saves are not returned, because their copies may still run."""
         self.pool.leave()

@@ -43,11 +43,11 @@ RETRY_S: Final = 0.2
 class NodePoolOptions:
     """The options of an engine.
 
-    `slots` and `slot_bytes` are the size of the memory if this engine creates it. `namespace` is a digest of 32 bytes.
-    `stock` is the number of slots that are granted ahead. A
-    holder whose clock stands still for `silent_s` seconds is killed. After `wait_s_max` seconds without a holder, the
-    engine has to use a private pool. `name` is the engine's name for operators. `note_bytes` is the size of the note at
-    the end of each slot (see `notes.py`).
+    `slots` and `slot_bytes` are the size of the memory if this engine creates the memory. `namespace` is a digest of 32
+    bytes. `stock` is the number of slots that are granted before saves need them. A holder whose clock stands still for
+    `silent_s` seconds is killed. After `wait_s_max` seconds without a holder, the engine has to use a private pool.
+    `name` is the engine's name for operators. `note_bytes` is the size of the note at the end of each slot (see
+    `notes.py`).
     """
 
     folder: Path
@@ -64,7 +64,7 @@ class NodePoolOptions:
 
 
 class NodePool:
-    """The memory of a node as one engine sees it. `segment` and `leases` are None before the engine attaches."""
+    """One engine's view of a node's memory. `segment` and `leases` are None before the engine attaches."""
 
     def __init__(self, options: NodePoolOptions, watch: Watch | None = None) -> None:
         """Start to look for a holder in the background.
@@ -83,7 +83,7 @@ class NodePool:
         """The number of the namespace that `rename` has requested, or -1 until the holder has answered."""
         self._digest, self._naming = b"", b""
         self.why = ""
-        """The reason for which the engine was refused or stranded."""
+        """The reason why the engine was refused or stranded."""
         self._reached: Reached | None = None
         self._news: SimpleQueue[Reached | NoHolderError | str] = SimpleQueue()
         self._closing = threading.Event()
@@ -102,22 +102,22 @@ class NodePool:
 
     @property
     def answers(self) -> bool:
-        """See `SharedMemory.answers`."""
+        """Whether the memory has a holder at present."""
         return self.state == m.ATTACHED
 
     @property
     def slots_usable(self) -> int:
-        """See `SharedMemory.slots_usable`."""
+        """The number of slots that the engines with this slot size may use now."""
         return 0 if self.segment is None else int(self.segment.words[OWNED])
 
     @property
     def slots_free(self) -> int:
-        """See `SharedMemory.slots_free`."""
+        """The number of slots that were granted to this engine and that no chunk uses."""
         return self.stock.free
 
     @property
     def engines(self) -> int:
-        """See `SharedMemory.engines`."""
+        """The number of engines with this slot size."""
         return 0 if self.segment is None else engines_of(self.segment)
 
     @property
@@ -127,7 +127,7 @@ class NodePool:
 
     @property
     def silent_s(self) -> float:
-        """The time in seconds since the holder was seen alive, or 0 if the last check has seen the holder alive."""
+        """The seconds since a check has found the holder alive, or 0 if the last check has found the holder alive."""
         missed_s = self._beats_missed * LOOK_S
         return missed_s if self.state == m.ATTACHED else missed_s + time.monotonic() - self._looked_s
 
@@ -256,9 +256,9 @@ class NodePool:
             self.named = answer.namespace  # -1 if this engine ends
 
     def _look_at_holder(self) -> None:
-        """Disconnect from a holder that has ended, or whose clock has stood still in several checks.
+        """Disconnect from a holder that has ended, or whose clock stood still in several checks in a row.
 
-        The time between two checks does not matter.
+        Only the number of these checks counts, not the time between the checks.
         """
         now = time.monotonic()
         if now - self._looked_s < LOOK_S:
@@ -270,7 +270,7 @@ class NodePool:
         if self._beats_missed * LOOK_S >= self._options.silent_s:
             self._lose("the holder's clock stands still")
         elif not self._asks:
-            self._receive()  # nothing, unless the connection has ended
+            self._receive()  # finds only the end of the connection, because no answer is due
 
     def _lose(self, why: str) -> None:
         reached = self._reached
@@ -340,7 +340,7 @@ def _leave(reached: Reached) -> None:
 
 
 class RankMemory:
-    """A rank's mapping of a node's memory. From its creation on, the holder watches the rank's process."""
+    """A rank's mapping of a node's memory. As soon as the mapping exists, the holder watches the rank's process."""
 
     def __init__(self, options: NodePoolOptions) -> None:
         """Connect to the holder. This call waits, so it is made before the rank serves.

@@ -1,4 +1,4 @@
-"""The chunks and the engines of a node's memory, as its holder sees them, and the refusal of an engine."""
+"""The holder's objects for the chunks and the engines of a node's memory, and the refusal of an engine."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class NodeClient(Cursor):
 
     `granted` has the generation of each slot that the engine may write.
 
-    `helpers` are those of its `processes` whose end is not the engine's end, such as a tier's client.
+    `helpers` are the `processes` whose exit does not end the engine, such as a tier's client.
     """
 
     __slots__ = ("dead", "granted", "helpers", "name", "namespace", "processes", "published", "row", "stock", "token")
 
     def __init__(self, machine: Compiled, row: int, record: ClientRow, watch: Watch | None) -> None:
-        """Create a client. `processes` are the engine's processes, and `dead` the exited ones among them."""
+        """Create a client. `processes` has the engine's processes, and `dead` has the exited processes among them."""
         super().__init__(machine, row, watch)
         self.row, self.token, self.namespace = row, record.token, record.namespace
         self.processes, self.dead, self.helpers = set(record.processes), set[Process](), set(record.helpers)

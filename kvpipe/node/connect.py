@@ -53,7 +53,7 @@ class Reached(NamedTuple):
 
 
 def greet(folder: Path, hello: Hello, offer: int | None, answer_s: float) -> Reached | str:
-    """Connect to the folder's holder and greet it. Returns the reason for a refusal if a later try may succeed.
+    """Connect to the folder's holder and greet the holder. Returns the reason for a refusal if a retry may succeed.
 
     `offer` is the memory that this process has. `answer_s` is the longest wait for an answer.
 
@@ -108,8 +108,8 @@ def ask_status(folder: Path, answer_s: float = 2.0) -> NodeStatus | None:
 def start_holder(folder: Path, offer: int | None, *, limit_s: float, keep_s: float = KEEP_S) -> None:
     """Start a holder in the background. `offer` is the memory of an earlier holder.
 
-    One engine starts a holder, and all others wait for it. They wait at most `START_S` seconds, and not at all for an
-    engine that is stopped. If several holders start nevertheless, one holder stays, and all others exit.
+    One engine starts a holder, and all other engines wait for this start. The wait is at most `START_S` seconds. If the
+    starting engine is stopped, no engine waits. If several holders start, one holder stays, and all other holders exit.
     """
     until = time.monotonic() + limit_s
     with _turn_to_start(folder, min(START_S, limit_s)):
@@ -119,7 +119,7 @@ def start_holder(folder: Path, offer: int | None, *, limit_s: float, keep_s: flo
 
 @contextlib.contextmanager
 def _turn_to_start(folder: Path, wait_s: float) -> Iterator[None]:
-    """Wait until this engine may start a holder, or there is one. A start takes a core for half a second."""
+    """Wait until this engine may start a holder, or until a holder exists. A start occupies a core for 0.5 s."""
     fd = os.open(folder / STARTING, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     until = time.monotonic() + wait_s
     try:
@@ -166,7 +166,7 @@ class Silence:
         self._holder, self._seen, self._since_s = 0, -1, 0.0
 
     def end_holder(self) -> None:
-        """Kill the folder's holder if its clock has stood still for too long. The caller repeats this call."""
+        """Kill the folder's holder if the holder's clock has stood still for too long. The caller repeats this call."""
         holder, beat, now = holder_of(self._folder), self._beat(), time.monotonic()
         if not holder or (holder, beat) != (self._holder, self._seen):
             self._holder, self._seen, self._since_s = holder, beat, now
@@ -186,8 +186,8 @@ def reach(
 ) -> Reached:  # fmt: skip
     """Connect to the folder's holder. If the folder has no holder, start a holder. Waits at most `wait_s` seconds.
 
-    A process that has mapped the memory can `offer` it to another holder. Such a process kills a holder whose `beat`
-    stands still.
+    A process that has mapped the memory can `offer` the memory to another holder. Such a process kills a holder whose
+    `beat` stands still.
 
     Raises:
         RefusedByHolderError: the holder has refused this process permanently.

@@ -1,9 +1,9 @@
 """The fence between a client's pin and the holder's eviction.
 
 A client stores a lease and then loads a generation. The holder stores a generation and then loads leases. A processor
-may reorder a store and a later load, so that neither process sees the other's store. `membarrier` makes every thread of
-every registered process pass a full fence. The holder calls `membarrier` between its store and its loads, so clients
-need no fence.
+may reorder a store and a later load, so that neither process sees the store of the other process. `membarrier` makes
+every thread of every registered process pass a full fence. The holder calls `membarrier` between the holder's store and
+loads, so clients need no fence.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _membarrier(command: int) -> None:
 
 
 def register_process() -> None:
-    """Let fences of other processes reach this process's threads. Called before the first pin, and after a fork.
+    """Make `fence` in other processes act on this process's threads. Called before the first pin, and after a fork.
 
     Raises:
         ConfigError: the system has no `membarrier`.
@@ -39,7 +39,7 @@ def register_process() -> None:
 
 
 def fence() -> None:
-    """Let every thread of every registered process pass a full fence. Takes some microseconds.
+    """Make every thread of every registered process pass a full fence. The call takes some microseconds.
 
     Raises:
         ConfigError: the system has no `membarrier`.

@@ -43,7 +43,7 @@ from kvpipe.statemachine.core import IllegalTransition
 BEAT_S: Final = 0.25
 """The longest interval, in seconds, at which the holder advances its clock."""
 BUSY_S: Final = 0.02
-"""The longest wait, in seconds, while slots have no memory yet, or evicted slots still have leases."""
+"""The holder's longest wait, in seconds, while slots have no memory yet, or evicted slots still have leases."""
 _log = logging.getLogger("kvpipe.node")
 
 
@@ -66,8 +66,9 @@ class Holder:
     ) -> None:  # fmt: skip
         """Take the folder's lock and listen on the folder's socket.
 
-        If running engines have the memory of an earlier holder, this holder waits `adopt_s` seconds until an engine
-        offers that memory. Then it creates a new memory. `fd` is the earlier holder's memory, if this memory is known.
+        If running engines have the memory of an earlier holder, this holder waits up to `adopt_s` seconds for an engine
+        to offer that memory. Without an offer, this holder creates a new memory. `fd` is the earlier holder's memory,
+        if this memory is known.
 
         Raises:
             BlockingIOError: the folder has a holder.
@@ -130,7 +131,7 @@ class Holder:
             (self._folder / SOCKET).unlink()
 
     def end(self) -> None:
-        """Make `run` return after its current step. The engines keep the memory."""
+        """Make `run` return after the current step. The engines keep the memory."""
         self._keep_s = -1.0
 
     def close(self) -> None:
@@ -218,7 +219,7 @@ class Holder:
         if hello.version != VERSION:
             self._close_fd(fd)
             if not self._has_engines:
-                self.end()  # no engine loses anything: make room for a holder of the other version
+                self.end()  # no engine uses this holder, so a holder of the other version may replace it
             raise RefusedError(f"the node's holder has version {VERSION}, this engine has {hello.version}", again=True)
         if self._memory is None:
             self._begin(hello, fd)
@@ -237,10 +238,10 @@ class Holder:
         messages.send(link.wire, welcome, [memory.fd])
 
     def _region_for(self, hello: Hello) -> tuple[NodeMemory, Region]:
-        """Return the region with slots of the size that an engine needs, and its memory.
+        """Return the memory that has slots of the size that an engine needs, and the region of these slots.
 
-        If the present memory cannot have slots of that size, and no engine uses the memory, the engine gets another
-        memory.
+        If the present memory cannot have slots of that size, and no engine uses the present memory, a new memory is
+        created.
         """
         assert self._memory is not None  # noqa: S101
         try:

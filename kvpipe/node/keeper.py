@@ -42,11 +42,11 @@ LOOK_MAX: Final = 64
 
 
 class Keeper(RegionSlots):
-    """The bookkeeping of one region. `counts` has the number of events of each kind since this holder began.
+    """The bookkeeping of one region. `counts` maps each kind of event to the number of events since this holder began.
 
-    `short` is the last use of the chunk that was evicted last, for `NodeMemory.share`. If leases kept all chunks,
-    `short` is the last use of the oldest chunk. `short` is infinite if there was no chunk, and None if no slot was
-    missing.
+    `NodeMemory.share` reads and clears `short`, which is None if no slot was missing. Otherwise `short` is the last use
+    of the latest victim. If leases kept all chunks, `short` is the last use of the first leased chunk. If the region
+    had no chunk, `short` is infinite.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class Keeper(RegionSlots):
         watch: Watch | None = None, owns: Callable[[int], bool] = lambda _: True,
         tick: Callable[[], float] | None = None,
     ) -> None:  # fmt: skip
-        """Restore the state from the segment. `stock_max` limits the slots that a client is granted ahead.
+        """Restore the state from the segment. `stock_max` is the largest number of slots in a client's stock.
 
-        `owns` tells whether no other region owns bytes of a slot. `tick` is the clock of uses.
+        `owns` returns whether this region owns all bytes of a slot. `tick` returns the number of the next use.
         """
         super().__init__(ledger, owns, tick or itertools.count(1).__next__)
         self._policy, self._fence, self._watch = policy, fence, watch
@@ -86,7 +86,7 @@ class Keeper(RegionSlots):
             self._set_unused(record.slot, record.state)
             self._adopt(record)
             if record.state == m.PUBLISHED:
-                self.used[record.slot] = age / len(self._records) - 1  # before all ticks, and alike in all regions
+                self.used[record.slot] = age / len(self._records) - 1  # below all ticks, on one scale for all regions
         for client in self.clients.values():
             if any(self._slots[slot].state.name == m.QUARANTINE for slot in client.granted):
                 client.fire(c.LEAVE)  # an earlier holder has noticed the exit of a process
@@ -131,13 +131,13 @@ class Keeper(RegionSlots):
         return made
 
     def _set_unused(self, slot: int, state: str) -> None:
-        """Note that a slot in `state` has no chunk that was used. `_remember` notes the use of a published chunk."""
+        """Set the last use of a slot without a published chunk. For a published chunk, `_remember` records the use."""
         self.used[slot] = NEVER if state == m.FREE else math.inf
 
     def may_give(self, slots: Collection[int]) -> bool:
-        """Whether no client has a grant or a lease of one of `slots`.
+        """Whether no client has a grant or a lease of any of `slots`.
 
-        A chunk with a lease counts as used now, so that later searches do not find its slot again.
+        This call records a use of each leased chunk, so that later searches do not find the chunk's slot again.
         """
         leased, names = {slot for slot in slots if self._is_leased(slot)}, {m.FREE, m.PUBLISHED}
         for slot in leased & self._chunks.keys():
@@ -145,9 +145,9 @@ class Keeper(RegionSlots):
         return not leased and all(self._slots[slot].state.name in names for slot in slots)
 
     def give(self, slots: set[int]) -> bool:
-        """Evict the chunks of `slots`, and grant these slots no more, because another region gets their memory.
+        """Evict the chunks of `slots`, and stop granting `slots`, because another region gets the memory of `slots`.
 
-        Returns False, and changes nothing else, if a client has leased a chunk meanwhile.
+        If a client has leased one of these chunks meanwhile, return False. In this case `slots` can still be granted.
         """
         self._evict_chunks([self._chunks[slot] for slot in slots if slot in self._chunks])
         if any(self._slots[slot].state.name != m.FREE for slot in slots):
@@ -188,7 +188,7 @@ class Keeper(RegionSlots):
         """Free evicted slots that no client leases any more."""
         if not self._draining:
             return
-        self._fence()  # from here on, leases are visible that were taken before the generation was raised
+        self._fence()  # makes all leases visible that were taken before the generation was raised
         for slot in [slot for slot in self._ledger.beating(self._draining) if not self._is_leased(slot)]:
             self._draining.remove(slot)
             self._move(slot, m.DRAINED, 0)
@@ -268,7 +268,7 @@ class Keeper(RegionSlots):
         self._ledger.set_row(client.row, ClientRow(0, client.token, client.namespace, processes, helpers))
 
     def _take_back(self, client: NodeClient, slot: int, event: str) -> None:
-        """Take a slot back. Its generation changes, so that a report of the old grant is detected."""
+        """Take a slot back. The slot's generation changes, so that a report of the old grant is detected."""
         del client.granted[slot]
         self._move(slot, event, 2)
         self._free.append(slot)
@@ -304,7 +304,7 @@ class Keeper(RegionSlots):
             self._write_row(client)
 
     def _publish(self, client: NodeClient, one: Publish) -> bool:
-        """Publish a chunk. Returns whether another slot has the chunk's key already."""
+        """Publish a chunk. Returns whether another slot already has the chunk's key."""
         namespace = self._namespace(one.namespace) if one.namespace else client.namespace
         identity = (namespace, one.group, one.key)
         if client.granted.get(one.slot) != one.generation or len(one.key) > KEY_BYTES_MAX:
@@ -347,7 +347,8 @@ class Keeper(RegionSlots):
     def died(self, client: NodeClient, process: Process) -> None:
         """Note that the pidfd of a process has fired.
 
-        Only the last process of an engine frees its slots, but an engine without a helper goes on.
+        When an engine's last process has exited, the engine's slots are freed. The exit of a helper does not end the
+        engine.
         """
         if process in client.helpers and client.processes - client.dead > {process}:
             client.helpers.remove(process)
@@ -362,7 +363,7 @@ class Keeper(RegionSlots):
         if process in client.processes - client.dead:
             client.processes.remove(process)
             if client.processes:
-                self._write_row(client)  # so that another holder does not wait for the process either
+                self._write_row(client)  # so that a later holder does not wait for this process
             self._lost(client, c.LEAVE, c.LAST_LEFT)
 
     def _lost(self, client: NodeClient, event: str, last: str) -> None:
@@ -376,7 +377,7 @@ class Keeper(RegionSlots):
             self._take_back(client, slot, m.OWNER_GONE)
         leases = self._ledger.segment.leases_of(client.row)
         leases[:] = memoryview(bytes(leases.nbytes)).cast("I")
-        self._ledger.set_row(client.row, FREE_ROW)  # last: if killed before, the next holder repeats all this
+        self._ledger.set_row(client.row, FREE_ROW)  # last, so that after a crash the next holder repeats these steps
         del self.clients[client.row]
         self._namespaces.use(client.namespace)
         self.drain()

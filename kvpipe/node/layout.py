@@ -1,12 +1,12 @@
 """The layout and the records of a node's shared memory.
 
 The memory begins with a header, followed by words of 8 bytes, tables, the journal and the slots. A word is written in
-one store, so a reader never sees half of it. All other parts are records with a checksum. A reader that meets a
-half-written record returns None.
+one store, so a reader never sees half of a word. Everything else is written as records with a checksum. A reader that
+finds a half-written record returns None.
 
-Slots of another size are another *region*: a header, words, tables and a journal of its own behind the slots. All
-regions divide the same bytes into slots, each region into slots of its own size. For each piece of these bytes,
-`owners.py` records the region that may use the piece.
+Each further slot size is another *region*, which has a header, words, tables and a journal behind the slots. All
+regions divide the same bytes into slots, each region into slots of its own size. `PIECES` pieces make up these bytes.
+For each piece, `owners.py` records the region that may use the piece.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ NAMESPACE_BYTES: Final = 32
 REGIONS_MAX: Final = 8
 """The largest number of slot sizes in one memory."""
 REGION_SLOT_BYTES_MIN: Final = 8192
-"""The smallest slots of the second and later slot sizes. The tables' reserved place in the memory follows from it."""
+"""The smallest slot size, in bytes, of the second and later regions. The bytes reserved for tables follow from it."""
 PIECES: Final = 4096
 """The number of pieces of the slots' memory. One region owns all bytes of a piece."""
 
 HEAD, BEAT, READY, BOOT = 0, 8, 16, 24
 """Offsets of words: the journal's last position, the holder's clock, the number of slots with memory, the boot token.
 
-Each word has a cache line of its own.
+Each of these words has its own cache line.
 """
 COUNTS: Final = 32
 """The offset of the words with the number of slots in each state, in the order of `STATES`."""
 OWNED: Final = 48
-"""The offset of the word with the number of slots that have memory and that no slots of another size use."""
+"""The offset of the word with the number of slots that have memory and of which no other region owns bytes."""
 WORDS: Final = 64
 
 STATES: Final = (m.FREE, m.GRANTED, m.PUBLISHED, m.EVICTING, m.QUARANTINE)
@@ -55,7 +55,7 @@ RECORD_BYTES: Final = 112
 _ROW: Final = struct.Struct("<Q16sIHH")
 _PROCESS: Final = struct.Struct("<IQ")
 ROW_BYTES: Final = 1024
-"""The size of one copy of a client's row. There are two copies, so that one is always whole."""
+"""The size in bytes of one copy of a client's row. Each row has two copies, so that one copy is always complete."""
 NAMESPACE_RECORD_BYTES: Final = 64
 
 
@@ -70,8 +70,9 @@ def _is_whole(raw: bytes | memoryview, size: int) -> bool:
 class SlotRecord(NamedTuple):
     """The state of a slot from journal position `seq` on. The journal and the slot table have the same records.
 
-    `generation` is odd while the slot is PUBLISHED. Two contents of a slot never have the same generation. `owner` is
-    the row of the client that was granted the slot last. The other fields name the chunk of a PUBLISHED slot.
+    `generation` is odd while the slot is PUBLISHED. A slot's generation changes with the slot's content and is never
+    reused. `owner` is the row of the client that was granted the slot last. All other fields name the chunk of a
+    PUBLISHED slot.
     """
 
     seq: int
@@ -114,7 +115,7 @@ class Process(NamedTuple):
 class ClientRow(NamedTuple):
     """A client that the memory knows. `token` is b"" in a free row. `version` increases with each change of the row.
 
-    `helpers` are those of the `processes` whose end is not the client's end.
+    `helpers` are the `processes` whose exit does not end the client.
     """
 
     version: int
@@ -163,10 +164,11 @@ def _whole(size: int) -> int:
 class NodeLayout(NamedTuple):
     """The sizes of a region of a memory.
 
-    `rows` is the largest number of clients, `ring` the number of journal records that are kept.
+    `rows` is the largest number of clients. `ring` is the number of journal records that are kept.
 
-    `token` identifies this memory. Region 0 has the slots of the engine that made the memory. All other regions have
-    the place and the size of its slots: `data_at` and `data_bytes`. Offsets of tables count from the region's header.
+    `token` identifies this memory. Region 0 has the slot size of the engine that made the memory. In all other regions,
+    `data_at` and `data_bytes` are the place and the size of region 0's slots. Offsets of tables are relative to the
+    region's header.
     """
 
     slots: int
@@ -251,7 +253,7 @@ class NodeLayout(NamedTuple):
 
     @property
     def _reserved_bytes(self) -> int:
-        """The size of the place for the tables of one region. The place has memory only when it is used."""
+        """The number of bytes reserved for the tables of one region. They have memory only when the region is used."""
         return self.with_slots(1, REGION_SLOT_BYTES_MIN).tables_bytes
 
     def with_slots(self, region: int, slot_bytes: int) -> NodeLayout:
@@ -263,7 +265,7 @@ class NodeLayout(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The size of the memory in bytes. Most of it behind the slots never has memory."""
+        """The size of the memory's file in bytes. Most of the bytes behind the slots never have memory."""
         return self.tables_at(REGIONS_MAX)
 
 

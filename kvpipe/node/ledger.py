@@ -33,7 +33,7 @@ from kvpipe.node.segment import Segment
 from kvpipe.statemachine import node_slot as m
 
 BEAT_SLOTS: Final = 256
-"""The holder advances its clock after so many slots in every loop over slots, because engines kill a silent holder."""
+"""Every loop over slots advances the holder's clock after this many slots, because engines kill a silent holder."""
 T = TypeVar("T")
 _NOTHING: Final = bytes(RECORD_BYTES)
 
@@ -60,7 +60,7 @@ class LedgerReader:
         return self.layout.journal_at + seq % self.layout.ring * RECORD_BYTES
 
     def read(self, seq: int) -> SlotRecord | None:
-        """Return the journal's record at `seq`, or None if it is not visible yet, or was overwritten."""
+        """Return the journal's record at `seq`, or None if this record is not visible yet, or was overwritten."""
         at = self._journal_at(seq)
         record = unpack_slot(bytes(self._buffer[at : at + RECORD_BYTES]))
         return record if record is not None and record.seq == seq else None
@@ -73,13 +73,13 @@ class LedgerReader:
         return record if record is not None and record.slot == slot else None
 
     def row(self, row: int) -> ClientRow:
-        """Return the row of a client: the newer one of the row's complete copies."""
+        """Return the row of a client, from the newer of the row's complete copies."""
         at = self.layout.rows_at + row * 2 * ROW_BYTES
         copies = [unpack_row(bytes(self._buffer[one : one + ROW_BYTES])) for one in (at, at + ROW_BYTES)]
         return max((copy for copy in copies if copy is not None), default=FREE_ROW, key=lambda copy: copy.version)
 
     def namespace(self, number: int) -> bytes | None:
-        """Return the digest of namespace `number`, or None if there is none."""
+        """Return the digest of namespace `number`, or None if no namespace has this number."""
         at = self.layout.namespaces_at + number * NAMESPACE_RECORD_BYTES
         return unpack_namespace(bytes(self._buffer[at : at + NAMESPACE_RECORD_BYTES]))
 
@@ -146,12 +146,12 @@ class Ledger(LedgerReader):
     def recover(self) -> list[SlotRecord]:
         """Finish the last record that an earlier holder began, and return the record of every slot."""
         last = self.read(self.head)
-        if last is not None:  # a record after the head changed nothing else, so its transition did not happen
+        if last is not None:  # a record after the head was not applied yet, so the transition did not happen
             self._put(last.slot, last.pack())
         records = []
         for slot in self.beating(range(self.layout.slots)):
             record = self.entry(slot)
-            if record is None:  # a holder's crash cannot cause this: a client has written to the tables
+            if record is None:  # no holder's crash leaves this: a client has written to the tables
                 raise ValueError(f"slot {slot} of the node's memory has no whole record")
             self._raise(slot, record.generation)
             records.append(record)
@@ -176,6 +176,6 @@ class Ledger(LedgerReader):
         self._buffer[at : at + NAMESPACE_RECORD_BYTES] = pack_namespace(digest)
 
     def namespaces(self) -> dict[bytes, int]:
-        """Return the number of every namespace, by its digest."""
+        """Return the numbers of all namespaces, by digest."""
         found = ((self.namespace(number), number) for number in range(NAMESPACES_MAX))
         return {digest: number for digest, number in found if digest is not None}

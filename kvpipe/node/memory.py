@@ -1,7 +1,7 @@
-"""The memory of a holder, with a region for each slot size, and the share of each region.
+"""The memory of a holder, with a region for each slot size. This module decides on the share of each region.
 
 All regions use the same bytes, in slots of their own sizes. For each piece of these bytes, `owners.py` records the
-region that may use the piece. When a region evicts, it may get the pieces of another region instead, if their chunks
+region that may use the piece. When a region lacks slots, the region may get pieces of another region whose chunks
 were used less recently.
 """
 
@@ -46,19 +46,19 @@ PIECE_BYTES: Final = 32 << 20
 SHORT_S: Final = 5.0
 """The pause in seconds before the holder asks the machine for memory again."""
 REGION_SLOTS_MIN: Final = 8
-"""A memory gets a second slot size only if it has room for so many of these slots."""
+"""A memory gets another slot size only if the memory has room for at least this number of slots of that size."""
 REGION_SLOTS_MAX: Final = 131_072
-"""A second slot size with more slots is refused. Their tables would take 49 MB, and a takeover about 2 seconds."""
+"""Another slot size with more slots is refused. Tables of this length take 49 MB, and a takeover takes about 2 s."""
 WINDOW_SLOTS: Final = 8
 """The number of slots that a region gets at once. Fewer slots would waste more bytes at the edges."""
 START_SLOTS: Final = 128
-"""A region with fewer slots gets so many, but at most a quarter of the memory, when a new engine greets."""
+"""When a new engine greets, its region is filled up to this number of slots, or to a quarter of the memory."""
 WINDOWS_MAX: Final = 4
-"""The most windows that one call of `share` tries to take. A window may have a lease."""
+"""The largest number of windows of one length that `share` tries for a region. A leased slot makes a try fail."""
 SHARE_S, SHARE_S_MAX = 0.05, 1.0
-"""The time in seconds between two calls of `share`, because a call reads the state of every slot.
+"""The shortest and the longest time, in seconds, between two calls of `share`.
 
-It doubles after each call that moves no memory.
+The time doubles after each call that moves no memory, because a call reads the state of every slot.
 """
 _log = logging.getLogger("kvpipe.node")
 
@@ -92,7 +92,7 @@ class Allocator:
             self._stopping.wait(SHORT_S)
 
     def stop(self) -> None:
-        """Stop the thread, before the memory's descriptor is closed. Waits for at most one piece."""
+        """Stop the thread, before the memory's descriptor is closed. Waits until the thread has finished its piece."""
         self._stopping.set()
         self._thread.join()
 
@@ -159,7 +159,7 @@ class NodeMemory:
         return made
 
     def _disown(self) -> None:
-        """Let no region own the pieces of regions that do not exist."""
+        """Make `NOBODY` the owner of the pieces of regions that do not exist."""
         self._owners.give(
             [piece for piece in range(self._owners.count) if self._owners[piece] not in self.regions], NOBODY
         )
@@ -227,7 +227,7 @@ class NodeMemory:
             )
         new = layout.with_slots(number, slot_bytes)
         try:
-            remove_region(self.fd, new)  # first, so that no holder finds chunks in pieces that others own
+            remove_region(self.fd, new)  # first, so that no holder finds this region's chunks in foreign pieces
             self.regions.pop(number, None)
             self._segments.pop(number, None)
             self._disown()
@@ -237,7 +237,7 @@ class NodeMemory:
         except (OSError, ConfigError) as error:
             raise RefusedError(f"slots of {slot_bytes} bytes get no tables: {error}", again=True) from None
         for _, keeper in self.regions.values():
-            keeper.short = None  # a single region has not needed memory of others, however long ago it had no slot
+            keeper.short = None  # an earlier lack of slots does not count: a single region had no other to take from
         _log.info("region %d has slots of %d bytes", number, slot_bytes)
         return made
 
@@ -268,12 +268,12 @@ class NodeMemory:
     # ---- a step of the holder ------------------------------------------------------------------------------------
 
     def _beat(self) -> None:
-        """Advance the clock that the engines of each region see."""
+        """Advance the holder's clock in the tables of every region."""
         for segment in self._segments.values():
             segment.words[BEAT] += 1
 
     def step(self) -> bool:
-        """Advance the clock, and grant what has become free. Returns whether the next step should be soon."""
+        """Advance the clock, and free slots without leases. Returns whether the next step should be soon."""
         self._beat()
         self._use_allocated()
         for _, keeper in self.regions.values():
@@ -296,12 +296,13 @@ class NodeMemory:
     # ---- shares --------------------------------------------------------------------------------------------------
 
     def share(self) -> bool:
-        """Give slots to one of the regions that have evicted chunks, or had none to evict, since the last call.
+        """Give slots to one of the regions that have lacked slots since the last call.
 
-        A region gets a window of slots if the chunks in the window were used less recently, on average, than the chunk
-        that the region has evicted last. The region whose last victim was used most recently is the first to try. After
-        a success no second region tries: it would take the first region's new slots, because these slots are free.
-        Returns whether a region got slots.
+        A region lacked slots if it has evicted a chunk, or had no chunk to evict. The region gets a window of slots if
+        the chunks in the window were used less recently, on average, than the region's last victim. The region whose
+        last victim was used most recently is the first to try. After a success no second region tries, because the
+        second region would take the new slots of the first region while these slots are free. Returns whether a region
+        got slots.
         """
         wanting = {number: one.short for number, (_, one) in self.regions.items() if one.short is not None}
         for _, keeper in self.regions.values():
@@ -322,7 +323,7 @@ class NodeMemory:
         return False
 
     def _start(self, region: Region) -> None:
-        """Give a region slots for the stock of a new engine, whatever the age of the chunks there."""
+        """Give a region slots for the stock of a new engine, even if the chunks in these slots were used recently."""
         self._use_allocated()
         segment = region.segment
         number, wanted = segment.layout.region, min(START_SLOTS, segment.layout.slots // 4)
@@ -331,14 +332,11 @@ class NodeMemory:
             if missing > 0:
                 self._beat()
                 for window in self._windows(segment, self._ages(number), count, math.inf, -(-missing // count)):
-                    if int(segment.words[OWNED]) < wanted:  # a window may bring whole pieces
+                    if int(segment.words[OWNED]) < wanted:  # an earlier window may have brought more slots than its own
                         self._take(number, window)
 
     def _ages(self, but: int) -> Ages:
-        """Return the last use of each piece that region `but` does not own.
-
-        A piece that cannot be taken has an infinite use. A piece of region `but` has NaN.
-        """
+        """Return the last use of each piece: NaN for a piece of region `but`, infinite if a piece cannot be taken."""
         owner = self._owners.all()
         ages = np.full(len(owner), math.nan)
         ages[owner == NOBODY] = NEVER
@@ -350,7 +348,7 @@ class NodeMemory:
         return ages
 
     def _windows(self, segment: Segment, ages: Ages, count: int, short: float, most: int) -> list[range]:
-        """Return up to `most` windows of `count` slots that may be taken, the least recently used first."""
+        """Return up to `most` windows of `count` slots that were last used before `short`, the least recent first."""
         layout = segment.layout
         step = max(count, self._owners.piece_bytes // layout.slot_bytes)  # smaller steps find the same pieces again
         first = np.arange(0, int(segment.words[READY]) - count + 1, step)
@@ -364,7 +362,7 @@ class NodeMemory:
         return [range(slot, slot + count) for slot in first[oldest].tolist()]
 
     def _take(self, number: int, window: range) -> bool:
-        """Give a window of slots to a region. Returns False if a lease or a grant of another region prevents it."""
+        """Give a window of slots to a region. Returns False if another region has a lease or a grant in the window."""
         owners, (segment, keeper) = self._owners, self.regions[number]
         touched = owners.pieces(segment.layout, window.start, window.stop)
         wanted = [piece for piece in touched if owners[piece] != number]
@@ -381,12 +379,12 @@ class NodeMemory:
             keeper.use(owners.slots(segment.layout, touched))
             keeper.counts["grown"] += 1
         for loser, slots in parts:
-            loser.use(sorted(slots))  # none of them, unless another region has kept a slot
+            loser.use(sorted(slots))  # usable again only if another loser has kept a slot, so that no piece has moved
         return is_given
 
 
 def reduced(by: np.ufunc, values: Ages, first: Numbers, stop: Numbers, *, empty: float) -> Ages:
     """Return `values[first:stop]`, reduced by `by`, for each pair of bounds. An empty range is `empty`."""
     bounds = np.minimum(np.stack((first, stop), axis=1), len(values))
-    found = by.reduceat(np.append(values, empty), bounds.ravel())[::2]  # the other items are those between two ranges
+    found = by.reduceat(np.append(values, empty), bounds.ravel())[::2]  # every second item is of a gap between ranges
     return np.where(bounds[:, 0] < bounds[:, 1], found, empty)

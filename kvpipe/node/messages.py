@@ -19,17 +19,17 @@ BATCH_MAX: Final = 512
 """The largest number of chunks, slots or uses in one batch, so that a batch is smaller than `MESSAGE_BYTES_MAX`."""
 
 SlotGrant = tuple[int, int]
-"""(slot, generation) of a granted slot. The generation identifies the grant, because a later grant has another one."""
+"""(slot, generation) of a granted slot. Each grant of a slot has another generation, which identifies the grant."""
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The first message of a process.
 
     `version` is `layout.VERSION`. `client` is the engine's token of 16 bytes. `namespace` is a digest of everything
-    except tokens that a chunk's bytes depend on. `segment` is the token of the memory that the process has already, or
-    b"". The memory's descriptor is sent with the message. `held` has the scheduler's grants. `slots` and `slot_bytes`
-    are the requested size. `name` is the engine's name for operators. A "helper" is a process that a rank has started,
-    and that writes into slots for the rank.
+    except tokens that a chunk's bytes depend on. `segment` is the token of the memory that the process already has, or
+    b"" if the process has no memory. The memory's descriptor is sent with the message. `held` has the scheduler's
+    grants. `slots` and `slot_bytes` are the requested size. `name` is the engine's name for operators. A "helper" is a
+    process that a rank has started, and that writes into slots for the rank.
     """
 
     version: int
@@ -67,7 +67,7 @@ class Unwelcome(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class Publish(msgspec.Struct, frozen=True, array_like=True):
     """A chunk that has landed on all ranks.
 
-    `namespace` is the digest of the chunk's namespace. If it is b"", the chunk is in the client's namespace.
+    `namespace` is the digest of the chunk's namespace. If `namespace` is b"", the chunk is in the client's namespace.
     """
 
     slot: int
@@ -100,7 +100,7 @@ class BatchAnswer(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The answer to one batch.
 
     `late` has the slots that were not published, because another slot has the same key, or because the engine ends. The
-    engine keeps the slots in `late`. All other published slots are settled. `namespace` is the number of the engine's
+    engine keeps the slots in `late`. All other reported slots are published. `namespace` is the number of the engine's
     namespace, or -1 if the engine ends.
     """
 

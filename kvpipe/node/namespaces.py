@@ -9,7 +9,7 @@ from kvpipe.node.ledger import Ledger
 
 
 class NodeNamespaces:
-    """The number of each namespace, by its digest."""
+    """The numbers of the namespaces, by digest."""
 
     def __init__(self, ledger: Ledger) -> None:
         """Read the numbers that earlier holders have assigned."""
@@ -32,5 +32,5 @@ class NodeNamespaces:
         return next((number for number in range(NAMESPACES_MAX) if number not in used), None)
 
     def oldest(self, kept: Container[int]) -> int:
-        """Return the least recently used number that is not in `kept`. Some number must not be in `kept`."""
+        """Return the least recently used number that is not in `kept`. `kept` must not contain every number."""
         return next(number for number in self._uses if number not in kept)

@@ -1,4 +1,4 @@
-"""The note at the end of each slot: what identifies the slot's chunk besides the key, such as its tokens.
+"""The note at the end of each slot has the data that identify the slot's chunk besides the key, such as its tokens.
 
 The engine that saves a chunk writes the note before it reports the chunk. Other engines read the note when the holder
 has published the chunk. Only engines interpret a note's content.
@@ -18,7 +18,7 @@ from kvpipe.node.segment import Segment
 
 TOKEN_BYTES: Final = 8
 ROOM_BYTES: Final = 1024
-"""The room in a note for everything but tokens."""
+"""The number of bytes in a note for everything but tokens."""
 _HEAD: Final = struct.Struct("<II")
 
 
@@ -34,7 +34,7 @@ class NotedRouters(Protocol):
         """`chunk` can be found from now on. Its note is `note`."""
 
     def announce(self) -> None:
-        """Notify routers of noted chunks, because no chunks are missing any more that come before these chunks."""
+        """Notify routers of the noted chunks, because all chunks that come before these chunks are known now."""
 
     def dropped(self, chunk: Chunk) -> None:
         """`chunk` can no longer be found."""
@@ -64,8 +64,8 @@ class SlotNotes:
     def read(self, slot: int, key: bytes) -> bytes:
         """Return the note of the chunk `key`, or b"" if the slot has no whole note of this chunk.
 
-        Another engine may write the slot now, if the holder has evicted the chunk. Then the checksum differs, because
-        it covers the key.
+        If the holder has evicted the chunk, another engine may be writing the slot now. In this case the checksum
+        differs, because the checksum covers the key.
         """
         if not self._size:
             return b""
@@ -77,7 +77,7 @@ class SlotNotes:
         return note if zlib.crc32(note, zlib.crc32(key)) == check else b""
 
     def published(self, chunk: Chunk) -> None:
-        """Pass the note of a published chunk to the routers, if there are any, and if the chunk has a note."""
+        """Pass the note of a published chunk to the routers, if the engine has routers and the chunk has a note."""
         if self.routers is not None and (note := self.read(chunk.slot, chunk.tail)):
             self.routers.noted(chunk, note)
 

@@ -1,6 +1,6 @@
 """The catalog of an engine on a node's memory, with operators' orders.
 
-A pin is the engine's and ends with the engine. An eviction is the node's.
+A pin belongs to this engine and ends with this engine. An eviction removes the chunk for all engines of the node.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from kvpipe.statemachine import node_link as link_m
 class OperatedCatalog(NodeCatalog):
     """A `NodeCatalog` whose chunks operators pin and evict.
 
-    `on_leased_evicted` is called for chunks that the holder has evicted although this engine leases them. Only an
-    operator of another engine orders such an eviction.
+    `on_leased_evicted` is called for a chunk that the holder has evicted although this engine leases the chunk. Only
+    an operator of another engine orders such an eviction.
     """
 
     on_leased_evicted: Callable[[Chunk], object] = staticmethod(bool)
 
     def evict(self, chunk: Chunk, *, taken: bool = False) -> bool:
-        """Evict one chunk for all engines. See `Catalog.evict`.
+        """Evict one chunk for all engines, with the arguments and the result of `Catalog.evict`.
 
-        This engine does not find the chunk any more. Other engines find the chunk until the holder has the order.
+        From now on, this engine does not find the chunk. Other engines find the chunk until the holder has the order.
         """
         slot, stock = chunk.slot, self._stock
         if self._landed.get(slot) is chunk and slot not in stock.grants:
@@ -48,16 +48,16 @@ class OperatedCatalog(NodeCatalog):
 
     @property
     def evictions_wait(self) -> bool:
-        """See `Catalog.evictions_wait`. Without a holder, evictions wait for the next one."""
+        """Whether the holder has yet to carry out evictions. False without a holder, for which evictions then wait."""
         return bool(self._stock.evictions) and self.pool.state == link_m.ATTACHED
 
     @property
     def slots_for_pins(self) -> int:
-        """See `Catalog.slots_for_pins`. Engines have equal shares of the slots that slots of this size own."""
+        """The number of slots of which pins may hold a share: the region's slots, divided equally among engines."""
         return int(self._segment.words[OWNED]) // max(1, engines_of(self._segment))
 
     def unpublished(self, chunk: SharedChunk) -> None:
-        """See `NodeCatalog.unpublished`."""
+        """Forget an evicted chunk, and call `on_leased_evicted` if this engine leases the chunk."""
         super().unpublished(chunk)
         if chunk.leases:
             self.on_leased_evicted(chunk)

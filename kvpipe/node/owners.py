@@ -35,7 +35,7 @@ class Owners:
         return self._raw[piece]
 
     def give(self, pieces: Iterable[int], region: int) -> None:
-        """Let `region` own `pieces` from now on."""
+        """Make `region` the owner of `pieces`."""
         for piece in pieces:
             self._raw[piece] = region
 
@@ -63,5 +63,5 @@ class Owners:
         return range(first, min(layout.slots, stop))
 
     def owns(self, layout: NodeLayout, slot: int) -> bool:
-        """Whether the region of `layout` owns all of a slot."""
+        """Whether the region of `layout` owns all pieces that a slot touches."""
         return all(self._raw[piece] == layout.region for piece in self.pieces(layout, slot, slot + 1))

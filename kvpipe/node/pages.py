@@ -1,4 +1,4 @@
-"""Gives memory to a part of a node's memory, in huge pages if the kernel allows them."""
+"""Allocates physical memory for a range of a node's memory, in huge pages if the kernel allows huge pages."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _libc = ctypes.CDLL(None, use_errno=True)  # unlike mmap.madvise, it releases th
 def give_memory(fd: int, at: int, size: int) -> bool:
     """Give memory to the bytes [at, at + size) of a file in memory. Returns whether the memory has huge pages.
 
-    Memory that is there already keeps its bytes. Bytes outside the range may get memory, too, if they share a huge page
-    with the range.
+    Bytes that have memory already do not change. Bytes outside the range may get memory, too, if these bytes share a
+    huge page with the range.
 
     Raises:
         OSError: the system has no memory left.
@@ -32,7 +32,7 @@ def give_memory(fd: int, at: int, size: int) -> bool:
 
 
 def _populate(fd: int, at: int, size: int, page_bytes: int) -> bool:
-    """Map the range for a moment and write to it, because the kernel may give huge pages only to mappings."""
+    """Map the range for a moment and write to the mapping: the kernel may give huge pages only to mappings."""
     low = at // page_bytes * page_bytes
     high = min(-(-(at + size) // page_bytes) * page_bytes, os.fstat(fd).st_size)
     with mmap.mmap(fd, high - low, offset=low) as mapped:

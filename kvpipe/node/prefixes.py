@@ -24,13 +24,13 @@ class NodePrefixes(Prefixes):
 
     _catalog: NodeCatalog
     _walked: tuple[KeyIndex, bytes] = {}, b""
-    """The dict that was probed last for all chunks of a prompt, and the stamps of those that it has, joined."""
+    """The dict that was probed last for all chunks of a prompt, and the joined stamps of the chunks that were found."""
 
     def longest(
         self, request: Request, extra: Sequence[dict[bytes, object]] = (), *, continued: bool = False,
         units_max: int | None = None,
     ) -> int:  # fmt: skip
-        """See `Prefixes.longest`. A chunk that the holder has evicted meanwhile is a miss.
+        """Return the longest held prefix in units, as `Prefixes.longest` does. Evicted chunks are misses.
 
         With `extra` keys nothing is pinned, so the result may count chunks that the holder has evicted.
         """
@@ -49,7 +49,7 @@ class NodePrefixes(Prefixes):
         return 0
 
     def _found(self, group: int, hashes: Sequence[bytes], units: int) -> bytes:
-        """Return the stamps of the chunks of the first `units` units, which `longest` has just found, joined."""
+        """Return the joined stamps of the chunks of the first `units` units, which `longest` has just found."""
         index, stamps = self._walked
         first = 0
         if index is self._catalog.index(group):

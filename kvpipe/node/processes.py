@@ -30,7 +30,7 @@ FOLDER_BYTES_MAX: Final = 100 - len("/" + SOCKET)
 
 
 def process_of(pid: int) -> Process:
-    """Return the process with the number `pid`. Raises OSError if there is none."""
+    """Return the process with the number `pid`. Raises OSError if no process has this number."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
@@ -93,7 +93,7 @@ def watch(process: Process) -> int | None:
 
 
 def kill(pidfd: int, limit_s: float) -> bool:
-    """Kill a process and wait for its exit. Returns whether it has exited within `limit_s` seconds."""
+    """Kill a process and wait for its exit. Returns whether the process has exited within `limit_s` seconds."""
     try:
         signal.pidfd_send_signal(pidfd, signal.SIGKILL)
     except ProcessLookupError:
@@ -124,9 +124,9 @@ def lock_folder(folder: Path) -> int:
 
 
 def holder_of(folder: Path) -> int:
-    """Return the process number of the folder's holder, or 0 if there is none.
+    """Return the process number of the folder's holder, or 0 if the folder has no holder.
 
-    A process does not see its own lock.
+    In the holder's own process the result is 0, because a process does not see its own lock.
     """
     try:
         fd = os.open(folder / LOCK, os.O_RDWR | os.O_CLOEXEC)
@@ -167,7 +167,7 @@ def has_clients(folder: Path) -> bool:
 
 
 def short_folder(folder: Path) -> Path:
-    """Return `folder`. Raises ValueError if its path is too long for the node's socket."""
+    """Return `folder`. Raises ValueError if the folder's path is too long for the node's socket."""
     if len(os.fsencode(folder)) > FOLDER_BYTES_MAX:
         raise ValueError(f"expected a path of at most {FOLDER_BYTES_MAX} bytes, because it contains a socket")
     return folder

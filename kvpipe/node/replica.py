@@ -21,7 +21,7 @@ from kvpipe.node.segment import Segment
 from kvpipe.statemachine.node_slot import PUBLISHED
 
 RECORDS_MAX: Final = 256
-"""The most table slots that one `poll` scans, and the number of journal records that it reads. Both take about 0.5 ms.
+"""The number of table slots that one `poll` scans, and of journal records that it reads. Each takes about 0.5 ms.
 
 A poll that finds more records than this number reads up to twice as many.
 """
@@ -139,7 +139,7 @@ class Follower(ABC, Generic[P]):
         while self._scanned < stop:
             record = self._reader.entry(self._scanned)
             self._scanned += 1
-            if record is not None:  # the journal has the record in full, after the scan's start
+            if record is not None:  # else the journal, read from the scan's start on, has the record
                 self._apply(record)
 
     def _apply(self, record: SlotRecord) -> None:
@@ -182,9 +182,9 @@ class NodeLeases:
     def pin(self, stamps: bytes, held: Container[bytes] = ()) -> SlotPins | None:
         """Lease all chunks with these joined stamps. Returns None, without a lease, if one of the chunks was evicted.
 
-        All leases are stored before the first generation is loaded. See `fence.py`. A slot is leased as often as it is
-        named. `held` are stamps of chunks that this engine leases already. These chunks keep their bytes even if the
-        holder has evicted them, because the holder does not reuse leased slots.
+        All leases are stored before the first generation is loaded (`fence.py` has the reason). A slot that is named
+        twice is leased twice. `held` has stamps of chunks that this engine leases already. These chunks keep their
+        bytes even after an eviction, because the holder does not reuse leased slots.
         """
         words = np.frombuffer(stamps, np.int64)
         slots, generations = words[::2], words[1::2]

@@ -64,7 +64,7 @@ class Segment:
         return self.slots[index * size : (index + 1) * size]
 
     def leases_of(self, row: int) -> memoryview:
-        """Return the counters of one client, one per slot. Only that client may write to them while it lives."""
+        """Return the counters of one client, one per slot. While the client lives, nothing else may write to them."""
         width = self.layout.lease_row_bytes // 4
         return self.leases[row * width : row * width + self.layout.slots]
 
@@ -122,7 +122,7 @@ def remove_region(fd: int, layout: NodeLayout) -> None:
 def add_region(fd: int, layout: NodeLayout, beat: Callable[[], None]) -> None:
     """Write the tables of a region that does not exist yet.
 
-    The header is written last, because the region exists from then on.
+    The header is written last, because a region with a header exists.
 
     `beat` advances the holder's clock between two pieces.
 

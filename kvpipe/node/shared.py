@@ -31,7 +31,7 @@ class SharedChunk(Chunk):
     def __init__(
         self, machine: Compiled, group: int, slot: int, watch: Watch | None = None, tenant: Tenant = ANYBODY
     ) -> None:
-        """Create a chunk that is not published. See `Chunk`."""
+        """Create a chunk that is not published. The arguments are those of `Chunk`."""
         super().__init__(machine, group, slot, watch, tenant)
         self.sealed = False
         self.answered_at: int | None = None
@@ -47,7 +47,7 @@ class SharedChunk(Chunk):
         self.generation, self.stamp = generation, stamp_of(self.slot, generation)
 
     def seal(self) -> None:
-        """Let the next step publish the landed units, because the request that fills the chunk adds no more units."""
+        """Mark the chunk, so that the next step publishes the landed units: the chunk's request adds no more units."""
         self.sealed = True
 
 

@@ -15,14 +15,14 @@ from kvpipe.statemachine.core import Cursor
 
 Ages: TypeAlias = NDArray[np.float64]
 NEVER: Final = -2.0
-"""The last use of a slot without a chunk. It is less than all uses."""
+"""The last use of a slot without a chunk. This value is less than every use."""
 
 
 class RegionSlots:
     """The slots of one region. A slot is usable if it has memory, and if no other region owns bytes of it."""
 
     def __init__(self, ledger: Ledger, owns: Callable[[int], bool], tick: Callable[[], float]) -> None:
-        """Restore the slots. `owns` tells whether no other region owns bytes of a slot. `tick` is a clock of uses.
+        """Restore the slots. `owns` returns whether this region owns all bytes of a slot. `tick` numbers the uses.
 
         Raises:
             ValueError: the tables contradict each other.
@@ -38,7 +38,7 @@ class RegionSlots:
         self._ready = int(ledger.segment.words[READY])
         self._usable = {slot for slot in ledger.beating(range(self._ready)) if owns(slot)}
         self.used = np.full(ledger.layout.slots, NEVER)
-        """The last use of each slot's chunk. It is infinite if the region cannot give the slot away."""
+        """The last use of each slot's chunk. The value is infinite if the region cannot give the slot away."""
         ledger.segment.words[OWNED] = len(self._usable)
 
     def use_more(self, ready: int) -> None:
@@ -48,7 +48,7 @@ class RegionSlots:
         self.use(range(first, self._ready))
 
     def use(self, slots: Sequence[int]) -> None:
-        """Allow grants of those of `slots` that have memory, and of which no other region owns bytes."""
+        """Allow grants of each of `slots` that has memory and of which no other region owns bytes."""
         beating = self._ledger.beating(slots)
         new = [slot for slot in beating if slot < self._ready and slot not in self._usable and self._owns(slot)]
         self._usable.update(new)

@@ -31,15 +31,15 @@ class Stock:
         self.grants: dict[int, NodeGrant] = {}
         self._free: list[int] = []
         self.reports: dict[int, Publish] = {}
-        """The landed chunks without an answer, by slot, the oldest first."""
+        """The landed chunks for which the holder has not answered yet, by slot, the oldest first."""
         self._sent: tuple[Publish, ...] = ()
         self.evictions: dict[int, int] = {}
-        """The published chunks that operators evict and that the holder has not answered yet: slot and generation."""
+        """The generations of the chunks that operators evict, by slot, until the holder has answered."""
         self._evicted: tuple[SlotGrant, ...] = ()
         self._used: dict[int, int] = {}
 
     def take(self) -> int | None:
-        """Return a slot for a save, or None if the stock is empty: then the save is dropped."""
+        """Return a slot for a save. If the stock is empty, return None, and the save is dropped."""
         if not self._free:
             return None
         slot = self._free.pop()

@@ -10,13 +10,13 @@ from kvpipe.node.segment import Segment
 from kvpipe.statemachine.node_slot import FREE
 
 _UNUSED: Final = bytes(2 * ROW_BYTES)
-"""Both copies of a row that no engine has ever used. Most rows are so, and reading a row takes longer."""
+"""Both copies of a row that no engine has ever used. Most rows have these bytes, so most rows need no decoding."""
 
 
 class NodeUsage(NamedTuple):
     """The use of the slots of one size. `slots` is the sum of all other counts.
 
-    `unready` counts slots without memory, and `elsewhere` slots whose memory slots of another size use.
+    `unready` counts the slots without memory. `elsewhere` counts the slots whose memory another region owns.
     """
 
     slots: int

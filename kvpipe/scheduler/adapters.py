@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from kvpipe.protocol.engine import Adapter, Request
 
 ALWAYS: Final = 1 << 60
-"""A step number that is never reached. In a claim it means that the adapter may have changed at any earlier time."""
+"""A step number that is never reached. In a claim, it stands for an adapter that may have changed at any time."""
 
 FRESH_S: Final = 0.5
-"""The seconds for which a waiting request uses a found digest without a new query. Ranks detect later changes."""
+"""How many seconds a waiting request uses a found digest without a new query. Ranks detect later changes."""
 
 
 class AdapterUse:
@@ -71,7 +71,7 @@ class Adapters:
     # ---- the life of a request ------------------------------------------------------------------------------------
 
     def begin_use(self, request: Request) -> None:
-        """A request has arrived: begin to read its adapter's files, unless the digest is known."""
+        """Begin to read the adapter's files for a request that has arrived, unless the digest is known."""
         lora = request.lora_request
         if lora is not None:
             self._uses[request.request_id] = use = AdapterUse(lora)
@@ -81,7 +81,7 @@ class Adapters:
         """Find the digest for a lookup in `step`.
 
         Returns True if the request should wait because the digest is not known yet. `worth` says that tiers may have a
-        hit. Then the request waits even if nothing was saved with this adapter yet. All calls in one step return the
+        hit. If so, the request waits even if no chunk was saved with this adapter yet. All calls in one step return the
         same result.
         """
         use = self._uses.get(request.request_id)
@@ -116,7 +116,7 @@ class Adapters:
         return use is None or (bool(use.digest) and self._agreed(use.lora.lora_int_id) == use.digest)
 
     def admitted(self, request: Request, step: int, local_tokens: int) -> None:
-        """The request computes from step `step` on.
+        """Note that the request computes from step `step` on.
 
         `local_tokens` is the length of the request's hit in the engine's prefix cache. Any earlier step may have
         computed this hit.
@@ -132,12 +132,12 @@ class Adapters:
     # ---- keys -----------------------------------------------------------------------------------------------------
 
     def digest(self, request: Request) -> bytes:
-        """Return the adapter's digest in the request's keys, or b"" if there is no adapter or there are no keys."""
+        """Return the adapter's digest in the request's keys. b"" means that the request has no adapter or no keys."""
         use = self._uses.get(request.request_id)
         return b"" if use is None else use.digest
 
     def keys(self, request: Request) -> Sequence[bytes]:
-        """Return the keys of the request's blocks: each is an engine's block hash with the adapter's digest behind it.
+        """Return the keys of the request's blocks. A key is an engine's block hash, followed by the adapter's digest.
 
         The result is empty while the digest of the request's adapter is unknown.
         """
@@ -179,7 +179,7 @@ class Adapters:
     # ---- the digests that are known -------------------------------------------------------------------------------
 
     def called(self, number: int, step: int) -> None:
-        """The engine loads or removes adapter `number` after step `step` was planned.
+        """Note that the engine loads or removes adapter `number` after step `step` was planned.
 
         The next step asks the ranks for digests.
         """
@@ -219,7 +219,7 @@ class Adapters:
         return {number: self._agreed(number) or b"" for held in self._held.values() for number in held}
 
     def _now(self, use: AdapterUse, since_s: float) -> bytes | None:
-        """Return the adapter's present digest: b"" if it cannot be determined, or None if it is not known yet."""
+        """Return the adapter's present digest. b"" means that it cannot be found, None that it is not known yet."""
         if not use.lora.load_inplace:  # an adapter with `load_inplace` is loaded again with every step
             digest = self._agreed(use.lora.lora_int_id)
             if digest is not None or use.lora.lora_int_id in self._open:
@@ -230,7 +230,7 @@ class Adapters:
     def _agreed(self, number: int) -> bytes | None:
         """Return the digest that all ranks hold under `number`; b"" if the ranks hold different digests.
 
-        The result is None if a rank does not hold the adapter, or if ranks have yet to answer a question about it.
+        The result is None if a rank does not hold the adapter, or has yet to answer a question about the adapter.
         """
         held = [one.get(number) for one in self._held.values()]
         if len(held) < self._ranks or None in held or number in self._open:

@@ -52,10 +52,10 @@ class Context:
 def make_catalog(
     settings: Settings, geometry: Geometry, counters: Counters, *, ready: int | None, node: NodePool | None = None
 ) -> Catalog:
-    """Return an empty catalog, whose slots are those of `node`, if the engine uses a node's memory.
+    """Return an empty catalog. If the engine uses a node's memory, the catalog uses the slots of `node`.
 
-    `ready` is the number of slots that may be used before ranks report how many are ready. If `ready` is None, all
-    slots may be used.
+    `ready` is the number of slots that may be used before ranks report the number of ready slots. If `ready` is
+    None, all slots may be used.
     """
     slots, groups = geometry.slots, len(geometry.groups)
     if node is not None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Subscriber:
-    """A part that reacts to events by overriding their methods. The methods are in the order of a request's life."""
+    """A part that reacts to events by overriding methods. The methods are in the order of a request's life."""
 
     __slots__ = ()
 
@@ -29,7 +29,7 @@ class Subscriber:
     def looked_up(self, tracked: Tracked, answer: LookupAnswer) -> None:
         """A lookup was answered or postponed.
 
-        If it was postponed, `answer` is `LATER`, and `tracked.asking` has the reason.
+        If the lookup was postponed, `answer` is `LATER`, and `tracked.asking` has the reason.
 
         The engine repeats the lookup of a waiting request, perhaps in every step.
         """
@@ -50,7 +50,7 @@ class Subscriber:
     def fetched(self, request: Request | None, piece: Piece) -> None:
         """A piece that was fetched from a tier can be found from now on.
 
-        `request` is a request with that prefix, or None.
+        `request` is a request whose prefix has the piece, or None if no request is known.
         """
 
     def load_failed(self, tracked: Tracked, load: JobInFlight) -> None:
@@ -59,8 +59,8 @@ class Subscriber:
     def finished(self, tracked: Tracked, chunks: dict[Chunk, None]) -> None:
         """The request is over, and its keys are still known.
 
-        Its cursor is FINISHED, or DRAINING while its load is still with the ranks. The request may never have been
-        admitted. `chunks` is empty if the request's id was used again before the request was over.
+        The request's cursor is FINISHED, or DRAINING until all ranks have reported the request's load. The request may
+        never have been admitted. `chunks` is empty if the request's id was used again before the request was over.
         """
 
     def reset(self) -> None:
@@ -99,7 +99,7 @@ class Events:
         self.reset: Callable[[], object] = nobody
 
     def subscribe(self, subscribers: Iterable[Subscriber]) -> None:
-        """Call `subscribers` from now on, in this order, each for the events whose methods it overrides.
+        """Call each of `subscribers`, in this order, for the events whose methods that subscriber overrides.
 
         `subscribers` replace the present subscribers of these events.
         """

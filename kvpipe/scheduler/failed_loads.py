@@ -31,7 +31,7 @@ class FailedLoads(Subscriber):
         self.blocks: Blocks | None = None
 
     def load_failed(self, tracked: Tracked, load: JobInFlight) -> None:
-        """Taint the saves that were planned after `load`, and let the engine recover."""
+        """Taint the saves that were planned after `load`, and make the engine recover."""
         kind = Kind(load.job.kind).name.lower()
         self._context.counters.fault("load_failed", request=load.job.request, job=load.job.id, kind=kind)
         if tracked.epoch == load.job.epoch:
@@ -46,7 +46,7 @@ class FailedLoads(Subscriber):
     def _held_since(self, load: JobInFlight) -> set[int]:
         """Return the blocks that unfinished requests have held since `load` was planned.
 
-        These are the blocks of the load's request, and those of other requests that begin with the same tokens.
+        These are the blocks of the load's request, and the blocks of other requests that begin with the same tokens.
         """
         blocks, keys, held = self.blocks, set(load.tracked.request.block_hashes), set[int]()
         if blocks is None:

@@ -52,7 +52,7 @@ ORDERS_PER_LANE: Final = 4
 AHEAD_SHARE: Final = 0.25
 """The largest share of the pool for chunks that are fetched ahead of requests. `SHARE` includes this share."""
 AGAIN_S: Final = 0.02
-"""How many seconds after an answer a consumer asks tiers again for chunks that a producer may be storing."""
+"""The seconds after which a consumer asks tiers again for missing chunks, because a producer may be storing them."""
 
 
 class Staging(Subscriber):
@@ -71,9 +71,9 @@ class Staging(Subscriber):
     ) -> None:
         """Start without stages. No tier is asked before `space` has a name.
 
-        If `stores` is False, this engine does not write to tiers. Such an engine is a consumer: a producer computes its
-        prompts, and may still be storing them. If `loads` is False, this engine is a producer, and consumers wait for
-        the chunks that it stores. `published` is notified of the chunks that tiers have.
+        If `stores` is False, this engine is a consumer and does not write to tiers. The consumer's prompts are computed
+        by a producer, which may still be storing the chunks. If `loads` is False, this engine is a producer, and
+        consumers wait for the chunks that the producer stores. `published` is notified of the chunks that tiers have.
         """
         settings, geometry = context.settings, context.geometry
         self.finder, self._context, self._catalog, self._geometry = finder, context, context.catalog, geometry
@@ -144,7 +144,7 @@ class Staging(Subscriber):
         if stage.wanted.units_max != units_max:
             stage.wanted = stage.wanted._replace(units_max=units_max)
         if stage.asked_step != step:
-            stage.waited_s += self._now_s() - self._planned_s  # only since the last plan: steps may be skipped
+            stage.waited_s += self._now_s() - self._planned_s  # not since the last lookup: steps may be skipped
             stage.asked_step = step
             self.look(stage)
         return stage, stage.holds_up
@@ -158,10 +158,10 @@ class Staging(Subscriber):
     def ahead(
         self, asked: Request, prefixes: Prefixes, request: Request | None, *, announced: bool = False
     ) -> AheadStage | None:
-        """Begin to fetch a prompt's chunks for which no request waits. Returns None if there is nothing to fetch.
+        """Begin to fetch a prompt's chunks for which no request waits. Returns None if tiers need not be asked.
 
-        Waiting requests have priority: this stage uses free lanes, and no room that waiting requests need. If a hint
-        has `announced` a request, the chunks count towards the share of announced requests.
+        Waiting requests have priority: this stage uses only free lanes, and room that no waiting request needs. If a
+        hint has `announced` a request, the chunks count towards the share of announced requests.
         """
         catalog = self._catalog
         room = max(1, int(catalog.slots * AHEAD_SHARE))
@@ -195,7 +195,7 @@ class Staging(Subscriber):
         return self._lookup(wanted, units)
 
     def _lookup(self, wanted: WantedPrompt, units: int) -> TierLookup:
-        """Return a lookup of the chunks that memory lacks of a prompt. Memory has the first `units` units."""
+        """Return a lookup of a prompt's chunks that memory lacks. Memory has the prompt's first `units` units."""
         stop, prefixes = wanted.stop, wanted.prefixes
         keys, states = prefixes.unit_keys(wanted.asked)[:stop], prefixes.state_keys(wanted.asked)
         whole = range(self._per_chunk, stop + 1, self._per_chunk)
@@ -221,7 +221,7 @@ class Staging(Subscriber):
                 self._end(stage, m.DEADLINE)
 
     def _late(self, stage: Stage) -> bool:
-        """Whether the stage has taken too long: it is past its deadline, or its request has waited for `wait_s_max`."""
+        """Whether the stage is past its deadline, or the stage's request has waited for `wait_s_max`."""
         wait_s_max = self.patience.wait_s_max(sum(stage.taken.values()), slow=stage.slow)
         over = isinstance(stage, AheadStage) and self._now_s() >= stage.deadline_at_s
         return over or stage.waited_s >= wait_s_max
@@ -235,7 +235,7 @@ class Staging(Subscriber):
             self._counters["prefetch_late"] += 1
 
     def _awaits(self, stage: Stage) -> bool:
-        """Whether tiers are asked again: a producer may store missing chunks before this engine could compute them."""
+        """Whether tiers are asked again: a producer may store missing chunks before this engine can compute them."""
         if not self._consumes or not isinstance(stage, RequestStage) or stage.lookup.down:
             return False
         stop, units, now_s = stage.wanted.stop, max(self._reach(stage), stage.local), self._now_s()
@@ -316,8 +316,8 @@ class Staging(Subscriber):
     def plan(self, *, stores: bool, idle: bool = False) -> tuple[TierOrder, ...]:
         """Plan a step's orders: fetches for stages whose lookup found chunks, then stores, as far as lanes are free.
 
-        `idle` says that the step computes nothing. Every exception is contained here and costs misses. Raising would
-        lose the step's loads, and the ranks rely on each order that was already made.
+        `idle` says that the step computes nothing. Every exception is contained here, and costs only misses. Raising
+        would lose the step's loads, and the orders that were already made, on which the ranks rely.
         """
         self._planned_s = self._now_s()
         self._take_answers()
@@ -345,10 +345,10 @@ class Staging(Subscriber):
             self.end(stage)
 
     def _fetch(self, stage: Stage) -> None:
-        """Order the chunks that a stage still needs, as far as lanes are free. The next steps order the rest."""
+        """Order the chunks that a stage still needs, as far as lanes are free. Later steps order the other chunks."""
         if stage.state.row == m.FOUND:
             self._unpublished.count_engines()
-            needed = lease_needed(  # before the fetches, which evict
+            needed = lease_needed(  # before the fetches, because a fetch may evict
                 lambda: needed_chunks(self._catalog, self._geometry, stage, self._reach(stage)),
                 lambda chunks: self._lease(stage, chunks),
             )
@@ -370,7 +370,7 @@ class Staging(Subscriber):
     def _order(self, stage: Stage, place: Place) -> bool:
         """Order one chunk, or wait for another stage's order of the same chunk.
 
-        Returns False if no lane is free yet, or no slot of the stock. The holder of a node's memory soon grants more.
+        Returns False if no lane is free yet, or if a node's holder has yet to grant more slots.
         """
         group, key, tier = place[0], stage.lookup.key(place), stage.lookup.found[place]
         transfer = self._fetching.get((group, key))
@@ -386,7 +386,7 @@ class Staging(Subscriber):
             room = self._room(stage, 1)
             transfer = self._reserve(stage, place, key) if room else None
             if transfer is None and room and not stage.ahead and self._unpublished.gets_slots:
-                return False  # the end of other stages would bring no slot
+                return False  # ending other stages would free no slot
             while transfer is None and not stage.ahead and not self._unpublished.node and self._give_way(stage):
                 transfer = self._reserve(stage, place, key)
             if transfer is None:
@@ -394,7 +394,7 @@ class Staging(Subscriber):
                     self._counters["tier_no_room"] += 1
                     stage.short_at_s = self._now_s()
                 stage.todo.clear()
-                stage.todo.append(place)  # the caller removes this place, the last one
+                stage.todo.append(place)  # the caller removes this last place
                 return True
         transfer.stages.append(stage)
         stage.waits.add(transfer.order.id)
@@ -421,7 +421,7 @@ class Staging(Subscriber):
     def _give_way(self, stage: Stage) -> bool:
         """Make room for `stage`, whose request waits. Returns whether any stage was ended.
 
-        All stages ahead of requests are ended, or else the stage with the last precedence.
+        If stages fetch ahead of requests, all of them are ended. Otherwise the stage with the last precedence is ended.
         """
         if self._ahead:
             for one in [*self._ahead]:
@@ -441,7 +441,7 @@ class Staging(Subscriber):
         return True
 
     def _lease(self, stage: Stage, chunks: list[Chunk]) -> bool:
-        """Lease as many of `chunks` as there is room for.
+        """Lease `chunks`, as far as the stage may hold more chunks.
 
         Returns False, and leases nothing, if the holder of a node's memory has evicted one of the chunks.
         """
@@ -525,12 +525,12 @@ class Staging(Subscriber):
             self._end_fetch(transfer)
 
     def settle(self) -> None:
-        """End the fetches that the holder of a node's memory has published since the last step, or does not publish."""
+        """End the fetches whose chunks a node's holder has published since the last step, or will not publish."""
         for transfer in self._unpublished.take_settled():
             self._end_fetch(transfer)
 
     def _end_fetch(self, transfer: TierFetch) -> None:
-        """End the wait of all stages that wait for a fetch. Its chunk was published, or it is not published at all."""
+        """End the wait of all stages for a fetch. The fetched chunk was published, or will never be published."""
         order, piece, done = transfer.order, transfer.piece, transfer.state.row == job_m.DONE
         self._fetching.pop((order.group, piece.key), None)
         there = self._catalog.find(order.group, piece.key)
@@ -545,7 +545,7 @@ class Staging(Subscriber):
             self.tier_blocks.fetched(order, transfer.space, there or piece.chunk, piece.key)
 
     def _brought(self, stage: Stage, transfer: TierFetch, chunk: Chunk | None) -> None:
-        """A transfer that `stage` waited for is over. `chunk` is the chunk that can be found now, or None."""
+        """Note that `stage` waits no longer for `transfer`. `chunk` can be found now. It is None after a failure."""
         done = transfer.state.row == job_m.DONE
         if not stage.holds_up:
             stage.fire(m.CAME if done else m.LOST)
@@ -586,7 +586,7 @@ class Staging(Subscriber):
 
     @property
     def pending(self) -> bool:
-        """Whether ranks should report on tier orders soon, or there are chunks to store."""
+        """Whether ranks should report on tier orders soon, or chunks wait to be stored."""
         return self.stores.pending or awaited(self._transfers, PATIENCE_S)
 
     @property

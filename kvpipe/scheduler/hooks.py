@@ -22,16 +22,16 @@ class Published(Protocol):
         """`chunk` of a node's memory can be found from now on. The engine that saved the chunk has written `note`."""
 
     def announce(self) -> None:
-        """Notify routers of noted chunks, because no chunks are missing any more that come before these chunks."""
+        """Notify routers of the noted chunks, because all chunks that come before these chunks are known now."""
 
     def dropped(self, chunk: Chunk) -> None:
         """`chunk` can no longer be found."""
 
     def kept(self, request: Request) -> Request | None:
-        """Return what `published` needs of `request` after the request's end; None if that would be too much."""
+        """Return the data of `request` that `published` needs after the request's end, or None if it is too large."""
 
     def block(self, chunk: Chunk, key: bytes) -> Any | None:  # noqa: ANN401  (only the engine looks into it)
-        """Return the engine's description of `chunk` up to its mark `key`, or None if routers do not know that mark."""
+        """Return the engine's description of `chunk` up to the mark `key`, or None if routers do not know this mark."""
 
     def stored(self, tier: int, group: int, block: Any) -> None:  # noqa: ANN401  (as above)
         """All ranks have stored `block` in the tier with the index `tier`. `block` came from the method `block`."""
@@ -41,7 +41,7 @@ class Published(Protocol):
 
 
 NoteOf = Callable[[Request, "Chunk", int], bytes]
-"""Returns the note of a chunk in a node's memory, or b"" if the chunk has none.
+"""Returns the note of a chunk in a node's memory, or b"" if the chunk has no note.
 
 The arguments are a request with the chunk's prefix, the chunk, and the number of units of the prefix before the chunk.
 """
@@ -52,9 +52,9 @@ class EngineFacts:
     """The facts of an engine that its scheduler side needs.
 
     `hash_tokens` is the number of tokens per block hash. `ranks` is the number of ranks. `saves` and `loads` say
-    whether this engine saves and loads. `pipeline_stages` is the number of pipeline stages. Each stage has its own
-    layers, and a pool of its own size. `waits_idle` says that a rank may wait for loads in a step that computes
-    nothing, because no other rank waits for it.
+    whether this engine saves and loads. `pipeline_stages` is the number of pipeline stages. Each pipeline stage has its
+    own layers, and a pool of its own size. `waits_idle` says that a rank may wait for loads in a step that computes
+    nothing, because no other rank waits for that rank.
     """
 
     hash_tokens: int

@@ -19,7 +19,7 @@ class JobInFlight(Reported):
     """A save or load on which not all ranks have reported yet.
 
     A save has `pieces`, from unit `first_unit` of the prefix on. A load has an `owner`, which holds `leases` leases. A
-    load transfers `tokens` tokens. A load with 0 tokens is planned to fail.
+    load transfers `tokens` tokens. A load with 0 tokens fails on every rank.
     """
 
     __slots__ = ("first_unit", "job", "leases", "owner", "pieces", "tokens", "tracked")

@@ -63,7 +63,7 @@ class Jobs:
     ) -> JobInFlight:
         """Begin a load of `tokens` tokens for `owner`, which holds `leases` leases.
 
-        A load with 0 tokens is planned to fail.
+        A load with 0 tokens fails on every rank.
         """
         load = self._begin(int(kind), tracked, rows, owner, tokens=tokens, leases=leases)
         tracked.load_job_id = load.job.id
@@ -84,13 +84,13 @@ class Jobs:
         packed = struct.pack(f"<{len(rows)}i", *rows)
         job = Job(self.new_id(), kind, tracked.request.request_id, tracked.life.epoch, packed)
         begun = JobInFlight(self.machine, job, tracked, owner, pieces, first_unit, tokens, leases)
-        self._tracer.begun(begun)  # first, because a job for which this raises is not in flight
+        self._tracer.begun(begun)  # first, because a job is not in flight if this call raises
         self.in_flight[job.id] = begun
         return begun
 
     @property
     def awaited(self) -> bool:
-        """Whether ranks may report on jobs soon: see `reported.awaited`."""
+        """Whether ranks may report on jobs soon, by the rule of `reported.awaited`."""
         return awaited(self.in_flight, self._patience_s)
 
     @property
@@ -99,7 +99,7 @@ class Jobs:
         return [job for job in self.in_flight.values() if job.job.kind == LOAD_SYNC]
 
     def reported(self, job_id: int, reports: Tally) -> bool:
-        """Count the `reports` on a job. With the last report, publish, release or fail the job.
+        """Count the `reports` on a job. After the last report, publish or release the job's chunks, or fail the job.
 
         Returns whether the job exists.
         """
@@ -141,7 +141,7 @@ class Jobs:
             self._end_for_request(job)
 
     def taint_saves(self, after: int = 0) -> None:
-        """Taint all saves with an id above `after`: a load has failed, and their KV may be computed from its blocks."""
+        """Taint all saves with an id above `after`, because their KV may come from the blocks of a failed load."""
         for job in self.in_flight.values():
             if job.owner is None and job.job.id > after:
                 job.fire(m.TAINTED)

@@ -1,4 +1,4 @@
-"""The chunks of a prompt that memory lacks, and those that its fetches need."""
+"""The chunks of a prompt that memory lacks, and the chunks that the prompt's fetches need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvpipe.tiers.finder import Place
 
 LEASE_TRIES: Final = 3
-"""The number of tries to lease a stage's chunks in memory in one step. Other engines may evict some in each try."""
+"""The number of tries in one step to lease a stage's chunks in memory. A try fails if a chunk is evicted meanwhile."""
 
 
 def lacking(catalog: Catalog, group: int, keys: Sequence[bytes], ends: Iterable[int]) -> list[int]:
@@ -40,7 +40,7 @@ def lacking_states(catalog: Catalog, groups: Sequence[int], keys: Sequence[bytes
 def needed_chunks(
     catalog: Catalog, geometry: Geometry, stage: Stage, reach: int
 ) -> Iterator[tuple[Place, Chunk | None]]:
-    """Yield the places of the prefix that memory and tiers cover together, in the order of the prefix; then states.
+    """Yield the places of the prefix that memory and tiers cover together, in the prefix's order. States come last.
 
     `reach` is the number of units of this prefix. Each place comes with the chunk that memory holds there, or with None
     if a tier must bring the chunk.
@@ -53,7 +53,7 @@ def needed_chunks(
                 continue
             window = kind.window_tokens
             if window is not None and (reach - high) * geometry.unit_tokens > window:
-                continue  # wholly before the window of the last token
+                continue  # this chunk lies wholly before the window of the last token
             chunk = stage.prefixes.holding(group, stage.prefixes.hashes(stage.asked), base, high)
             if chunk is not None:
                 yield (group, high), chunk
@@ -69,10 +69,10 @@ def needed_chunks(
 def lease_needed(
     needed: Callable[[], Iterable[tuple[Place, Chunk | None]]], lease: Callable[[list[Chunk]], bool]
 ) -> list[tuple[Place, Chunk | None]] | None:
-    """Lease those chunks of a prefix that memory has. Returns all chunks of the prefix.
+    """Lease the chunks of a prefix that memory has. Returns all chunks of the prefix.
 
-    `needed` gives the prefix that memory and tiers cover now. This prefix is shorter if the holder of a node's memory
-    has evicted a chunk. Returns None if the holder evicts chunks in `LEASE_TRIES` tries.
+    `needed` returns the prefix that memory and tiers cover now. After the holder of a node's memory has evicted a
+    chunk, the prefix is shorter. Returns None if the holder evicts chunks in each of `LEASE_TRIES` tries.
     """
     for _ in range(LEASE_TRIES):
         chunks = list(needed())

@@ -35,8 +35,8 @@ class Loading:
     ) -> None:
         """Start without loads. `pipeline_stages` is the number of pipeline stages.
 
-        With more than one stage, the failure of a sync load is known only when later steps are already running.
-        Therefore all loads are asynchronous then.
+        With several pipeline stages, all loads are asynchronous, because the failure of a sync load would be known only
+        when later steps are already running.
         """
         settings, geometry = context.settings, context.geometry
         self._geometry, self._catalog, self._prefixes = geometry, context.catalog, context.prefixes
@@ -64,10 +64,10 @@ class Loading:
         return local_tokens > 0 and 0 < external_tokens <= self._geometry.dropped_units * self._unit
 
     def admit(self, tracked: Tracked, tables: Tables, external_tokens: int, step: int) -> None:
-        """The engine has allocated blocks: lease chunks and plan the load of `external_tokens`.
+        """Lease chunks and plan the load of `external_tokens` into the blocks that the engine has allocated.
 
-        If `external_tokens` is 0, note that nothing is loaded. An error in planning a load is not raised. The load is
-        sent as a job that fails, because the engine expects a report on it.
+        If `external_tokens` is 0, note that nothing is loaded. If planning the load raises, the error is contained, and
+        the load is sent as a job that fails, because the engine expects a report on the load.
         """
         request, asking = tracked.request, tracked.asking
         row = asking.state.row
@@ -137,7 +137,7 @@ class Loading:
         return jobs
 
     def drop(self, tracked: Tracked) -> None:
-        """Drop the loads of a finished request that were not sent yet, because its blocks may soon be reused."""
+        """Drop the loads of a finished request that were not sent yet: the request's blocks may soon be reused."""
         if self._due:
             for load in [load for load in self._due if load.tracked is tracked]:
                 self._due.remove(load)
@@ -165,10 +165,10 @@ class Loading:
         evicted, its rows make the job fail.
 
         Raises:
-            LookupError: `first` lies within a block, or a part of a unit is requested although there are states or
-                windows. Also if a state has no block, or if the table has too few blocks for the tokens.
+            LookupError: `first` lies within a block, a state has no block, or the table has too few blocks for the
+            tokens. It is also raised if a part of a unit is requested in a model with states or windows.
         """
-        if first % self._geometry.whole_units:  # the engine holds the beginning of the block, and may share it
+        if first % self._geometry.whole_units:  # the engine holds the block's first tokens, and may share the block
             msg = f"a load from unit {first} on, within a block"
             raise LookupError(msg)
         if beyond and (self._geometry.states or self._geometry.tails):

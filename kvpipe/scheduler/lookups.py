@@ -69,7 +69,7 @@ class Lookups:
         tracked.fire(m.ASK)
         why = self._why_not(tracked)
         unknown = self._unknown(tracked, local_tokens, why, step)
-        if unknown is not None and not request.skip_reading_prefix_cache:  # such requests are admitted all the same
+        if unknown is not None and not request.skip_reading_prefix_cache:  # requests that skip the cache never wait
             return unknown
         if why:
             tracked.asking.reply(step, local_tokens, request.num_tokens - local_tokens, why)
@@ -86,7 +86,7 @@ class Lookups:
         tokens = units * self._unit
         missed = max(0, request.num_tokens - max(local_tokens, tokens))  # a held last token is computed, but not missed
         if not waits:
-            # The step must compute at least one token. After an async load the engine itself takes care of that.
+            # The step must compute at least one token. After an async load the engine itself ensures this.
             tokens = min(tokens, request.num_tokens - 1)
         external = max(0, tokens - local_tokens)
         why = self._prefixes.why_short(request, max(units, local_tokens // self._unit)) if missed else ""
@@ -147,7 +147,7 @@ class Lookups:
             tracked.asking.reply(step, local_tokens, request.num_tokens - local_tokens, "")
 
     def _why_not(self, tracked: Tracked) -> str:
-        """Return why nothing is loaded for this request, whichever chunks are held: a miss reason, or ""."""
+        """Return why nothing is loaded for this request even if chunks are held: a miss reason, or ""."""
         switches = self._switches
         if switches.bypass:
             return miss_reasons.BYPASS
@@ -177,8 +177,8 @@ class Lookups:
                 return _later(tracked, local_tokens, miss_reasons.ADAPTER, step)
         if request.resumable:
             # The lookup is postponed without a limit of steps, because the session holds no blocks yet. While a session
-            # exists, a load begins only if there is room for it in addition to the session. A session whose own load
-            # has failed is in `waiting`: others wait for this session, and it waits for no other request.
+            # exists, a load begins only if both the load and the session have room. A session whose own load
+            # has failed is in `waiting`: others wait for this session, and this session waits for no other request.
             waiting = self._requests.waiting
             beside = waiting | self._requests.sessions if waiting and request.request_id not in waiting else None
             if beside is not None and not self._recovery.may_wait(request, beside):

@@ -1,6 +1,6 @@
 """Notifies routers, through the engine's `Published`, of chunks that can be found.
 
-In a node's memory, notes of chunks notify the routers of all engines.
+With a node's memory, every engine notifies its own routers from the notes of chunks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class NotedChunks(Subscriber):
     """Writes the note of each landed chunk into the chunk's slot of a node's memory, before the chunk is reported."""
 
     def __init__(self, node: NodeCatalog, note_of: NoteOf) -> None:
-        """Write what `note_of` returns."""
+        """Write the notes that `note_of` returns."""
         self._notes, self._note_of = node.notes, note_of
 
     def landed(self, tracked: Tracked, piece: Piece) -> None:

@@ -7,7 +7,7 @@ from typing import Final
 from kvpipe.scheduler.pace import Pace
 
 TRIED_EVERY: Final = 16
-"""Out of this many requests that would skip a slow tier, one still reads it, because the tier may be fast again."""
+"""One in this many requests that would skip a slow tier still reads the tier, which may have become fast again."""
 
 
 AWAIT_S: Final = 0.25
@@ -37,8 +37,8 @@ class Patience:
     def slow(self, tier: int) -> bool:
         """Whether reading a token's KV from `tier` takes longer than computing the token.
 
-        False if the rates are unknown. Computing also delays other requests. At a load of r, all delays together are 1
-        / (1 - r) of the computing time.
+        False if the rates are unknown. Computing also delays other requests. If the engine computes prompts in a share
+        r of the time, all delays together are 1 / (1 - r) times the computing time.
         """
         bytes_read = self.rates.get(tier, 0.0) * self.pace.s_per_token
         return self._token_bytes * (1 - self.pace.load) > bytes_read > 0
@@ -46,8 +46,8 @@ class Patience:
     def passes(self, *, asked: bool) -> bool:
         """Whether a request skips the chunks in slow tiers. `asked` says that the engine has room for the request now.
 
-        A request skips no chunks while the engine computes other prompts or has no room, because waiting costs nothing
-        then. One of `TRIED_EVERY` requests also skips none, to measure whether the tier is still slow.
+        While the engine computes other prompts or has no room, a request skips no chunks, because waiting costs
+        nothing. One in `TRIED_EVERY` requests also skips no chunks, to measure whether the tier is still slow.
         """
         if self._slow_s_max or self.pace.busy or not asked:
             return False

@@ -1,4 +1,4 @@
-"""The scheduler side's records of a request: its lookup, its load, how far it is saved."""
+"""The scheduler side's records of a request: its lookup, its load, and the progress of its saves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvpipe.scheduler.wishes import Wish
 
 BEYOND_TOKENS: Final = 1 << 60
-"""A number of tokens that is higher than that of any request."""
+"""A number of tokens that is higher than any request's number of tokens."""
 MEMORY: Final = "memory"
 """The tier name for the tokens of a hit that memory already held at the lookup."""
 SAVE_RETRIES_MAX: Final = 3
@@ -117,8 +117,8 @@ class Asking(Cursor):
 class OpenChunk(msgspec.Struct, frozen=True, gc=False):
     """A chunk that is still being filled.
 
-    The request has filled `filled` of its units, of which the last has the key `key`. `base` is the index of the
-    chunk's first unit in the prefix.
+    The request has filled `filled` units of the chunk. The last filled unit has the key `key`. `base` is the index in
+    the prefix of the chunk's first unit.
     """
 
     base: int
@@ -131,7 +131,7 @@ class SaveProgress(Cursor):
     """How much of one request is saved.
 
     `saved_units` is the number of units of the prefix that are saved, are being saved, or were held already.
-    `next_save_at_tokens` is the number of final tokens at which there is something new to save.
+    `next_save_at_tokens` is the number of final tokens from which on a new unit can be saved.
     """
 
     __slots__ = ("next_save_at_tokens", "opened", "retries", "saved_units")
@@ -195,7 +195,7 @@ class SaveProgress(Cursor):
                 opened.chunk.seal()
 
     def close(self, group: int) -> None:
-        """Close the chunk of `group` that is being filled, if there is one: the request adds nothing more to it."""
+        """Close the chunk of `group` that is being filled, if any: the request adds no more units to this chunk."""
         opened, self.opened[group] = self.opened[group], None
         if opened is not None:
             opened.chunk.seal()
@@ -221,7 +221,7 @@ class RequestContext:
     )  # fmt: skip
 
     def __init__(self, number: int) -> None:
-        """Start outside of the trace sample. `number` names the request's cursor in traces, and is never used again."""
+        """Start outside of the trace sample. `number` names the request's cursor in traces, and no other request's."""
         self.number, self.traceparent, self.sampled = number, "", False
         self.added_ns = time.monotonic_ns()
         self.answer: LookupResult | None = None
@@ -240,9 +240,9 @@ class RequestContext:
 class Tracked(Cursor):
     """A request that the scheduler side tracks.
 
-    `load_job_id` is the id of this admission's load until that load is over, and 0 if there is no such load. `wishes`
-    are the hints that came with the request. `hints` are these wishes with times of the catalog's clock. Until the
-    request ends, these times count from its arrival, and not from its end.
+    `load_job_id` is the id of this admission's load until the load is over, and otherwise 0. `wishes` are the hints
+    that came with the request. `hints` are the same hints with times of the catalog's clock. Until the request ends,
+    these times count from the request's arrival, not from the request's end.
     """
 
     __slots__ = (

@@ -33,7 +33,7 @@ class Reported(Cursor):
 
 
 def awaited(sent: Mapping[int, Reported], patience_s: float) -> bool:
-    """Whether reports may come soon: the newest of `sent` was sent less than `patience_s` seconds ago.
+    """Whether reports may come soon, because the newest job or transfer was sent less than `patience_s` seconds ago.
 
     `sent` is in the order of sending.
     """

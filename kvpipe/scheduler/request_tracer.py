@@ -106,11 +106,11 @@ class RequestTracer(Subscriber):
             trace.took(str(asking.key), life.epoch, trace.step, cursor, life.number, was, edge, why)
 
     def admitted(self, tracked: Tracked, tables: Tables) -> None:  # noqa: ARG002  (as of the event)
-        """The request got blocks. Its hit and its miss are counted, whether or not the request is traced."""
+        """Count the hit and the miss of an admitted request, even if the request is not traced."""
         life, trace, asking, loads = tracked.life, self.trace, tracked.asking, tracked.state.row == m.ALLOCATED
         asked = asking.state.row == lookup_m.ASKED
         if not asked and not loads:
-            return  # the same admission has got more blocks
+            return  # more blocks for the same admission
         again, life.answer = life.admissions > 0, None
         life.admissions += 1
         traced = life.sampled if again else trace.lifecycle
@@ -146,7 +146,7 @@ class RequestTracer(Subscriber):
             trace.took(job.request, job.epoch, trace.step, cursor, job.id, was, edge, why)
 
     def finished(self, tracked: Tracked, chunks: dict[Chunk, None]) -> None:  # noqa: ARG002  (as of the event)
-        """The request is over: record its summary."""
+        """Record the summary of a request that is over."""
         trace, life, request = self.trace, tracked.life, tracked.request
         if not trace.lifecycle:
             return
@@ -162,7 +162,7 @@ class RequestTracer(Subscriber):
         ))  # fmt: skip
 
     def chunk_moved(self, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
-        """A chunk has made a transition.
+        """Record a chunk's transition.
 
         The trace shows the transition under the request that the recorder now handles.
         """
@@ -170,12 +170,12 @@ class RequestTracer(Subscriber):
         trace.took(trace.request, trace.epoch, trace.step, cursor, chunk.slot, was, edge, why)
 
     def stage_moved(self, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
-        """A stage has made a transition: record the transition."""
+        """Record a stage's transition."""
         trace, stage = self.trace, cast("Stage", cursor)
         trace.took(stage.owner.request, 0, trace.step, cursor, -stage.owner.epoch, was, edge, why)
 
     def transfer_moved(self, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
-        """A tier transfer has made a transition: record the transition."""
+        """Record a tier transfer's transition."""
         trace, transfer = self.trace, cast("TierTransfer", cursor)
         trace.took("", 0, trace.step, cursor, transfer.order.id, was, edge, why)
 
@@ -183,7 +183,7 @@ class RequestTracer(Subscriber):
         """Record the moves of the connection to the node's holder and, if `trace.detail`, of granted slots."""
         link = pool.link
         link.watch = self._link_moved
-        if link.state.name == link_m.ATTACHED:  # before there was a trace
+        if link.state.name == link_m.ATTACHED:  # the engine had attached before there was a trace
             was = link.machine.initial
             self._link_moved(link, was, was.on[link_m.WELCOME], "")
         if self.trace.detail:

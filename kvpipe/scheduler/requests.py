@@ -117,7 +117,7 @@ class Requests:
         return self._epochs
 
     def begin_admission(self, tracked: Tracked, held_units: int, tables: Tables) -> None:
-        """The request was admitted with new blocks: start its saving again.
+        """Start the saves of a request again, because the request was admitted with new blocks.
 
         The first `held_units` units of the request need no save.
         """
@@ -132,9 +132,9 @@ class Requests:
                 tracked.saving.give_up()
 
     def go_on(self, tracked: Tracked) -> None:
-        """The same admission got more blocks.
+        """Note that the same admission got more blocks.
 
-        If its KV is of old weights (`Recovery.continued`), save no more of the request.
+        If the request's KV was computed with old weights (`Recovery.continued`), save no more of the request.
         """
         if self._recovery.continued(tracked.request.request_id):
             tracked.saving.give_up()
@@ -147,10 +147,10 @@ class Requests:
         tracked.stage = None
 
     def finish(self, tracked: Tracked, chunks: dict[Chunk, None] | None = None) -> None:
-        """Stop tracking the request. If one part raises, the other parts are carried out all the same.
+        """Stop tracking the request. If one step of this raises, all other steps are still carried out.
 
         The request's jobs in flight end when ranks report them. `chunks` are all chunks of the request that memory
-        holds, the last one first, or None if they are unknown.
+        holds, the last chunk first, or None if these chunks are unknown.
         """
         request_id = tracked.request.request_id
         del self.tracked[request_id]

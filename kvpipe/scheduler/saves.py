@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from kvpipe.scheduler.requests import Requests
 
 STEPS_MAX_LOG2: Final = 4
-"""The base-2 logarithm of the most steps of a request for which generated tokens wait: 16."""
+"""Generated tokens wait for at most 2 ** `STEPS_MAX_LOG2` = 16 steps of their request before a save."""
 TOKENS_PER_SAVE: Final = 256
-"""The number of generated tokens that one step saves, if 16 steps generate as many. Drafts are not counted."""
+"""One step saves this number of generated tokens, if 16 steps generate as many tokens. Drafts are not counted."""
 NO_END: Final = -1
 """Stands for the number of tokens of a request that has no newly final tokens."""
 
@@ -48,9 +48,9 @@ class Saving:
         self._branches = max((geometry.units_per_block[group] for group in blocks), default=1)
         """States at branches of prompts are kept at multiples of this number of units."""
         self._uncut = bool(geometry.states or geometry.ahead_tokens)
-        """Whether cached data cannot be cut when an engine cuts a session's tokens.
+        """Whether saved chunks cannot be cut when an engine cuts a session's tokens.
 
-        Then nothing of sessions is saved.
+        If true, nothing of sessions is saved.
         """
         self._growing = [group for group in range(len(geometry.groups)) if group not in geometry.states]
         self.blocks: Blocks | None = None
@@ -58,8 +58,8 @@ class Saving:
     def ended(self, request: Request) -> list[Chunk]:
         """Keep the marks at the end of a finished request, even if other requests add units to the same chunks.
 
-        A later prompt that continues the request then finds all of the request's tokens. Returns the chunks in which
-        the request ends.
+        So a later prompt that continues the request finds all of the request's tokens. Returns the chunks in which the
+        request ends.
         """
         ends: list[Chunk] = []
         units = self._prefixes.final_units(request, request.num_tokens)
@@ -99,12 +99,12 @@ class Saving:
                 continue
             if due or request.num_computed_tokens < request.num_tokens - 1 or self._urgent(tracked, end, states):
                 jobs += self._try_save(tracked, end, states.pop(request_id, ()))
-        for request_id, offered in states.items():  # a state is offered once, perhaps of a request that does not run
+        for request_id, offered in states.items():  # a state is offered once, even for a request that does not run
             if request_id in tracked_of:
                 jobs += self._try_save(tracked_of[request_id], NO_END, offered)
 
     def _urgent(self, tracked: Tracked, end: int, states: Container[str]) -> bool:
-        """Whether the request's save cannot wait until a later step.
+        """Whether the request's save cannot wait until a later step, for one of three reasons.
 
         The engine offers a state once. The next step may free blocks that have left a window after `end` tokens. A part
         of the prompt may be unsaved, because its keys were not known yet or its save has failed.
@@ -122,7 +122,7 @@ class Saving:
     def save_up_to(self, tracked: Tracked, tokens: int) -> Sequence[Job]:
         """Plan a save of the final units of the request's first `tokens` tokens.
 
-        Returns the save, if there is anything to save.
+        Returns a list with the save, or an empty list if no unit needs a save.
         """
         return self._try_save(tracked, tokens, ())
 
@@ -132,7 +132,7 @@ class Saving:
         return dict(states.boundary_state_offloads) if states is not None else {}
 
     def _try_save(self, tracked: Tracked, end: int, states: Sequence[OfferedState]) -> Sequence[Job]:
-        """Plan one request's save, and return its job if there is something to save.
+        """Plan one request's save. Returns a list with the job, or an empty list if no unit or state needs a save.
 
         This method never raises, because the step's loads depend on the plan. An error costs only this save.
         """
@@ -202,7 +202,7 @@ class Saving:
         return rows, first
 
     def _units_max(self, tracked: Tracked) -> int | None:
-        """Return how many units of the request may be saved: the prompt's units, a limit's, or None for all."""
+        """Return how many units of the request may be saved, by the prompt or a limit, or None if all units may be."""
         limit = tracked.limits.save_units_max(self._unit)
         if self._decode:
             return limit
@@ -266,7 +266,7 @@ class Saving:
         return units >= last or (branch > 0 and units == branch)
 
     def _boundaries(self, request: Request) -> tuple[int, ...]:
-        """Return after which units states of the prompt are kept: at its end, and at a branch (0: no branch)."""
+        """Return after which units the prompt's states are kept: at the prompt's end and at a branch (0: no branch)."""
         if not self._states:
             return ()
         branch: int = getattr(request, "shared_prefix_boundary", 0)
@@ -280,7 +280,7 @@ class Saving:
     ) -> list[int]:  # fmt: skip
         """Claim units [low, high) of the chunk that begins at unit `base`, and append their piece to `pieces`.
 
-        The units are added to a chunk that ends at `low`, if there is one. Otherwise a new chunk gets all units from
+        If a held chunk ends at `low`, the units are added to this chunk. Otherwise a new chunk gets all units from
         `base` on. `key` is the key at unit `high`. Returns the rows that save the piece. The result is empty if no slot
         is free, or if blocks have left a sliding window.
         """

@@ -1,8 +1,8 @@
 """The scheduler side, which the engine calls: lookups, leases, plans of steps, and publishing of saved chunks.
 
-The scheduler side keeps no copy of a token list or of a block table. Instead, it reads the engine's requests and block
-tables when a new unit becomes final. Therefore a preempted request that is admitted again with other blocks needs no
-special case. The work per step is one comparison for each scheduled request, plus the work for new units.
+The scheduler side keeps no copy of a token list or of a block table. Instead, the scheduler side reads the engine's
+requests and block tables when a new unit becomes final. Therefore a preempted request that is admitted again with other
+blocks needs no special case. The work per step is one comparison per scheduled request, plus the work for new units.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class SchedulerSide:
         return NotedChunks(self.node, hooks.note_of) if hooks.note_of is not None else None
 
     def _make_staging(self, tiers: Sequence[GuardedTier], published: Published | None) -> Staging:
-        """Return the part that looks chunks up in `tiers`, fetches them and stores them."""
+        """Return the part that looks up, fetches and stores chunks in `tiers`."""
         counters = self.counters
         finder = Finder(
             tiers,
@@ -190,7 +190,7 @@ class SchedulerSide:
             self.staging.watch, self.staging.watch_transfer = self.tracer.stage_moved, self.tracer.transfer_moved
 
     def ranks_ready(self, slots: dict[int, int], weights: Iterable[str], heads: Sequence[int] = ()) -> None:
-        """Start to use the caches, because all ranks have registered theirs.
+        """Start to use the caches, because all ranks have registered their caches.
 
         `slots` has the number of pool slots that may be used, by rank. `weights` has the digest of each rank's weights,
         in the order of the ranks. `weights` is empty if not all ranks have answered. `heads` has the number of KV heads
@@ -241,7 +241,7 @@ class SchedulerSide:
         return answer
 
     def admitted(self, request: Request, tables: Tables, external_tokens: int) -> None:
-        """The engine has allocated blocks: lease chunks and plan the load of `external_tokens`.
+        """Lease chunks and plan the load of `external_tokens` into the blocks that the engine has allocated.
 
         If `external_tokens` is 0, note that nothing is loaded.
         """
@@ -321,14 +321,14 @@ class SchedulerSide:
         return done
 
     def _poll_node(self, poll: Callable[[], None]) -> None:
-        """Poll the holder of the node's memory, and end the fetches whose chunks it has published."""
+        """Poll the holder of the node's memory, and end the fetches whose chunks the holder has published."""
         self.trace.about("", 0)
         self._alone("node", poll)
         if self.staging is not None:
             self._alone("settle", self.staging.settle)
 
     def _stop_at_cuts(self, spans: WholeSpans, step: Step, jobs: list[Job]) -> None:
-        """For each span that `step` cuts, save the request's tokens before the span, and nothing after them."""
+        """For each span that `step` cuts, save the request's tokens before the span, and no later tokens."""
         try:
             for tracked, first in spans.plan_step(step, self.requests.tracked):
                 if self.switches.saving:
@@ -351,8 +351,8 @@ class SchedulerSide:
     def reported(self, report: Report) -> None:
         """Process the ranks' reports of one step. A job is over when all ranks have reported it.
 
-        The chunks of a job that is over are published or released, or the job fails. If one part of the report raises,
-        the other parts are processed all the same, because ranks report everything only once.
+        The chunks of a job that is over are published or released, or the job fails. If an item of the report raises,
+        all other items are still processed, because ranks report everything only once.
         """
         self.turns.take()
         if report.weights:
@@ -398,7 +398,7 @@ class SchedulerSide:
     def invalidated(self, blocks: set[int]) -> None:
         """The engine treats sync loads into `blocks` as failed. The loads may belong to kvpipe or to another connector.
 
-        Every save in flight is tainted, because it may save KV that was computed from a failed load. A load of kvpipe
+        Every save in flight is tainted, because the saved KV may be computed from a failed load. A load of kvpipe
         into `blocks` fails at once, although ranks may report on that load much later.
         """
         self.turns.take()
@@ -408,7 +408,7 @@ class SchedulerSide:
                 self._alone("invalidated", self.jobs.fail_load, load)
 
     def finished(self, request: Request) -> None:
-        """The request is over, in any state: release its leases and chunks.
+        """Release the leases and chunks of a request that is over, in any state.
 
         The request's jobs in flight end when ranks report them.
         """
@@ -426,9 +426,9 @@ class SchedulerSide:
             self._end(tracked, chunks)
 
     def _end(self, tracked: Tracked, chunks: dict[Chunk, None]) -> None:
-        """Release everything that a request holds. If one part raises, the other parts are released all the same.
+        """Release everything that a request holds. If one release raises, all other releases are still carried out.
 
-        `chunks` are all chunks of the request that memory holds, the last one first.
+        `chunks` are all chunks of the request that memory holds, the last chunk first.
         """
         try:
             self.loading.drop(tracked)
@@ -468,12 +468,12 @@ class SchedulerSide:
     def pending(self) -> bool:
         """Whether ranks should report soon.
 
-        An engine without other work then makes empty steps until the reports arrive. A rank fails a job that makes no
-        progress for `stuck_ms_max`. Some seconds later the engine stops making steps for a missing report. A report
-        that arrives later than that is processed with the next step.
+        If so, an engine without other work makes empty steps until the reports arrive. A rank fails a job that makes no
+        progress for `stuck_ms_max`. If the report is still missing some seconds later, the engine stops making steps
+        for the report. A report that arrives after this is processed with the next step.
 
-        If nothing is pending, the engine is idle, and operators' orders are carried out now. A sleeping engine makes no
-        steps, so nothing is pending then.
+        If nothing is pending, the engine is idle, and operators' orders are carried out now. In a sleeping engine
+        nothing is pending, because such an engine makes no steps.
         """
         if self.weights.asleep:
             self.turns.give()

@@ -22,7 +22,7 @@ AHEAD_S_MAX: Final = 30.0
 """The longest time in which the chunks of one prompt are fetched ahead of requests, in seconds."""
 _NEVER: Final = float("inf")
 FIRST: Final[Precedence] = -_NEVER, 0
-"""A precedence that compares less than that of every request."""
+"""A precedence that is lower than every request's precedence."""
 _HOLDS_UP: Final = frozenset({m.ASKING, m.FOUND, m.FETCHING})
 
 
@@ -31,7 +31,7 @@ class WantedPrompt(NamedTuple):
 
     `asked` has the block hashes under which `prefixes` finds the prompt's chunks. Routers are notified about fetched
     chunks in the name of `request`. If `request` is None, no router is notified. A hit covers at most `units_max`
-    units, and only the tiers with the indices `tiers` are asked. None stands for no limit, and for all tiers.
+    units, or any number if `units_max` is None. Only the tiers with the indices `tiers` are asked. None means all.
     """
 
     asked: Request
@@ -110,7 +110,7 @@ class Stage(Cursor):
 
     @property
     def ahead(self) -> bool:
-        """Whether this stage fetches ahead of requests, so that no request waits for it."""
+        """Whether this stage fetches ahead of requests, so that no request waits for the stage."""
         return isinstance(self, AheadStage)
 
 

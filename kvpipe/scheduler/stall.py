@@ -3,7 +3,7 @@
 A sync load overlaps with the forward of its own step, layer by layer. The whole batch waits for the part of the load
 that does not overlap. During an async load, other requests run, and the load's own request runs a step later. Therefore
 a hit is loaded asynchronously only if other requests run. In addition, another async load must be under way, or the
-step's sync loads together with this one must take longer than `stall_ms_max`.
+step's sync loads, including this load, must take longer than `stall_ms_max`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvpipe.protocol.engine import Step
 
 IDLE_WAIT_MS_MAX: Final = 5
-"""The longest wait of a step that computes nothing for a load, in milliseconds.
+"""The longest time for which a step that computes nothing waits for a load, in milliseconds.
 
 A request that arrives during the wait may start later by this time.
 """
@@ -30,11 +30,11 @@ class Stall:
         self._token_bytes = geometry.token_bytes
         self._stall_s_max = stall_ms_max / 1000
         self.rate = 0.0
-        """Bytes per second of loads on the slowest rank, as last measured; 0 if not measured yet."""
+        """The last measured rate of loads on the slowest rank, in bytes per second. 0 before the first measurement."""
         self.running = 0
         """The number of requests that the last step computed."""
         self.due = 0
-        """Tokens of the sync loads that are planned for the next step."""
+        """The number of tokens of the sync loads that are planned for the next step."""
 
     def too_long(self, tokens: int, *, loading: bool) -> bool:
         """Whether a load of `tokens` tokens should be asynchronous.
@@ -62,8 +62,8 @@ class Idle:
     def wait_ms(self, step: Step, *, loading: bool) -> int:
         """Return how many milliseconds `step` should wait for a load. `loading` says that async loads may be under way.
 
-        The result is 0 for the first step after a step that computes, because the engine may be waiting for the output
-        of that step.
+        The result is 0 for the first step after a step that computes, because the engine may be waiting for the
+        computing step's output.
         """
         if step.num_scheduled_tokens:
             self._empty_steps = 0

@@ -29,10 +29,10 @@ STORE_SHARE: Final = 0.25
 OFFERS_MAX: Final = 4096
 """The number of chunks that may wait to be stored.
 
-With more, the tenant with the most chunks loses its oldest offer.
+If more chunks are offered, the tenant with the most offers loses its oldest offer.
 """
 REST_STEPS: Final = 100
-"""The number of steps without stores after a failed store: the ranks' breakers would refuse the stores."""
+"""The number of steps without stores after a failed store, because the ranks' breakers would refuse stores."""
 STORES: Final = "\0store"
 """The request id in owners of leases on chunks with a store under way. No real request id has a zero byte."""
 _NEVER: Final = float("inf")
@@ -54,7 +54,7 @@ class Offer(NamedTuple):
 
     @property
     def waits(self) -> bool:
-        """Whether the chunk cannot be leased yet, because the holder of a node's memory has yet to publish it."""
+        """Whether the chunk cannot be leased yet, because a node's holder has yet to publish the chunk."""
         return not self.chunk.is_published and self.stands
 
 
@@ -63,10 +63,10 @@ _OfferKey = tuple[int, Chunk, bytes]
 
 
 class _TierOffers:
-    """The offers to one tier. All offers of `first` are stored before those of `others`. Each queue is in order of age.
+    """The offers to one tier. All offers in `first` are stored before the offers in `others`. Both are in order of age.
 
-    `under_way` maps the order id of each store that not all ranks have reported to the owner of its lease. Nothing is
-    stored before step `rests`.
+    `under_way` has the stores that not all ranks have reported: it maps the store's order id to the owner of the
+    store's lease. Nothing is stored before step `rests`.
     """
 
     __slots__ = ("first", "others", "rests", "under_way")
@@ -79,7 +79,7 @@ class _TierOffers:
         self.rests = 0
 
     def put(self, place: _OfferKey, *, first: bool) -> None:
-        """Add an offer. An offer that exists already keeps its place in the queue, except if it moves to `first`."""
+        """Add an offer. An existing offer keeps its place in the queue, unless the offer moves to `first`."""
         if first:
             self.others.pop(place, None)
             self.first[place] = None
@@ -106,8 +106,8 @@ class Storing(Subscriber):
     ) -> None:
         """Start without offers. Nothing is offered before `space` has a name.
 
-        `stores` says whether this engine writes to tiers. `loads` says whether this engine loads. An engine that does
-        not load stores chunks of finished requests before others, because another engine waits for these chunks.
+        `stores` says whether this engine writes to tiers. `loads` says whether this engine loads. If `loads` is False,
+        chunks of finished requests are stored before other chunks, because another engine waits for these chunks.
         """
         geometry, settings = context.geometry, context.settings
         self._context, self._split = context, finder.split
@@ -130,7 +130,7 @@ class Storing(Subscriber):
 
         The number changes when ranks report the size of the pool.
 
-        All tiers have equal limits, so that a tier that hangs does not delay others.
+        Each tier has the same limit of its own, so that a tier that hangs does not delay other tiers.
         """
         return max(1, min(int(self._catalog.slots * STORE_SHARE), self._in_flight_max) // self._written)
 
@@ -142,7 +142,7 @@ class Storing(Subscriber):
     # ---- offers ---------------------------------------------------------------------------------------------------
 
     def landed(self, tracked: Tracked, piece: Piece) -> None:
-        """Offer the piece's chunk if it is whole, or if this request will not add units to it."""
+        """Offer the piece's chunk if the chunk is whole, or if this request will not add units to the chunk."""
         chunk, units = piece.chunk, piece.stop
         ended = units == self._per_chunk or chunk.group in self._states or tracked.state.row == FINISHED
         ended = ended or not (chunk.writers or self._catalog.grows(chunk))
@@ -263,7 +263,7 @@ class Storing(Subscriber):
             self.tier_blocks.ordered(order, chunk, offer.key)
 
     def over(self, order: TierOrder, *, ok: bool) -> None:
-        """Every rank has reported a store. `ok` says that the store has succeeded on all ranks."""
+        """End a store that every rank has reported. `ok` says that the store has succeeded on all ranks."""
         queue = self._queues[order.tier]
         self._catalog.release(queue.under_way.pop(order.id), hit=False)
         self._counters["chunks_stored" if ok else "chunks_not_stored"] += 1
@@ -284,7 +284,7 @@ class Storing(Subscriber):
         return bool(self._offers) and any(self._next(queue) is not None for queue in self._queues)
 
     def rest(self) -> None:
-        """Count the waiting offers once, because the engine makes no more steps until it has other work."""
+        """Count the waiting offers once, because the engine makes no more steps for the offers alone."""
         if self._offers and not self._rested:
             self._rested = True
             why = f"store_idle_s_max={self.idle_s_max:g}" if time.monotonic() >= self._stops_s else "no answer"

@@ -1,6 +1,6 @@
 """The chunks in tiers that routers know of. Routers are notified through the engine's `Published`.
 
-A chunk becomes known when all ranks have stored it, or have fetched it. A chunk is withdrawn as soon as this engine
+A chunk becomes known when all ranks have stored or fetched the chunk. A chunk is withdrawn as soon as this engine
 learns that the tier has lost the chunk. The engine learns this from a lookup or from a `Noticing` tier.
 """
 
@@ -34,7 +34,7 @@ CHUNK_TOKENS: Final = 128
 NOTICED_MAX: Final = 65_536
 """The number of notices that may wait for later steps.
 
-Further notices are dropped. Then a chunk is withdrawn when a lookup misses the chunk.
+Further notices are dropped. The chunk of a dropped notice is withdrawn when a lookup misses the chunk.
 """
 NOTICES_PER_STEP_MAX: Final = 256
 """The number of notices that one step processes at most, because each notice takes some microseconds."""
@@ -46,8 +46,8 @@ WithdrawalReason = Literal["missed", "noticed", "no_room", "reset"]
 class _KnownBlock(NamedTuple):
     """A chunk that routers know of.
 
-    `number` grows with each store or fetch of a chunk by all ranks. `number` is compared with the number at a lookup's
-    start.
+    `number` is higher for each later store or fetch of a chunk by all ranks. It is compared with the number at a
+    lookup's start, because a lookup's miss does not withdraw a chunk that was stored later.
     """
 
     block: Any  # opaque: only the engine reads it
@@ -114,7 +114,7 @@ class TierBlocks:
     # ---- what is gone ---------------------------------------------------------------------------------------------
 
     def watch(self, lookup: TierLookup) -> TierLookup:
-        """Return `lookup`, and make it record the chunks that it misses. The lookup must not have begun yet."""
+        """Make `lookup` record the chunks that the lookup misses, and return it. The lookup must not have begun yet."""
         if any(self._announces):
             lookup.misses, lookup.announced, lookup.number = [], self.known, self._number
         return lookup

@@ -15,7 +15,7 @@ NODE_SHARE: Final = 0.5
 
 
 class UnpublishedFetches:
-    """The fetches that all ranks have landed, and that wait for the holder. With a private pool there are none."""
+    """The fetches that all ranks have landed, and that wait for the holder. A private pool has no such fetches."""
 
     def __init__(self, catalog: Catalog) -> None:
         """Start without fetches. `node` is the node's memory that has the catalog's slots, or None."""
@@ -35,9 +35,9 @@ class UnpublishedFetches:
 
     @property
     def held_max(self) -> int | None:
-        """The number of chunks that this engine's waiting requests may hold of a node's memory, or None.
+        """The number of a node's chunks that this engine's waiting requests may hold, or None for a private pool.
 
-        Engines have equal shares of the slots that have memory and that no slots of another size use.
+        Engines have equal shares of the slots that have memory and whose bytes no slot of another size uses.
         """
         return None if self.node is None else int(self.node.slots_usable * NODE_SHARE) // self._engines
 
@@ -50,7 +50,7 @@ class UnpublishedFetches:
     def has_slot(self) -> bool:
         """Whether a slot can be reserved now. A private pool always tries, because it may evict a chunk to get a slot.
 
-        A fetch does not try to reserve a slot of an empty stock, because the catalog counts that as a dropped save.
+        With an empty stock, a fetch reserves no slot, because the catalog would count the failure as a dropped save.
         """
         return self.node is None or self.node.slots_free > 0
 
@@ -61,8 +61,8 @@ class UnpublishedFetches:
     def take_settled(self) -> Iterator[TierFetch]:
         """Yield and remove the fetches that wait no longer.
 
-        The chunk is published, or it was dropped, or there is no holder. A chunk is dropped by a reset, or because the
-        holder has published another copy.
+        A fetch waits no longer if its chunk was published or dropped, or if there is no holder. A chunk is dropped by a
+        reset, or because the holder has published another copy.
         """
         for fetch in [one for one in self._fetches if not self._waits(one)]:
             self._fetches.remove(fetch)

@@ -2,7 +2,7 @@
 
 After any call that may have changed the weights, the digest is in doubt. Nothing is found and nothing is saved until
 every rank has digested its weights again, at the beginning of a step. If the weights have changed, every chunk is
-forgotten, and tiers are used under the namespace of the new weights. If an engine later loads its old weights again, it
+forgotten, and tiers are used under the namespace of the new weights. An engine that later loads its old weights again
 finds its old chunks in tiers again.
 """
 
@@ -51,7 +51,7 @@ class Weights:
         self._counters.count("weights_suspected", why)
 
     def next_question(self) -> int:
-        """Return the number of the question that is sent to the ranks with the next step, or 0 if none is sent."""
+        """Return the number of the question that the next step sends to the ranks, or 0 if it sends no question."""
         if self.asleep or self._sent == self._question or not self.doubtful:
             return 0
         self._sent = self._question
@@ -61,7 +61,7 @@ class Weights:
         """Process the ranks' answers: (question, digest of the weights) by rank.
 
         Returns whether the weights have changed. Every answer is used, even if another question is open already,
-        because steps were computed with those weights.
+        because steps were computed with the reported weights.
         """
         if len(reports) < self._ranks:
             self._counters.fault("weights_not_on_all_ranks", ranks=self._ranks, reported=len(reports))

@@ -1,4 +1,4 @@
-"""Hints in two forms: as they come with a request, and as the scheduler side keeps them. `hints.py` parses hints."""
+"""Hints as they come with a request (`RawHints`), and as the scheduler side keeps them. `hints.py` parses hints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RawAction(NamedTuple):
 class RawHints(NamedTuple):
     """The hints of a request, not parsed yet.
 
-    `actions` are the actions of an envelope. `own` has payloads by kind. A field is None if the request lacks it.
+    `actions` are the actions of an envelope. `own` has payloads by kind. A field that the request lacks is None.
     """
 
     actions: object

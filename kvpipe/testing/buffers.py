@@ -24,7 +24,7 @@ def content(seed: int, n: int) -> bytes:
 
 
 def value(seed: int, n: int) -> tuple[memoryview, ...]:
-    """Return `content(seed, n)` in aligned parts: the first 4096 bytes, and the rest if `n` is larger."""
+    """Return `content(seed, n)` in aligned buffers: the first 4096 bytes, and, if `n` is larger, the other bytes."""
     return filled(content(seed, n), (ALIGN_BYTES, n - ALIGN_BYTES) if n > ALIGN_BYTES else (n,))
 
 
@@ -53,5 +53,5 @@ def get(i: int, *sizes: int, **key: Any) -> Get:
 
 
 def data(parts: tuple[memoryview, ...]) -> bytes:
-    """Return the bytes of all parts, joined."""
+    """Return the joined bytes of all buffers."""
     return b"".join(parts)

@@ -18,15 +18,15 @@ class DictTier:
         self.values: dict[str, bytes] = {}
 
     async def open(self) -> None:
-        """See `Tier.open`."""
+        """Do nothing, because the dictionary needs no connection."""
 
     async def exists(self, keys: Sequence[Key]) -> list[bool]:
-        """See `Tier.exists`."""
+        """Return, for each key, whether the dictionary has a value."""
         await anyio.lowlevel.checkpoint()
         return [key.text in self.values for key in keys]
 
     async def read(self, gets: Sequence[Get]) -> list[Read]:
-        """See `Tier.read`."""
+        """Copy each value into its buffers."""
         await anyio.lowlevel.checkpoint()
         return [self._read(get) for get in gets]
 
@@ -43,7 +43,7 @@ class DictTier:
         return Read.HIT
 
     async def write(self, puts: Sequence[Put]) -> list[Written]:
-        """See `Tier.write`."""
+        """Store each value whose key the dictionary does not have yet."""
         await anyio.lowlevel.checkpoint()
         out = []
         for put in puts:
@@ -53,20 +53,20 @@ class DictTier:
         return out
 
     async def delete(self, keys: Sequence[Key]) -> int:
-        """See `Tier.delete`."""
+        """Remove values. Returns the number of removed values."""
         return sum(self.values.pop(key.text, None) is not None for key in keys)
 
     async def capacity(self) -> Capacity:
-        """See `Tier.capacity`."""
+        """Return the number of values and the sum of their sizes. The tier has no bound."""
         return Capacity(len(self.values), sum(map(len, self.values.values())), None)
 
     async def health(self) -> None:
-        """See `Tier.health`."""
+        """Do nothing, because the dictionary can always be used."""
 
     async def scan(self) -> AsyncIterator[Entry]:
-        """See `Tier.scan`."""
+        """Yield every key with the size of its value. The ages of values are unknown."""
         for name, value in list(self.values.items()):
             yield Entry(Key.parse(name), len(value), None)
 
     async def close(self) -> None:
-        """See `Tier.close`."""
+        """Do nothing. The values are kept."""

@@ -19,7 +19,7 @@ from kvpipe.statemachine.core import Cursor
 
 
 class DirectNode:
-    """A memory of `slots` slots and the holder's keeper. `numbers` yields the engines' numbers."""
+    """A memory of `slots` slots, with the holder's keeper. `numbers` yields a number for each new engine."""
 
     def __init__(self, slots: int, slot_bytes: int, note_bytes: int = 0) -> None:
         """Make the memory. All slots may be used from the start. Slots end with a note of `note_bytes` bytes."""
@@ -45,8 +45,8 @@ class DirectNode:
 class DirectPool(NodePool):
     """An engine on a `DirectNode`. An answer arrives one poll after its batch.
 
-    While `mute` is True no answer arrives, as if the holder were stopped. While `slow` is True the holder carries a
-    batch out when the engine polls next, as a holder in a process of its own often does.
+    While `mute` is True no answer arrives, as if the holder were stopped. While `slow` is True the holder carries out a
+    batch at the engine's next poll, as a holder in a separate process often does.
     """
 
     def __init__(self, node: DirectNode, stock: int = 2) -> None:

@@ -1,6 +1,6 @@
-"""The suite that every inference engine with its kvpipe adapter must pass; see docs/new-engine.md.
+"""The suite that every inference engine with a kvpipe connector must pass (docs/new-engine.md).
 
-A test module of an adapter has a subclass of `EngineConformance`, whose fixture `make` returns a maker of engines:
+A connector's test module has a subclass of `EngineConformance`, whose fixture `make` returns a maker of engines:
 
     class TestMine(EngineConformance):
         @pytest.fixture
@@ -55,7 +55,7 @@ class EngineDriver(Protocol):
 
     @property
     def scheduler(self) -> SchedulerSide:
-        """The scheduler side of kvpipe. Never read on an engine without kvpipe."""
+        """The scheduler side of kvpipe. The tests never read this property of an engine without kvpipe."""
 
     @property
     def workers(self) -> Sequence[WorkerSide]:
@@ -107,7 +107,7 @@ class _EngineRun:
         self._asked: dict[str, tuple[int, ...]] = {}
 
     def add(self, *seeds: int) -> list[str]:
-        """Queue a prompt per seed and return the ids of the requests. All prompts share their first half."""
+        """Queue one prompt for each seed, and return the requests' ids. All prompts share the first half."""
         common = random.Random(-1)
         shared = [common.randrange(VOCABULARY) for _ in range(20)]
         names = []
@@ -137,7 +137,7 @@ class _EngineRun:
         self.driver.forget()
 
     def abort(self, name: str) -> None:
-        """Abort a request, and do not expect an answer to it."""
+        """Abort a request, and expect no answer for this request."""
         self.driver.abort(name)
         del self._asked[name]
 
@@ -154,7 +154,7 @@ class _EngineRun:
     def check(self, *, faults: bool = False) -> None:
         """Assert that answers equal those of an engine without kvpipe, and that nothing is left open.
 
-        `faults`: whether counted faults are permitted.
+        `faults` says whether counted faults are permitted.
         """
         alone = self._make(None)
         for name, prompt in self._asked.items():
@@ -251,7 +251,7 @@ class EngineConformance:
             for _ in range(3):
                 run.driver.step()
             for worker in run.driver.workers:
-                worker.end_step()  # outside of any step
+                worker.end_step()  # no step is running
             run.warm(1, 2)
         assert run.loaded > 0, "nothing was loaded"
         run.check()

@@ -1,11 +1,11 @@
-"""A simulated CUDA device. Its streams run only when a test lets them run, in the order that the test chooses.
+"""A simulated CUDA device. The device's streams run only when a test runs them, in the order that the test chooses.
 
-A stream is a queue of copies, computations, event records and event waits. `step` runs the head of one stream; a stream
-whose head waits for an event that has not fired cannot run. For every order that CUDA may legally run, there is a
-sequence of steps that runs it. So if a wait is missing, some sequence gives wrong bytes. The device orders work on the
-host only by the host's own order: work that the host queues after it has observed an event runs after that event. A
-device can be dead. Then every call raises the same error (a sticky error). A device can also return the same streams in
-turn, as torch does.
+A stream is a queue of copies, computations, event records and event waits. `step` runs the head of one stream. A stream
+whose head waits for an event that has not fired cannot run. For every order that CUDA may legally run, some sequence of
+steps gives this order. So if a wait is missing, some sequence gives wrong bytes. The device orders work on the host
+only by the host's own order: work that the host queues after it has observed an event runs after that event. Every call
+of a dead device raises the same error (a sticky error). A device can also return the same streams in rotation, as torch
+does.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class FakeEvent:
         self.of, self.device = of, device
         self.fired = self.broken = False
         self.asked = 0
-        self.refusals = 0  # so many calls of `query` raise, although the device works
+        self.refusals = 0  # the number of next calls of `query` that raise, although the device works
 
     def query(self) -> bool:
-        """Whether the event has fired. If it is broken, raise then, as CUDA does after an asynchronous error."""
+        """Whether the event has fired. A broken event raises when it has fired, as CUDA does after an async error."""
         self.asked += 1
         self.device.alive()
         if self.refusals:
@@ -60,7 +60,7 @@ class FakeEvent:
         return self.fired
 
     def synchronize(self) -> None:
-        """Block until the event has fired. Another thread must let the device run."""
+        """Block until the event has fired. Another thread must run the device meanwhile."""
         self.device.waits += 1
         while not self.fired:
             self.device.alive()
@@ -89,7 +89,7 @@ class FakeStream:
             self.queue.append(work)
 
     def record_event(self) -> FakeEvent:
-        """See torch.cuda.Stream."""
+        """Queue a new event, as `torch.cuda.Stream.record_event` does, and return the event."""
         self.device.alive()
         if any(self.name.startswith(name) for name in self.device.lost):
             msg = "CUDA error: unspecified launch failure"
@@ -103,7 +103,7 @@ class FakeStream:
         return event
 
     def wait_event(self, event: FakeEvent) -> None:
-        """See torch.cuda.Stream. Does nothing if the device's `forgets` has this stream and the event's stream."""
+        """Make later work wait for `event`. Does nothing if `forgets` has this stream and the event's stream."""
         self.device.alive()
         if (self.name, event.of) not in self.device.forgets:
             with self.device.lock:
@@ -113,7 +113,7 @@ class FakeStream:
         """Run the device until this stream's queue is empty."""
         self.device.alive()
         while self.queue:
-            with self.device.lock:  # other threads may let the device run, too
+            with self.device.lock:  # other threads may run the device, too
                 hangs = bool(self.queue) and not self.device.step(0)
             if hangs:
                 msg = f"stream {self.name} waits for an event that nobody will fire"
@@ -129,9 +129,9 @@ class FakeStream:
 class FakeDevice:
     """Implements `kvpipe.transfer.device.Device`. `compute` is the caller's stream.
 
-    `forgets` has pairs (waiting stream, awaited stream) whose waits are dropped, as if the engine had forgotten them.
-    If `interpreted`, launches run the real kernel in Triton's interpreter, otherwise `_move_rows`. `streams_max`: the
-    number of streams, the caller's included, that `stream` returns in turn; 0: each call makes a new stream.
+    `forgets` has pairs (waiting stream, awaited stream) whose waits are dropped, as if the engine had no such waits. If
+    `interpreted`, launches run the real kernel in Triton's interpreter, otherwise `_move_rows`. `streams_max` is the
+    number of streams, including the caller's, that `stream` returns in rotation. If it is 0, each call makes a stream.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class FakeDevice:
         self.default = FakeStream(self, "default")
         self.streams = [self.compute, self.default]
         self.lost: set[str] = set()  # beginnings of the names of streams that cannot record events any more
-        self.copies_until_error = -1  # copies and launches that may be queued before one raises; -1: none raises
+        self.copies_until_error = -1  # how many copies and launches are queued before the next raises; -1: no limit
         self.errors_on = ""  # the beginning of the names of streams whose copies may raise
         self.pins_max = pins_max
         self.pinned: dict[int, int] = {}
@@ -167,7 +167,7 @@ class FakeDevice:
         self._streams_max, self._given = streams_max, 0
 
     def alive(self) -> None:
-        """Raise the sticky error `dead`, if there is one."""
+        """Raise the sticky error `dead`, if it is not ""."""
         if self.dead:
             raise RuntimeError(self.dead)
 
@@ -188,7 +188,7 @@ class FakeDevice:
         return self.default if threading.current_thread().name.startswith("kvpipe") else self.compute
 
     def enter_thread(self) -> None:
-        """Nothing to do."""
+        """Do nothing, because the device has no state per thread."""
 
     def cpus(self) -> frozenset[int]:
         """Return `near`, which the test has set."""
@@ -199,7 +199,7 @@ class FakeDevice:
         return self.architecture
 
     def copy(self, stream: FakeStream, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Queue copies. A copy from memory of `allocate_pinned` is small, and is queued as a whole."""
+        """Queue copies. A copy from memory of `allocate_pinned` is small, and is not split in halves."""
         for to, source in pairs:
             if source.untyped_storage().data_ptr() in self.pinned_memory:
                 stream.put(_copy(to, source))
@@ -214,7 +214,7 @@ class FakeDevice:
             self._queue_copy(stream, _bytes_at(to, size), _bytes_at(source, size), settled=settled)
 
     def _queue_copy(self, stream: FakeStream, to: torch.Tensor, source: torch.Tensor, *, settled: bool = False) -> None:
-        """Queue a copy in two halves, so that other streams can run between them.
+        """Queue a copy in two halves, so that other streams can run between the halves.
 
         The first half reads `settled` bytes now.
         """
@@ -266,13 +266,13 @@ class FakeDevice:
         return made
 
     def blocking_lag_us(self) -> float:
-        """Return `lag_us`, which the test has set. Raises if it is negative."""
+        """Return `lag_us`, which the test has set. Raises if `lag_us` is negative."""
         if self.lag_us < 0:
             raise RuntimeError("CUDA out of memory")
         return self.lag_us
 
     def has_kernels(self) -> str:
-        """Return `no_kernels`, the reason that the test has set; "": the device has kernels."""
+        """Return `no_kernels`, the reason that the test has set, or "" if the device has kernels."""
         return self.no_kernels
 
     def reads_pool(self) -> bool:
@@ -311,19 +311,19 @@ class FakeDevice:
 
 NONSENSE = 0xEE
 MAPPED_BYTES_MIN, MAPPED_BYTES_MAX = 64 << 10, 4 << 20
-"""The sizes of memory that is mapped. To fill this memory would take longer than most tests."""
+"""The sizes of allocations that map `_nonsense_file`. Filling such memory would take longer than most tests."""
 
 
 @functools.cache
 def _nonsense_file() -> int:
-    """Return a file in memory that is full of nonsense."""
+    """Return a file in memory that is full of random bytes."""
     file = os.memfd_create("nonsense")
     os.pwrite(file, bytes([NONSENSE]) * MAPPED_BYTES_MAX, 0)
     return file
 
 
 def _nonsense(size: int) -> torch.Tensor:
-    """Return bytes of nonsense. The system copies a page of mapped memory at the first write to the page."""
+    """Return random bytes. The system copies a page of mapped memory at the first write to the page."""
     if not MAPPED_BYTES_MIN <= size <= MAPPED_BYTES_MAX:
         return torch.full((size,), NONSENSE, dtype=torch.uint8)
     return torch.frombuffer(mmap.mmap(_nonsense_file(), size, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)

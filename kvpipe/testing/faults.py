@@ -14,7 +14,7 @@ class FaultyCpuEngine(CpuEngine):
     """Calls `fail(direction, is_every_second_job, layer)` for each job and layer. A failed load leaves garbage."""
 
     def __init__(self, threads: int, fail: Fail) -> None:
-        """`fail` returns whether a job fails. Every second job in the order of first use, by direction, is marked."""
+        """`fail` returns whether a job fails. Every second job of a direction, by first use, is marked."""
         super().__init__(threads)
         self._fail = fail
         self._seen: dict[Direction, dict[int, int]] = {Direction.SAVE: {}, Direction.LOAD: {}}

@@ -17,7 +17,7 @@ class TierFault(Enum):
 
     LATE = "late"  # the call is done after a delay
     ERROR = "error"  # the call is not done, and raises TierError
-    LOST = "lost"  # the call is done, but raises TierError, as if its answer was lost
+    LOST = "lost"  # the call is done, but raises TierError, as if the answer was lost
     HANG = "hang"  # the call never returns, and can only be cancelled
     FULL = "full"  # writes only: raises TierFullError
     MISS = "miss"  # exists and read only: no value is found
@@ -39,14 +39,14 @@ def seeded(seed: int, chances: Mapping[TierFault, float]) -> Iterator[TierFault 
 class FaultyTier:
     """Passes every call to the tier `inner`, with at most one fault.
 
-    The fault is the first of `demanded` that is possible for the call, or else the next of the plan. `open` and `close`
-    have no faults. `struck` counts the faults that have occurred.
+    The fault is the first fault in `demanded` that is possible for the call, or else the next fault of the plan. `open`
+    and `close` have no faults. `struck` counts the faults that have occurred.
     """
 
     def __init__(
         self, inner: Tier, plan: Iterable[TierFault | None] = (), *, late_s: float = 0.01, seed: int = 0
     ) -> None:
-        """Start without faults. `plan` may be endless. After its end only `demanded` causes faults."""
+        """Start without faults. `plan` may be endless. After the plan's end only `demanded` causes faults."""
         self.inner, self.name, self.late_s = inner, inner.name, late_s
         self.plan = iter(plan)
         self.demanded: deque[TierFault] = deque()
@@ -66,7 +66,7 @@ class FaultyTier:
         return fault
 
     async def _before(self, *own: TierFault) -> TierFault | None:
-        """Apply the part of the next fault that precedes the call, and return the fault."""
+        """Return the next fault, after its effect before the call, such as a delay."""
         fault = self._next(frozenset(own))
         if fault is TierFault.LATE:
             await anyio.sleep(self.late_s)
@@ -88,18 +88,18 @@ class FaultyTier:
             self._fail()
 
     async def open(self) -> None:
-        """See `Tier.open`."""
+        """Open the inner tier, without a fault."""
         await self.inner.open()
 
     async def exists(self, keys: Sequence[Key]) -> list[bool]:
-        """See `Tier.exists`."""
+        """Pass the call to the inner tier, with at most one fault."""
         fault = await self._before(TierFault.MISS)
         found = await self.inner.exists(keys)
         self._after(fault)
         return [False] * len(keys) if fault is TierFault.MISS else found
 
     async def read(self, gets: Sequence[Get]) -> list[Read]:
-        """See `Tier.read`."""
+        """Pass the call to the inner tier, with at most one fault."""
         fault = await self._before(TierFault.MISS, TierFault.FLIP)
         if fault is TierFault.MISS:
             return [Read.MISS] * len(gets)
@@ -113,39 +113,39 @@ class FaultyTier:
         return reads
 
     async def write(self, puts: Sequence[Put]) -> list[Written]:
-        """See `Tier.write`."""
+        """Pass the call to the inner tier, with at most one fault."""
         fault = await self._before(TierFault.FULL)
         written = await self.inner.write(puts)
         self._after(fault)
         return written
 
     async def delete(self, keys: Sequence[Key]) -> int:
-        """See `Tier.delete`."""
+        """Pass the call to the inner tier, with at most one fault."""
         fault = await self._before()
         count = await self.inner.delete(keys)
         self._after(fault)
         return count
 
     async def capacity(self) -> Capacity:
-        """See `Tier.capacity`."""
+        """Pass the call to the inner tier, with at most one fault."""
         fault = await self._before()
         capacity = await self.inner.capacity()
         self._after(fault)
         return capacity
 
     async def health(self) -> None:
-        """See `Tier.health`."""
+        """Pass the call to the inner tier, with at most one fault."""
         fault = await self._before()
         await self.inner.health()
         self._after(fault)
 
     async def scan(self) -> AsyncIterator[Entry]:
-        """See `Tier.scan`."""
+        """Pass the call to the inner tier, with at most one fault."""
         fault = await self._before()
         async for entry in self.inner.scan():
             yield entry
         self._after(fault)
 
     async def close(self) -> None:
-        """See `Tier.close`."""
+        """Close the inner tier, without a fault."""
         await self.inner.close()

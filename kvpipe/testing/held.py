@@ -26,15 +26,15 @@ class Moved(NamedTuple):
 
 
 class HeldEngine(CpuEngine):
-    """A copy engine that holds copies until a caller waits for them or the trial runs them.
+    """A copy engine that holds each copy until a caller waits for the copy or the trial runs the copy.
 
-    The trial may let copies fail. Copies of one direction run in order. If `device` is True, a wait only orders, as
-    with CUDA events: when the wait returns, the bytes have moved, but the completion is delivered later. In this case a
-    failure is set at once in `Ticket.failed`.
+    The trial may make copies fail. Copies of one direction run in order. If `device` is True, a wait only orders work,
+    as with CUDA events: when the wait returns, the bytes have moved, but the completion is delivered later. A failure
+    is then set at once in `Ticket.failed`.
     """
 
     def __init__(self, *, device: bool = False) -> None:
-        """Start in a state in which every copy is held until a caller waits for it, and then succeeds."""
+        """Start in a state in which every copy is held until a caller waits for the copy, and then succeeds."""
         super().__init__(0)
         self._device = device
         self._held: dict[Direction, deque[Held]] = {d: deque() for d in Direction}
@@ -52,20 +52,20 @@ class HeldEngine(CpuEngine):
     # ---- the trial's side -----------------------------------------------------------------------------------------
 
     def arm(self, direction: Direction, layer: int) -> None:
-        """Let the next job of `direction` fail in `layer`. The job leaves garbage at its destination."""
+        """Make the next job of `direction` fail in `layer`. The job leaves garbage at its destination."""
         self._armed[direction].append(layer)
 
     def lose(self, direction: Direction, *, in_time: bool = False) -> None:
-        """Let the next wait of `direction` time out, although the bytes have moved. `find_lost` delivers completions.
+        """Make the next wait of `direction` time out, although the bytes have moved. `find_lost` delivers completions.
 
-        `in_time`: the completions are delivered just before the wait returns.
+        If `in_time` is True, the completions are delivered just before the wait returns.
         """
         self._losing[direction] = in_time
 
     def pace(self, saves: int, loads: int, *, backwards: bool) -> None:
-        """Run copies in batches from now on, as soon as `saves` or `loads` copies are held; 0: only in a wait.
+        """Run copies in batches from now on, when `saves` or `loads` copies are held. 0 means only in a wait.
 
-        `backwards`: completions arrive in reverse order.
+        If `backwards` is True, the completions of a batch arrive in reverse order.
         """
         self._pace = {Direction.SAVE: saves, Direction.LOAD: loads}
         self._backwards = backwards
@@ -76,7 +76,7 @@ class HeldEngine(CpuEngine):
         while self._held[direction] and len(moved) < copies:
             self._move(direction)
         done = [moved.popleft() for _ in range(min(copies, len(moved)))]
-        if self._backwards:  # if there are more than two, the first stays first, so that the order breaks in the middle
+        if self._backwards:  # the first of three or more stays first, so that the order breaks in the middle
             done = done[: len(done) > 2] + done[: 0 if len(done) > 2 else None : -1]
         for ticket, failed in done:
             self._last = ticket

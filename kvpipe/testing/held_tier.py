@@ -1,4 +1,4 @@
-"""A tier for trials: a dictionary that all ranks share. On demand its calls wait, fail or return wrong bytes."""
+"""A tier for trials: a dictionary that all ranks share. On demand, calls wait, fail or return wrong bytes."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class HeldTier(DictTier):
         self.trouble = "none"
         self.is_held, self._lock = False, threading.Lock()
         self.values_max = 0
-        """The number of values that the tier keeps; it drops the oldest ones. 0: no limit."""
+        """The number of values that the tier keeps. Beyond it, the oldest values are dropped. 0 means no limit."""
         self.dropped = deque[str](maxlen=DROPPED_MAX)
-        """The names of the values that were dropped or deleted last."""
+        """The names of the values that were most recently dropped or deleted."""
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
     @property
@@ -54,7 +54,7 @@ class HeldTier(DictTier):
         self.is_held = True
 
     def let_go(self) -> None:
-        """Let held and later calls continue."""
+        """Release the held calls, and hold no later calls."""
         with self._lock:
             self.is_held = False
             waiting, self._waiting = self._waiting, []
@@ -62,12 +62,12 @@ class HeldTier(DictTier):
             loop.call_soon_threadsafe(event.set)
 
     async def exists(self, keys: Sequence[Key]) -> list[bool]:
-        """See `Tier.exists`."""
+        """Search for values as `DictTier` does, when the call is not held any more."""
         await self._turn()
         return await super().exists(keys)
 
     async def read(self, gets: Sequence[Get]) -> list[Read]:
-        """See `Tier.read`."""
+        """Read values as `DictTier` does, with the fault that the trial has set."""
         await self._turn()
         if self.trouble == "forgets":
             return [Read.MISS for _ in gets]
@@ -80,7 +80,7 @@ class HeldTier(DictTier):
         return found
 
     async def write(self, puts: Sequence[Put]) -> list[Written]:
-        """See `Tier.write`."""
+        """Write values as `DictTier` does, and drop the oldest values beyond `values_max`."""
         await self._turn()
         if self.trouble == "full":
             raise TierFullError("it is full")
@@ -91,7 +91,7 @@ class HeldTier(DictTier):
         return written
 
     async def delete(self, keys: Sequence[Key]) -> int:
-        """See `Tier.delete`."""
+        """Remove values as `DictTier` does, and record their names in `dropped`."""
         self.dropped.extend(key.text for key in keys)
         return await super().delete(keys)
 
@@ -100,7 +100,7 @@ class HeldTier(DictTier):
         self.values.pop(name, None)
 
     async def health(self) -> None:
-        """See `Tier.health`."""
+        """Raise `TierError` if the tier is down."""
         if self.trouble == "down":
             raise TierError("it is down")
 

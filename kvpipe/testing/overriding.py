@@ -8,7 +8,7 @@ import pytest
 
 
 def not_overridden(suite: object, method: str, what: str) -> NoReturn:
-    """Fail a test of `suite`, because its class does not override `method`. `what`: what the method must return.
+    """Fail a test of `suite`, because its class does not override `method`. `what` names the result of the method.
 
     The method is not abstract, because pytest silently skips a class with abstract methods.
     """

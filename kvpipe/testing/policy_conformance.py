@@ -1,7 +1,7 @@
-"""The suite that every eviction policy must pass. It tests the protocol of `kvpipe/cache/policy/base.py`.
+"""The suite that every eviction policy must pass. The suite tests the protocol of `kvpipe/cache/policy/base.py`.
 
-A test module of a policy has a subclass of `PolicyConformance`. Its fixture `make` returns a function or class that
-makes a policy for a number of slots:
+A test module of a policy has a subclass of `PolicyConformance`. The subclass's fixture `make` returns a function or
+class that makes a policy for a number of slots:
 
     class TestNewest(PolicyConformance):
         @pytest.fixture
@@ -32,7 +32,7 @@ class Item:
     """A chunk as a policy sees it. An item is equal only to itself. `identity` stands for the chunk's content."""
 
     def __init__(self, identity: str, before: str = "") -> None:
-        """`identity`: the identity of the content. `before`: the identity of the preceding chunk."""
+        """`identity` identifies the content. `before` is the preceding chunk's identity, or "" for a first chunk."""
         self.identity, self.before, self.place = identity, before, 0
 
 

@@ -1,4 +1,4 @@
-"""The suite that every transfer engine must pass. It tests the protocol of `kvpipe/transfer/base.py`.
+"""The suite that every transfer engine must pass. The suite tests the protocol of `kvpipe/transfer/base.py`.
 
 A test module of an engine has a subclass of `TransferConformance`, which defines how the engine's world is made:
 
@@ -38,7 +38,7 @@ class TransferConformance:
     """The tests of a transfer engine. `kind` is the value with which the subclass is parametrized."""
 
     def world(self, kind: str, **options: Any) -> AbstractContextManager[World]:  # noqa: ARG002  (subclasses use them)
-        """Set up an engine, a cache and a pool; see `kvpipe.testing.transfer_worlds.world` for `options`."""
+        """Set up an engine, a cache and a pool. `options` are those of `kvpipe.testing.transfer_worlds.world`."""
         not_overridden(self, "world", "an engine with a cache and a pool, by `kvpipe.testing.transfer_worlds.world`")
 
     @pytest.mark.parametrize("dense", [True, False], ids=["dense", "strided"])
@@ -47,7 +47,7 @@ class TransferConformance:
     def test_what_was_saved_is_what_is_loaded(
         self, kind: str, table: dict[int, list[int]], into: dict[int, list[int]], schedule: list[int], *, dense: bool
     ) -> None:
-        """Loaded blocks contain the bytes that were saved, even if the source was overwritten since.
+        """Loaded blocks contain the bytes that were saved, even if the source was overwritten after the save.
 
         No other block is changed.
         """
@@ -83,7 +83,7 @@ class TransferConformance:
     def test_a_save_reads_what_its_step_wrote(
         self, kind: str, table: dict[int, list[int]], schedule: list[int]
     ) -> None:
-        """A save reads the bytes that compute wrote before `submit`, and none that compute writes after the fence."""
+        """A save reads bytes that compute wrote before `submit`, not bytes that compute writes after the fence."""
         with self.world(kind, schedule=schedule) as w:
             assert saves_are_right(w, table)
 
@@ -124,7 +124,7 @@ class TransferConformance:
     def test_a_bad_copy_fails_its_own_jobs_only(
         self, kind: str, bad: int, direction: Direction, schedule: list[int]
     ) -> None:
-        """`submit` does not raise for an impossible copy. All jobs of its ticket fail, and no job of other tickets."""
+        """`submit` does not raise for an impossible copy. All jobs of the copy's ticket fail, and no others."""
         with capture_logs(), self.world(kind, schedule=schedule) as w:
             jobs = [make_job(n, job_rows(n, TABLE)) for n in (1, 2)]
             tickets = []
@@ -171,7 +171,7 @@ class TransferConformance:
                 assert torch.equal(cache[ELSEWHERE[group]], cache[TABLE[group]])
 
     def test_caches_may_move(self, kind: str) -> None:
-        """Bytes saved from caches at one address can be loaded into caches attached later at another one."""
+        """Bytes saved from caches at one address can be loaded into caches attached later at another address."""
         with self.world(kind) as w:
             save, load = make_job(1, job_rows(0, TABLE)), make_job(2, job_rows(0, ELSEWHERE), Kind.LOAD_SYNC)
             for turn, (direction, job) in enumerate([(Direction.SAVE, save), (Direction.LOAD, load)]):

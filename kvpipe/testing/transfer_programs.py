@@ -1,7 +1,7 @@
 """Small programs that do an engine step's work on the paged cache. Each program returns whether every byte was right.
 
-If a program returns True for every schedule, one ordering of the transfer engine is proven. If the program returns
-False once a wait is left out, the test itself is proven.
+A program that returns True for every schedule proves one ordering of the transfer engine. If the program returns False
+when a wait is left out, the test itself is proven.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ block_lists = st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=PAGES, u
 """Lists of blocks of one group. The blocks are in any order, adjacent or not."""
 tables = st.fixed_dictionaries(dict.fromkeys(range(len(GEOMETRY.groups)), block_lists))
 schedules: st.SearchStrategy[list[int]] = st.one_of(st.just([]), st.lists(st.integers(0, 7), min_size=30, max_size=200))
-"""Schedules of a simulated device. 0 returns control to the program; another number runs one of the ready streams.
+"""Schedules of a simulated device. 0 returns control to the program. Each other number runs one ready stream.
 
 With an empty schedule nothing runs before the end of the program.
 """
 
 
 def saves_are_right(w: World, table: dict[int, list[int]]) -> bool:
-    """In every turn compute writes the same blocks, which are saved to a new slot layer by layer, with one fence."""
+    """In every turn, compute writes the same blocks. They are saved to a new slot layer by layer, with one fence."""
     for turn in range(TURNS):
         job = make_job(turn, job_rows(turn, table))
         for layer in range(LAYERS):
@@ -49,7 +49,7 @@ def saves_are_right(w: World, table: dict[int, list[int]]) -> bool:
 
 
 def loads_are_right(w: World, table: dict[int, list[int]]) -> bool:
-    """Compute reads old bytes, then the blocks are loaded, then compute reads each layer after its `guard_read`."""
+    """Compute reads old bytes before the blocks are loaded, and then each layer after the layer's `guard_read`."""
     rows = job_rows(0, table)
     job = make_job(1, rows, Kind.LOAD_SYNC)
     mine = [[row for row in rows if row[0] == GEOMETRY.layers[layer][0]] for layer in range(LAYERS)]

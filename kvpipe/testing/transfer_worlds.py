@@ -38,7 +38,7 @@ NO_GPU = pytest.mark.skipif(
 )
 FAKES = [f"fake_{mover.value}" for mover in Mover]
 KINDS = ["cpu_inline", "cpu_threads", *FAKES, *(pytest.param(f"cuda_{m.value}", marks=NO_GPU) for m in Mover)]
-BAY_PAGES = 2  # so few pages that every plan uses a bay twice
+BAY_PAGES = 2  # so few that every plan uses a bay twice
 
 
 def make_job(number: int, rows: Iterable[Row], kind: Kind = Kind.SAVE) -> Job:
@@ -63,9 +63,9 @@ class World:
     ) -> None:
         """`engine` makes the engine, whose caches are on torch's device `where`.
 
-        Without `engine`, `kind` names an engine of kvpipe. `schedule`: the streams that a simulated device runs in
-        turn; 0 returns control to the caller. `wave_bytes`: the bytes of a wave; 0: every layer is queued when it is
-        submitted.
+        Without `engine`, `kind` names an engine of kvpipe. `schedule` has the streams that a simulated device runs, in
+        order. A 0 in `schedule` returns control to the caller. `wave_bytes` is the size of a wave. If it is 0, every
+        layer is queued when the layer is submitted.
         """
         self.kind, self.wave_bytes, self.poll_us_min = kind, wave_bytes, poll_us_min
         self.device = device or FakeDevice()
@@ -124,7 +124,7 @@ class World:
         return ticket
 
     def await_queueing(self) -> None:
-        """Queue the saves that the completion thread may queue, so that a schedule is repeatable."""
+        """Queue the saves now that the completion thread would queue later, so that a schedule is repeatable."""
         if isinstance(self.engine, CudaEngine):
             self.engine._launch_computed()
 
@@ -145,7 +145,7 @@ class World:
             work()
 
     def let_run(self) -> None:
-        """Let a simulated device run, up to the next 0 of its schedule."""
+        """Run a simulated device up to the next 0 of its schedule."""
         if self.fake:
             for choice in self._schedule:
                 if choice == 0 or not self.device.step(choice - 1):
@@ -184,7 +184,7 @@ class World:
 
 @contextmanager
 def world(kind: str, **options: object) -> Iterator[World]:
-    """Yield a world, and shut its engine down at the end."""
+    """Yield a world, and shut the world's engine down at the end."""
     made = World(kind, **options)  # type: ignore[arg-type]
     try:
         yield made

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 WAIT_S: Final = 120.0
-"""A time limit in seconds that only a hang exceeds, whatever the load of the machine is."""
+"""A time limit in seconds that only a hang exceeds, even on a busy machine."""
 EVENTUALLY_S: float = WAIT_S
 """The time limit of `eventually` in seconds. Tests that expect a hang, such as tests of mutants, lower this limit."""
 PATIENT_MS: Final = 120_000

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 _EXACT_MAX = 1 << 53
-"""JavaScript can round integers of this size and larger ones."""
+"""JavaScript can round integers that are equal to this number or larger."""
 
 
 @contextlib.contextmanager
@@ -30,7 +30,7 @@ def written(path: Path) -> Iterator[TextIO]:
 
 
 def plain(value: Any) -> Any:  # noqa: ANN401  (any field of any event)
-    """Convert a field's value into a value that JSON and JavaScript can represent exactly.
+    """Convert a field's value into a value that JSON and JavaScript represent exactly.
 
     Numbers that JavaScript would round or that JSON does not have become text.
     """

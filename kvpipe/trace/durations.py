@@ -1,4 +1,4 @@
-"""Durations for histograms. Any thread adds durations; the engine's thread takes all of them with its metrics."""
+"""Durations for histograms. Any thread adds durations. The engine's thread takes all durations with its metrics."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Final
 
 MEMORY: Final = "memory"
-"""The label of durations of host memory, beside the names of tiers."""
+"""The label of durations of host memory. Durations of a tier have the tier's name as label."""
 KEPT_MAX: Final = 10_000
-"""The most durations of one histogram and label that wait to be taken. Beyond this number the oldest are dropped."""
+"""The most durations of one histogram and label that wait to be taken. Beyond it, the oldest durations are dropped."""
 
 BUCKETS_S: Final = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,
@@ -21,7 +21,7 @@ LOOKUP_WAIT, LOOKUP, LOAD, STORE = "lookup_wait_seconds", "lookup_seconds", "loa
 _OF_USE: Final = {"find": LOOKUP, "read": LOAD, "write": STORE}
 
 Taken = dict[str, dict[str, list[float]]]
-"""Durations in seconds, by name of the histogram and by value of its label ("": it has no label)."""
+"""Durations in seconds, by histogram and by label value. The label value "" stands for a histogram without label."""
 
 
 class Durations:
@@ -39,7 +39,7 @@ class Durations:
         return self._new.setdefault((histogram, label), deque(maxlen=KEPT_MAX)).append
 
     def of_tier(self, tier: str, use: str) -> Callable[[float], object]:
-        """Return a function that adds the seconds of a call of `tier`. `use`: one of `kvpipe.tiers.guard.USES`."""
+        """Return a function that adds the seconds of a call of `tier`. `use` is one of `kvpipe.tiers.guard.USES`."""
         return self.of(_OF_USE[use], tier)
 
     def take(self) -> Taken:

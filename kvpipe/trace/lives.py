@@ -44,7 +44,7 @@ class Life:
     def __init__(self, request: str, begin_ns: int) -> None:
         """Start without phases, at the time `begin_ns` of the first event."""
         self.request, self.begin_ns, self.end_ns = request, begin_ns, begin_ns
-        self.whole = self.done = self.finished = False  # `whole`: whether the trace has the request's beginning
+        self.whole = self.done = self.finished = False  # `whole` says whether the trace has the request's beginning
         self.events: list[int] = []
         self.phases: list[Span] = []
         self.marks: list[Span] = []
@@ -52,7 +52,7 @@ class Life:
         self.since_ns, self._since_event, self._admission = 0, -1, -1
 
     def enter(self, phase: str, t_ns: int, i: int, loaded_ns: int | None = None) -> None:
-        """Begin `phase` and end the phase before, at `t_ns`, by event number `i`. `leave` explains `loaded_ns`."""
+        """End the present phase and begin `phase` at `t_ns`, because of event `i`. `leave` explains `loaded_ns`."""
         if phase != self.phase:
             self.leave(t_ns, i, loaded_ns)
             self.phase, self.since_ns, self._since_event = phase, t_ns, i
@@ -61,7 +61,7 @@ class Life:
     def admit(self, phase: str, t_ns: int, i: int, event: Event, loaded_ns: int | None) -> None:
         """Begin `phase` with an admission. Several events may report the same admission, in any order.
 
-        If one of these events reports a load, then the phase is loading.
+        If one of these events reports a load, the phase is loading.
         """
         if event.step == self._admission:
             self.phase = LOADING if LOADING in {phase, self.phase} else phase

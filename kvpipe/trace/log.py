@@ -1,4 +1,4 @@
-"""Counters and the log. On the path of the forward, only a fault costs more than an increment.
+"""Counters and the log. While a forward waits, a count costs one increment. Only a fault costs more.
 
 A line of the log is a record of Python's `logging`, below vLLM's logger. So vLLM's levels, format and handlers apply to
 the line.
@@ -28,10 +28,10 @@ _FRAMES: Final = 5
 """The number of stack frames, of structlog and kvpipe, between the line that logs and the call of `logging`."""
 _QUOTED = frozenset(" =\"'")
 LOG_EVERY: Final = 1000
-"""After the first fault of a kind, only every n-th fault of this kind is logged, where n is this number."""
+"""After the first fault of a kind, one in this many faults of the kind is logged."""
 ID_CHARS_MAX = 256
 """The greatest length of a request's id in traces and logs. vLLM's own ids have less than 100 characters."""
-_HIDDEN = {"t_ns", "wall_ns"}  # fields that the log leaves out, because each line of the log has its own time
+_HIDDEN = {"t_ns", "wall_ns"}  # fields that the log omits, because each line of the log has its own time
 
 
 class Counters(Counter[CounterName]):
@@ -57,13 +57,13 @@ class Counters(Counter[CounterName]):
         return {str(name): count for name, count in tuple(self.items())}
 
     def count(self, name: CounterName, label: str) -> None:
-        """Count `name`. If there is a label, count `name.label` too."""
+        """Count `name`. If `label` is not "", also count `name.label`."""
         self[name] += 1
         if label:
             self[cast("CounterName", f"{name}.{label}")] += 1
 
     def fault(self, name: FaultName, **fields: Any) -> None:  # noqa: ANN401
-        """Count a fault. If it is the first of its kind or every 1000th, log it."""
+        """Count a fault. The first fault of a kind, and then every 1000th fault of this kind, is logged."""
         self[name] += 1
         if self.watcher is not None:
             self.watcher(name, fields)
@@ -112,7 +112,7 @@ warn, info = log.warning, log.info
 
 
 def configure(level: str) -> None:
-    """Drop lines below `level`. vLLM's own levels apply too."""
+    """Drop lines below `level`. vLLM's own levels also apply."""
     log.threshold = logging.getLevelNamesMapping()[level.upper()]
 
 
@@ -149,7 +149,7 @@ def printable(value: Any) -> Any:  # noqa: ANN401  (a value of any type)
 
 
 def _shown(value: object) -> str:
-    """Return a field's value for a line of text. A word is unchanged; any other value is written as by `repr`."""
+    """Return a field's value for a line of text. A word is unchanged. Any other value is written as by `repr`."""
     if isinstance(value, str) and value and value.isprintable() and _QUOTED.isdisjoint(value):
         return value
     return repr(value)

@@ -69,7 +69,7 @@ PARTS = 64
 class LostKeys:
     """A memory of the reasons why keys have left the catalog, for about the last `keys_max` keys.
 
-    The memory is divided into parts by the keys' hashes, because the growth of one large dict would take milliseconds.
+    The keys are divided among several dicts by their hashes, because the growth of one large dict takes milliseconds.
     """
 
     def __init__(self, groups: int = 1, keys_max: int = KEYS_MAX) -> None:

@@ -61,7 +61,7 @@ class OtelSink:
         self.lost = 0
 
     def write(self, events: Sequence[e.Event]) -> str:
-        """See `Sink`."""
+        """Collect the events of each request, and send the spans of requests that are over. Returns as `Sink.write`."""
         reported, why = each(events, self._export)
         self.lost += len(events) - len(reported)
         return why
@@ -79,7 +79,7 @@ class OtelSink:
             del self._open[event.request][EVENTS_MAX:]
 
     def close(self) -> None:
-        """See `Sink`."""
+        """Send the remaining spans, and stop the exporter."""
         self._provider.shutdown()
 
     def _send(self, done: e.RequestDone, before: list[e.Event]) -> None:
@@ -101,7 +101,7 @@ class OtelSink:
 
 
 def _attributes(event: e.Event) -> dict[str, str | int | float | bool]:
-    """Return the fields that not every event has. An entry of a dict becomes an attribute `field.key`."""
+    """Return the fields of `event` that only some events have. A dict's entry becomes an attribute `field.key`."""
     common = set(e.Event.__struct_fields__)
     message: dict[str, str | int | float | bool] = {}
     for name in event.__struct_fields__:

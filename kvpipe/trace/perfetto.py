@@ -70,13 +70,13 @@ def _chrome(timeline: Timeline) -> Iterator[dict[str, object]]:
         elif lane.name != REQUESTS:
             took = {"dur": (span.end_ns - span.begin_ns) / _NS_PER_US}
             timed.append((span.begin_ns, {"ph": "X"} | one | took | {"args": _args(timeline, span)}))
-    timed.sort(key=itemgetter(0))  # a stable sort: spans with equal times stay nested
+    timed.sort(key=itemgetter(0))  # a stable sort, so that spans with equal times stay nested
     for t, one in timed:
         yield one | {"ts": t / _NS_PER_US}
 
 
 def _named(what: str, pid: int, tid: int, name: str) -> Iterator[dict[str, object]]:
-    """Yield the events that give a process or a thread its name and its position."""
+    """Yield the events that set the name and the position of a process or a thread."""
     common = {"ph": "M", "pid": pid, "tid": tid, "ts": 0}
     yield common | {"name": f"{what}_name", "args": {"name": name}}
     yield common | {"name": f"{what}_sort_index", "args": {"sort_index": tid or pid}}
@@ -85,7 +85,7 @@ def _named(what: str, pid: int, tid: int, name: str) -> Iterator[dict[str, objec
 def _lives_of(timeline: Timeline) -> Iterator[Bundle]:
     """Yield each request's life, followed by the phases of the life."""
     rows: dict[tuple[int, int], list[Bundle]] = {}
-    # the spans of a row are sorted: all lives by time, and after them all phases by time
+    # the spans of a row are sorted: first all lives by time, and then all phases by time
     for span in timeline.spans:
         if span.kind == LIFE:
             rows.setdefault((span.lane, span.row), []).append([span])
@@ -97,7 +97,7 @@ def _lives_of(timeline: Timeline) -> Iterator[Bundle]:
 
 
 def _args(timeline: Timeline, span: Span) -> dict[str, object]:
-    """Return the fields of the event from which a span was made. If there are several events, return them by tag."""
+    """Return the fields of the event from which a span was made. The fields of several events are grouped by tag."""
     reported = [(timeline.events[i], tag_of(timeline.events[i])) for i in span.events]
     fields = [(tag, {name: plain(getattr(event, name)) for name in event.__struct_fields__}) for event, tag in reported]
     return fields[0][1] if len(fields) == 1 else dict(fields)

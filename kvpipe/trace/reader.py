@@ -1,4 +1,4 @@
-"""The reader reads traces that are cut off, mixed with other lines or of other versions. It skips unreadable lines."""
+"""Reads traces, also traces that are cut off, mixed with other lines or of other versions. Skips unreadable lines."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from kvpipe.trace.transitions import EVENTS
 LINE_BYTES_MAX = 1 << 20
 """The most bytes of a line. A longer line counts as several unreadable lines."""
 ENDLESS_BYTES_MAX = 64 << 20
-"""The bytes of a line from which on the file is not a trace."""
+"""A file with a line of at least this number of bytes is not a trace."""
 LAYERS_MAX = 4096
-"""The most layers of a rank that the reader accepts, because a replay makes a state per layer."""
+"""The most layers of a rank that the reader accepts. The number is limited, because a replay has a state per layer."""
 _NS_MAX = 1 << 63
 """The reader accepts only times below this number of nanoseconds, which is 292 years."""
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -67,7 +67,7 @@ class Trace:
             raise self._refusal(f"cannot be read ({why})")
 
     def __iter__(self) -> Iterator[Event]:
-        """Yield the readable events. Raises UsageError at a line of `ENDLESS_BYTES_MAX`: the file is not a trace."""
+        """Yield the readable events. Raises UsageError at a line of `ENDLESS_BYTES_MAX`, which no trace has."""
         decode, wanted, parts = self._decoder.decode, self._wanted, 0
         with self.path.open("rb", buffering=_READ_BYTES) as file:
             while line := file.readline(LINE_BYTES_MAX):
@@ -107,7 +107,7 @@ class Trace:
         return NEWER if tag.event not in EVENTS or "unknown field" in error else MALFORMED
 
     def unread_summary(self) -> str:
-        """Return one sentence about the unreadable lines, or "" if there are none."""
+        """Return one sentence about the unreadable lines, or "" if every line was readable."""
         if not self.unread:
             return ""
         parts = ", ".join(f"{count} {why}" for why, count in self.unread.most_common())

@@ -1,8 +1,8 @@
 """The path of events to the trace file and the log is a bounded queue and one thread that writes.
 
 `Recorder.put` appends to a deque and wakes no thread (the writer polls every 50 ms). So a call takes less than 1 us,
-also with a slow disk. Events that do not fit into the queue are dropped and counted. The trace has the number of
-dropped events at the place where they are missing.
+also with a slow disk. Events that do not fit into the queue are dropped and counted. Where events are missing, the
+trace has the number of dropped events.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PASSING = {errno.ENOSPC, errno.EAGAIN, errno.EDQUOT}
 _OPEN = os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
 _LOCK_S_MAX = 1.0
 _WHY_CHARS_MAX = 400
-_SLICE_EVENTS = 64  # events encoded at a time; in between other threads can take the interpreter's lock
+_SLICE_EVENTS = 64  # events per slice; between slices, other threads can take the interpreter's lock
 _HASH_MAX = 1 << 32
 LOSSES: Final = ("queue", "sink")
 """The places at which events are lost: a full queue, or a sink that could not write the events."""
@@ -62,7 +62,7 @@ class Recorder:
         sample: float = 1.0,
         queue_events_max: int = QUEUE_EVENTS_MAX,
     ) -> None:
-        """`lifecycle` records two events per request, `transitions` also the moves of requests, `detail` all events.
+        """`lifecycle` records two events per request, `transitions` also the requests' moves, and `detail` all events.
 
         `rank` is -1 for the scheduler side. `sample` is the share of requests, chosen by their ids, for which
         `transitions` and `detail` are recorded. If `queue_events_max` events wait, further events are dropped.
@@ -88,7 +88,7 @@ class Recorder:
     def took(
         self, request: str, epoch: int, step: int, cursor: Cursor, number: int, was: State, edge: Edge, why: str
     ) -> None:
-        """Record that `cursor`, with the number `number` in the trace, took `edge` in state `was`, as `put` does."""
+        """Record as `put` does that `cursor`, with the number `number` in the trace, took `edge` in state `was`."""
         queue = self._queue
         if len(queue) < self._max:
             if self._gap:
@@ -136,7 +136,7 @@ class Recorder:
         return self._share >= _HASH_MAX or zlib.crc32(request.encode("utf-8", "surrogatepass")) < self._share
 
     def about(self, request: str, epoch: int) -> None:
-        """Attribute later events of chunks to this request. With "" and 0 these events belong to no request."""
+        """Attribute later events of chunks to this request. With "" and 0, they belong to no request."""
         self.request, self.epoch = request, epoch
 
     def of(self, request: str, epoch: int) -> tuple[int, int, str, int, int]:
@@ -160,7 +160,7 @@ class Sink(Protocol):
     """The number of events that the sink could not write so far."""
 
     def write(self, events: Sequence[Event]) -> str:
-        """Write `events`. One event may fail while others succeed.
+        """Write `events`. Some events may fail while all other events succeed.
 
         Returns why some events are lost, or "" if none is lost.
         """
@@ -170,7 +170,7 @@ class Sink(Protocol):
 
 
 def each(events: Sequence[Event], do: Callable[[Event], _T]) -> tuple[list[_T], str]:
-    """Return `do(event)` for each event for which `do` did not raise, and the reason of an exception, or ""."""
+    """Return the results of `do` for the events for which it did not raise, and the reason of an exception, or ""."""
     made, why = [], ""
     for event in events:
         try:
@@ -198,14 +198,14 @@ class Writer:
     def set_layers(self, layers: int) -> None:
         """Set the number of layers of a rank's copies.
 
-        `tracing` makes the writer before the rank has its caches, when this number is not known yet.
+        `tracing` makes the writer before the rank has its caches. At that time the number of layers is not known yet.
         """
         for sink in self._sinks:
             if isinstance(sink, FileSink):
                 sink.layers = layers
 
     def close(self) -> None:
-        """Write the queued events and end the thread. A sink that hangs is given up after `CLOSE_S_MAX`. Idempotent."""
+        """Write the queued events and end the thread. After `CLOSE_S_MAX` a hanging sink is abandoned. Idempotent."""
         if not self._stop.is_set():
             self._recorder.end(self.dropped)
             self._stop.set()
@@ -253,12 +253,12 @@ class Writer:
 
 
 class FileSink:
-    """A sink that appends lines of JSON to a file, which processes may share. The older half is kept as `FILE.1`."""
+    """A sink that appends lines of JSON to a file, which processes may share. `FILE.1` has the older half."""
 
     def __init__(self, path: Path, bytes_max: int, started: Started) -> None:
         """`bytes_max` is the limit of both files together. `started` is this process's first event in every file."""
         self._path, self._half, self._started = path, bytes_max // 2, started
-        self.layers = started.layers  # if this changes, `started` is written again, before the next events
+        self.layers = started.layers  # after a change, `started` is written again, before the next events
         self._encoder = msgspec.json.Encoder()
         self._fd = -1
         self._regular = True
@@ -267,7 +267,7 @@ class FileSink:
         self._why = ""
 
     def write(self, events: Sequence[Event]) -> str:
-        """See `Sink`. Whole lines are written at once, so that lines of several processes do not mix."""
+        """Write `events`, as `Sink.write`. Whole lines are written at once, so that lines of processes do not mix."""
         lines, odd = each(events, self._encoder.encode)
         whole = len(lines)
         if odd:
@@ -291,7 +291,7 @@ class FileSink:
         self.lost, self._unreported, self._why = self.lost + count, self._unreported + count, why
 
     def close(self) -> None:
-        """See `Sink`."""
+        """Close the file."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -329,7 +329,7 @@ class FileSink:
         """Rename the full file to `FILE.1`, unless another process has done so."""
         until = time.monotonic() + _LOCK_S_MAX
         while not files.try_lock(self._fd):
-            if time.monotonic() > until:  # the lock's holder may hang, so do not wait again for each event
+            if time.monotonic() > until:  # the lock's owner may hang, so do not wait again for each event
                 raise BlockingIOError(errno.EAGAIN, "another process keeps the file locked")
             time.sleep(POLL_S / 10)
         try:
@@ -365,7 +365,7 @@ class LogSink:
         self._seen: Counter[str] = Counter()
 
     def write(self, events: Sequence[Event]) -> str:
-        """See `Sink`. The first event of a frequent kind is logged, and then every 1000th event of this kind."""
+        """Log `events`. The first event of a frequent kind is logged, and then every 1000th event of this kind."""
         reported, why = each(events, self._deliver)
         self.lost += len(events) - len(reported)
         return why

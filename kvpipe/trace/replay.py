@@ -21,7 +21,7 @@ PROBLEMS_MAX = 1000
 _OF_THE_ENGINE = frozenset({NODE_LINK.name, NODE_GRANT.name})
 """The machines whose cursors last until the engine ends, when no trace is written any more."""
 _GRANTED_AGAIN = frozenset({NODE_GRANT.name})
-"""The machines with a new cursor each time that a holder grants the slot which numbers the cursors."""
+"""The machines whose cursors have a slot's number. Each grant of the slot makes a new cursor with this number."""
 
 
 class Position(NamedTuple):
@@ -72,7 +72,7 @@ class Replay:
             self._ended.add(process)
 
     def finish(self) -> None:
-        """End the trace. If a process ended normally while a job was open, record a problem."""
+        """End the trace. If a process has ended normally while a job was open, record a problem."""
         for at, state in self._at.items():
             process = (at.engine, at.rank)
             if (

@@ -38,7 +38,7 @@ _NS_PER_MS = 1e6
 
 
 class RequestRow(NamedTuple):
-    """One finished request in the table of the slowest requests. Rows are ordered by the time that a request lived."""
+    """One finished request in the table of the slowest requests. Rows are ordered by the time from begin to end."""
 
     lived_ms: float
     request: str
@@ -51,7 +51,7 @@ class RequestRow(NamedTuple):
 
 
 class Overview:
-    """The summary of a trace. Its memory is proportional to the number of requests that live at once."""
+    """The summary of a trace. The summary's size is proportional to the number of requests that live at once."""
 
     def __init__(self, slowest: int) -> None:
         """`slowest` is the number of slow requests to keep."""
@@ -90,7 +90,7 @@ class Overview:
 
     @property
     def wrong(self) -> Counter[str]:
-        """The faults and warnings, each with the number of times that it has occurred at least."""
+        """The faults and warnings. The count of each is the smallest number of times that it has surely occurred."""
         counts = Counter(self._wrong)
         for (_, _, name), seen in self._seen.items():
             counts[name] += seen
@@ -199,7 +199,7 @@ def show_request(path: Path, request: str, console: Console, *, every: bool) -> 
         jobs = {one.job for one in events if isinstance(one, e.LoadPlanned | e.SavePlanned)}
         copies = _read(path, lambda line: line.startswith(_COPIES))
         shared = [one for one in copies if isinstance(one, e.LayerSubmitted | e.LayerCopied) and not one.request]
-        events += [one for one in shared if jobs.intersection(one.jobs)]  # copies of several requests at once
+        events += [one for one in shared if jobs.intersection(one.jobs)]  # events of copies that serve several requests
     for name in sorted({one.request for one in events if one.request}):
         _waterfall(name, [one for one in events if one.request in {name, ""}], console, every=every)
     return 0
@@ -210,7 +210,7 @@ def _read(path: Path, wanted: Callable[[bytes], bool]) -> Iterator[e.Event]:
 
 
 def _safe(text: object) -> str:
-    """Escape `text`, so that neither the terminal nor rich reads a part of it as a command."""
+    """Escape `text`, so that neither the terminal nor rich interprets parts of `text` as commands."""
     return escape(str(printable(str(text))))
 
 

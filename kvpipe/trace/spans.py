@@ -50,7 +50,7 @@ class Lane(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A span from `begin_ns` to `end_ns`, counted from the trace's start. A mark is a span without length.
+    """A span from `begin_ns` to `end_ns`. Both count from the trace's start. A mark is a span without length.
 
     `events` has the indices of the timeline's events from which the span was made. `is_open` says whether the trace
     lacks the span's end.
@@ -75,7 +75,7 @@ class Span(NamedTuple):
 class Timeline(NamedTuple):
     """A whole trace, with its spans ordered by lane, row, layer and time.
 
-    The trace starts at `origin_ns` of the monotonic clock, which is `wall_ns` of the wall clock.
+    The trace starts at `origin_ns` of the monotonic clock. At this time, the wall clock shows `wall_ns`.
     """
 
     origin_ns: int

@@ -1,9 +1,9 @@
 """This module makes a timeline from a trace. A timeline has lanes of spans.
 
 The scheduler's side has a lane of requests. Each request has phases (waiting, loading, running, preempted). A rank has
-lanes of its forwards, loads and saves. An event without a duration is a mark. A trace may lack any event, because
-processes write independently and files are rotated. A span without an end lasts until its engine's last event. A span
-without a beginning starts with its first event.
+lanes of forwards, loads and saves. An event without a duration is a mark. A trace may lack any event, because
+processes write independently and files are rotated. A span without an end lasts until the engine's last event. A span
+without a beginning starts with the span's first event.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _TOOK_NS_MAX = 10**15
 
 
 class _DrawnEvents:
-    """The drawn events in order of time, with the data that other events add to them. Other events are not kept."""
+    """The drawn events in order of time, with data from events that are not drawn, which are not kept."""
 
     def __init__(self, events: Iterable[Event], events_max: int) -> None:
         self.left_out = 0
@@ -88,8 +88,8 @@ class _DrawnEvents:
     def _link(self, event: Event, t: int, *, adds: bool) -> None:
         """Record the request and the end of the job of `event`.
 
-        The request is that of the job's plan, or that of the job's first event if the trace lacks the plan. If `adds`
-        is false, only jobs that are known already are recorded, because no further event is drawn.
+        The request is read from the job's plan, or from the job's first event if the trace lacks the plan. If `adds` is
+        false, only jobs that are known already are recorded, because no further event is drawn.
         """
         if isinstance(event, e.LoadPlanned | e.SavePlanned | e.Stuck):
             job = event.engine, event.job
@@ -108,8 +108,8 @@ class _Clocks:
     """One clock for the events of several hosts.
 
     The processes of a host share a monotonic clock. Another host, or an earlier boot, has a monotonic clock with
-    another origin. An event's wall clock shows that its monotonic clock is another one. Then the event's time is
-    shifted.
+    another origin. If an event's wall clock shows that the monotonic clock differs from the first event's, the event's
+    time is shifted.
     """
 
     def __init__(self) -> None:
@@ -186,7 +186,7 @@ def _lasting(trace: _DrawnEvents, i: int, kind: str, name: str) -> Span:
 
 
 def _evictions(trace: _DrawnEvents) -> Iterator[tuple[Side, Span]]:
-    """Yield one mark for all evictions of a step, because a full pool evicts with every save."""
+    """Yield one mark for all evictions of each step, because a full pool evicts with every save."""
     at: dict[tuple[str, int, int], int] = {}
     chunks: Counter[tuple[str, int, int]] = Counter()
     for i, event in enumerate(trace.events):
@@ -205,9 +205,9 @@ def _evictions(trace: _DrawnEvents) -> Iterator[tuple[Side, Span]]:
 
 
 def _place(sides: dict[Side, list[Bundle]]) -> tuple[list[Lane], list[Span]]:
-    """Give each side a lane, and each of its bundles a row in it.
+    """Give each side a lane, and each bundle of the side a row in the lane.
 
-    Engines are in order of appearance, each scheduler above its ranks.
+    Engines are in order of appearance. Each engine's scheduler is above the engine's ranks.
     """
     appeared: dict[str, int] = {}
     for (engine, _, _), bundles in sides.items():

@@ -40,7 +40,7 @@ def write_html(events: Iterable[Event], path: Path) -> Timeline:
 
 
 def _object(pairs: Iterable[tuple[str, object]]) -> Iterator[str]:
-    """Yield a JSON object piece by piece, so that a value exists only while it is written.
+    """Yield a JSON object as short texts, so that each value exists only while the value is written.
 
     A value that is an iterator of pairs is written as an object, too.
     """

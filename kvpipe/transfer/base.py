@@ -5,8 +5,8 @@ engine completes the submissions of one plan in the order of their submission, e
 `prepare` and `submit` never raise. If a copy fails, the engine completes the copy's ticket with the failed jobs.
 
 The engine orders copies only against the caller's compute. *The scheduler side orders the uses of slots.* It plans a
-load from a slot only after the save into the slot has completed. The scheduler side plans a save into a slot only after
-all loads from the slot have completed. So a transfer engine need not make a load wait for a save, or a save for a load.
+load from a slot only after the save into the slot has completed. It plans a save into a slot only after all loads from
+the slot have completed. So a transfer engine need not make a load wait for a save, or a save for a load.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Run(NamedTuple):
 class SlotSpan(NamedTuple):
     """The pages [page, page + pages) of one slot, which are contiguous in host memory.
 
-    `blocks` has the block of each page, shape (pages,). `adjacent` says whether these are [block, block + pages).
+    `blocks` has the block of each page, shape (pages,). `adjacent` says whether `blocks` are [block, block + pages).
     """
 
     slot: int
@@ -88,8 +88,8 @@ class MergedRows(NamedTuple):
 class CopyPlan:
     """The rows of a batch of jobs per cache group, merged. A plan is made once per batch and used by every layer.
 
-    The first thread that reads `rows`, `cuts` or `runs` makes them. If two threads make them at once, both threads get
-    equal arrays.
+    The first thread that reads `rows`, `cuts` or `runs` makes these arrays. If two threads make arrays at once, both
+    threads get equal arrays.
     """
 
     __slots__ = ("_groups", "_merged", "_runs", "_spans", "direction", "jobs", "mark", "mover")
@@ -185,7 +185,7 @@ def _spans(rows: Table, cuts: Table) -> list[SlotSpan]:
 
 
 class Ticket:
-    """One submitted copy of layers. A ticket is completed exactly once. Then `sink(ticket)` notifies the loop thread.
+    """One submitted copy of layers. A ticket is completed exactly once, and `sink(ticket)` notifies the loop thread.
 
     `state` is a state of the ticket machine. A thread changes the state `QUEUED` only under a lock. Only the thread
     that completes the ticket changes any other state.
@@ -201,8 +201,8 @@ class Ticket:
     ) -> None:
         """`layer` is an index into `geometry.layers`. `layers` has all copied layers, `layer` first.
 
-        Empty `layers` mean that only `layer` is copied. `ordinal` is the number of the batch's layers that were
-        submitted before: the k of ``LAYER_k``.
+        If `layers` is empty, only `layer` is copied. `ordinal` is the number of the batch's layers that were submitted
+        before this ticket: the k of ``LAYER_k``.
         """
         self.batch, self.layer, self.ordinal, self.sink = batch, layer, ordinal, sink
         self.layers = layers or (layer,)
@@ -226,7 +226,7 @@ class Ticket:
         return self.state is DONE
 
     def begin(self) -> bool:
-        """Announce that the copy is about to touch memory. Returns False if the copy was given up and must not begin.
+        """Announce that the copy is about to touch memory. Returns False if the copy was withdrawn and must not begin.
 
         This method is for engines whose `abandon` calls `withdraw`. Raises RuntimeError if the copy has begun already.
         """
@@ -239,7 +239,7 @@ class Ticket:
         return False
 
     def withdraw(self) -> bool:
-        """Give the copy up unless the copy has begun. Returns True if the copy touches no memory from now on."""
+        """Withdraw the copy unless the copy has begun. Returns True if the copy touches no memory from now on."""
         with _LEAVING:
             if self.state is QUEUED:
                 self.state = WITHDRAWN
@@ -292,10 +292,10 @@ class TransferEngine(Protocol):
     def claim(self, address: int, size: int) -> bool:
         """Make `size` bytes of whole slots at `address` ready for copies. An engine may pin these bytes, for example.
 
-        If other ranks have parts of the slots, the bytes are this rank's part of one slot.
+        If other ranks also have parts of the slots, the bytes are this rank's part of one slot.
 
         Returns whether the slots may be used. After False the caller repeats the call later. Calls are made in the
-        order of the slots, from any thread. The method is idempotent and never raises.
+        order of the slots, on any thread. The method is idempotent and never raises.
         """
 
     def prepare(self, plan: CopyPlan) -> None:
@@ -307,9 +307,8 @@ class TransferEngine(Protocol):
     def submit(self, plan: CopyPlan, ticket: Ticket) -> None:
         """Copy the layers `ticket.layers` of `plan`. Complete the ticket when the bytes have landed.
 
-        An engine may delay a layer until more of the plan is submitted, or until a call orders something after the
-        layer. If a copy fails before the engine may complete the copy's ticket, the engine sets `ticket.failed` at
-        once.
+        An engine may delay a layer until more of the plan is submitted, or until a call orders work after the layer. If
+        a copy fails before the engine may complete the copy's ticket, the engine sets `ticket.failed` at once.
         """
 
     def guard_read(self, ticket: Ticket, timeout_s: float) -> bool:
@@ -325,7 +324,7 @@ class TransferEngine(Protocol):
         """Order later writes to the paged blocks after the copy's reads. Returns False on a timeout of `timeout_s`."""
 
     def abandon(self, ticket: Ticket) -> bool:
-        """Give up a copy. Returns True if the copy is over or will never begin, so that it touches no memory any more.
+        """Give up a copy. Returns True if the copy touches no memory any more, because it is over or will never begin.
 
         Some engines call `Ticket.begin` before each copy and skip the copy if `begin` returns False. Such an engine
         returns `ticket.withdraw()` here.

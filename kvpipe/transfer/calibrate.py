@@ -1,8 +1,8 @@
 """This module measures each mover once at start-up, on the engine's own streams, pool and bays, and chooses movers.
 
 Each mover gets two cost models of three numbers, ``us = fixed + copies * copy_us + bytes * byte_us``. The first model
-gives the time until the bytes have landed. The second model gives the time until the bytes have been read. Only then
-may compute reuse the blocks of a save. The models come from three measured plans. The first plan has one page, the
+gives the time until the bytes have landed. The second model gives the time until the bytes have been read, after which
+compute may reuse the blocks of a save. The models come from three measured plans. The first plan has one page, the
 second plan has pages that are not adjacent, and the third plan has whole chunks. Plans without adjacent pages, such as
 the saves of a decoding batch, have separate models, from the first two measured plans.
 
@@ -47,7 +47,7 @@ LATE: Final = 1.25
 
 
 class Cost(NamedTuple):
-    """The microseconds of one submission: `fixed_us`, plus `copy_us` for every copy, plus `byte_us` for every byte."""
+    """The microseconds of one submission: `fixed_us`, plus `copy_us` per copy, plus `byte_us` per byte."""
 
     fixed_us: float
     copy_us: float
@@ -72,9 +72,9 @@ class Measurement(NamedTuple):
 
 
 class Way(NamedTuple):
-    """A mover's costs until the bytes have landed, and until the bytes are read. For a load these costs are equal.
+    """A mover's costs until the bytes have landed, and until the bytes are read. For a load both costs are equal.
 
-    `ones_landed` and `ones_read` are these costs for plans without adjacent pages, such as the saves of a decoding
+    `ones_landed` and `ones_read` are the same costs for plans without adjacent pages, such as the saves of a decoding
     batch. None means that the cost was not measured.
     """
 
@@ -100,7 +100,7 @@ Costs = dict[Direction, dict[Mover, Way]]
 
 
 def fit(samples: Iterable[Measurement]) -> Cost:
-    """Fit a cost to samples by least squares. Negative parts are noise and are set to 0."""
+    """Fit a cost to samples by least squares. Negative coefficients are noise and are set to 0."""
     known = list(samples)
     wanted = np.array([s.us for s in known])
     columns = np.array([[1.0, s.copies, s.size] for s in known])
@@ -164,7 +164,7 @@ class _ScratchLayer:
 def measured_slots(pins: Pins, layout: Layout, piece_bytes: int, size_max: int) -> Iterator[tuple[Layout, int]]:
     """Yield a layout, and the number of its pinned slots whose content may be overwritten.
 
-    The slots are those of `pins`. If engines share the pool, they are scratch slots of at most about `size_max` bytes.
+    The slots belong to `pins`. If engines share the pool, they are scratch slots of at most about `size_max` bytes.
     """
     if not pins.pool.token:
         yield layout, pins.slots

@@ -1,4 +1,4 @@
-"""The CPU engine makes native copies between the paged cache and the pool, in parallel with the forward or within it.
+"""The CPU engine makes native copies between paged cache and pool, in parallel with the forward or within the forward.
 
 One thread per direction copies while the forward computes. With ``threads=0`` the calling thread copies, which is
 better if the forward's own threads use every core. To order compute after a copy, the caller waits for the copy.
@@ -35,30 +35,30 @@ class CpuEngine:
     piece_bytes = 64 << 20
 
     def __init__(self, threads: int, cpus: frozenset[int] = frozenset()) -> None:
-        """`threads` is 0 or 1 per direction. `cpus` has the cores that the threads may use; if empty, all cores."""
+        """`threads` is 0 or 1 per direction. `cpus` has the cores that the threads may use. Empty means all cores."""
         self._threads, self._cpus = threads, cpus
         self._lanes: dict[Direction, _CopyThread] = {}
         self._views: tuple[PageView, ...] = ()
         self._closed = False
 
     def attach(self, views: Sequence[PageView], geometry: Geometry, pool: HostPool) -> None:
-        """See `TransferEngine.attach`."""
+        """Bind the paged cache and the pool."""
         self._views, self._geometry, self._pool = tuple(views), geometry, pool
         self._words = tuple(map(_as_words, self._views))
         self._host_bytes = pool.flat.numpy()
 
     def claim(self, address: int, size: int) -> bool:  # noqa: ARG002
-        """See `TransferEngine.claim`. This engine needs only resident memory, so it pins nothing."""
+        """Return True. The bytes are resident, and this engine needs no pinned memory."""
         return True
 
     def prepare(self, plan: CopyPlan) -> None:
-        """See `TransferEngine.prepare`.
+        """Order the loads of `plan` after all compute enqueued so far.
 
         This method does nothing, because on a CPU all earlier compute has ended before the call.
         """
 
     def submit(self, plan: CopyPlan, ticket: Ticket) -> None:
-        """See `TransferEngine.submit`."""
+        """Copy the layers `ticket.layers` of `plan`, and complete the ticket when the bytes have landed."""
         if self._closed:
             ticket.complete(frozenset(job.id for job in plan.jobs))
         elif self._threads == 0:
@@ -70,22 +70,22 @@ class CpuEngine:
             lane.queue.put((plan, ticket))
 
     def guard_read(self, ticket: Ticket, timeout_s: float) -> bool:
-        """See `TransferEngine.guard_read`."""
+        """Order the caller's next compute after the copy."""
         return ticket.wait(timeout_s)
 
     def reached(self, ticket: Ticket) -> None:
-        """See `TransferEngine.reached`. This method does nothing, because this engine delays no layer."""
+        """Do nothing, because this engine delays no layer."""
 
     def fence(self, ticket: Ticket, timeout_s: float) -> bool:
-        """See `TransferEngine.fence`. Copies of a plan complete in order, so waiting for the last copy is enough."""
+        """Wait for the copy. Copies of a plan complete in order, so waiting for the last copy is enough."""
         return ticket.wait(timeout_s)
 
     def abandon(self, ticket: Ticket) -> bool:
-        """See `TransferEngine.abandon`. A copy that has begun cannot be stopped."""
+        """Give up a copy. Returns False for a copy that has begun and is not over, because it cannot be stopped."""
         return ticket.withdraw()
 
     def shutdown(self) -> None:
-        """See `TransferEngine.shutdown`."""
+        """Finish the submitted copies and end the threads."""
         self._closed = True
         for lane in self._lanes.values():
             lane.stop()
@@ -113,9 +113,9 @@ class CpuEngine:
     def _scrub(self, plan: CopyPlan, layer: int, failed: frozenset[int]) -> None:
         """Zero the blocks of failed loads before attention reads them.
 
-        Without this, the step would also compute garbage from these blocks, and the garbage is discarded. But a NaN
-        would remain in the freed blocks. The weight of a masked position is 0, and 0 times NaN is NaN, so the block's
-        next owner would compute NaN.
+        The step's results from these blocks are discarded in any case. But without the zeros, a NaN could remain in the
+        freed blocks. The weight of a masked position is 0, and 0 times NaN is NaN, so the block's next owner would
+        compute NaN.
         """
         group, _ = self._geometry.layers[layer]
         for run in plan.run_list(group):
@@ -152,7 +152,7 @@ class CpuEngine:
 
 
 def _as_words(view: PageView) -> npt.NDArray[Any]:
-    """Return the paged cache as words of 8 bytes, shape (blocks, words); as bytes if a size is no multiple of 8."""
+    """Return the paged cache as words of 8 bytes, shape (blocks, words), or as bytes if a size is no multiple of 8."""
     pages: npt.NDArray[np.uint8] = view.tensor.numpy()
     whole = view.page_bytes % _WORD == 0 and view.stride_bytes % _WORD == 0
     return pages.view(np.int64) if whole else pages

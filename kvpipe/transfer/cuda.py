@@ -1,15 +1,14 @@
 """The CUDA engine copies in parallel with the forward. Events on the device order the copies against the forward.
 
 The host never waits for a copy. `guard_read` and `fence` make the compute stream wait, and a completion thread asks
-whether the events have fired. So a job may be confirmed before the host knows that its copies have landed.
+whether the events have fired. So a job may be confirmed before the host knows that the job's copies have landed.
 
-Layers are queued in *waves*. A wave has so many bytes that the host queues the wave faster than the bus moves the
-wave's bytes. If readers wait for a load layer by layer, each layer's hook queues waves until two waves ahead of the
-reader are queued. So the work of queueing is divided among the hooks. If no reader waits (a *patient* load), the
-completion thread queues waves until two waves are in flight. So a load with readers never waits for more than two waves
-of patient loads.
+Layers are queued in *waves*. A wave is so large that the host queues the wave faster than the bus moves the wave's
+bytes. If readers wait for a load layer by layer, each layer's hook queues waves until two waves ahead of the reader are
+queued. So the work of queueing is divided among the hooks. If no reader waits (a *patient* load), the completion thread
+queues waves until two waves are in flight. So a load with readers never waits for more than two waves of patient loads.
 
-For a save, vLLM's thread only records an event after the compute of the layers. The completion thread then queues the
+For a save, vLLM's thread only records an event after the compute of the layers, and the completion thread queues the
 copies. At the fence, vLLM's thread itself queues the copies that the completion thread has not queued yet.
 """
 
@@ -45,7 +44,7 @@ STAGING_ALIGN_BYTES: Final = 64
 WAVE_BYTES: Final = 8 << 20  # 160 us on a bus of 50 GB/s; the host queues a wave in less time
 WAVES_AHEAD: Final = 2
 UNPROVEN_DIRECT_SAVES: Final = (9, 0)
-"""On devices of this compute capability or a later one, the mover `auto` makes no `direct` saves.
+"""On devices of this or a higher compute capability, the mover `auto` makes no `direct` saves.
 
 A soak test must first show that such saves are safe. In another engine, a kernel that wrote to pinned memory has caused
 illegal accesses. These accesses occurred while attention kernels that stay on the device (FlashAttention 3) ran in
@@ -72,9 +71,9 @@ class CudaEngine:
         """Without `device`, use the device of the caches. Without `mover`, use the fastest mover for each plan.
 
         `poll_us_min` is the shortest pause of the completion thread between two polls, in microseconds. With 0 no
-        thread polls. Instead, one thread per direction sleeps in the driver until an event has fired. None means 0 if
-        such a thread notices an event about as soon as a thread that polls, and the default otherwise. `on_measured` is
-        called with the measured cost of each mover.
+        thread polls. Instead, one thread per direction sleeps in the driver until an event has fired. None stands for 0
+        if a sleeping thread notices an event about as soon as a polling thread, and for `POLL_US_MIN` otherwise.
+        `on_measured` is called with the measured cost of each mover.
         """
         self._given, self._pinned_mover = device, mover
         self._staging_bytes_max, self._wave_bytes = staging_bytes_max, wave_bytes
@@ -94,9 +93,9 @@ class CudaEngine:
         self.costs: calibrate.Costs = {direction: {} for direction in Direction}
 
     def attach(self, views: Sequence[PageView], geometry: Geometry, pool: HostPool) -> None:
-        """See `TransferEngine.attach`. The first pieces of the pool are pinned, so that copies can be measured in them.
+        """Bind the paged cache and the pool. The pool's first bytes are pinned, so that copies can be measured there.
 
-        If the pool is shared, copies are measured in scratch slots, because the pool's slots have chunks of engines.
+        If engines share the pool, copies are measured in scratch slots, because the pool's slots have chunks.
 
         Raises:
             UnsupportedError: the configured mover cannot be used here.
@@ -142,18 +141,18 @@ class CudaEngine:
                 lane.move(layout)
 
     def claim(self, address: int, size: int) -> bool:
-        """See `TransferEngine.claim`. This engine pins the memory."""
+        """Make `size` bytes of whole slots at `address` ready for copies. This engine pins the memory."""
         return self._pins.claim(address, size)
 
     @property
     def pinned_slots(self) -> int:
-        """The number of pinned slots: these are the first slots of the pool."""
+        """The number of pinned slots. The pinned slots are the first slots of the pool."""
         return self._pins.slots
 
     # ---- vLLM's thread -------------------------------------------------------------------------------------------
 
     def prepare(self, plan: CopyPlan) -> None:
-        """See `TransferEngine.prepare`."""
+        """Order the loads of `plan` after all compute enqueued so far."""
         with self._queueing:
             if not self._lost:
                 try:
@@ -162,7 +161,7 @@ class CudaEngine:
                     self._trouble(plan.direction, "prepare_failed", error)
 
     def submit(self, plan: CopyPlan, ticket: Ticket) -> None:
-        """See `TransferEngine.submit`."""
+        """Copy the layers `ticket.layers` of `plan`, and complete the ticket when the bytes have landed."""
         with self._queueing:
             if self._closed:
                 ticket.complete(frozenset(job.id for job in plan.jobs))
@@ -181,12 +180,12 @@ class CudaEngine:
                     self._launch(queue)
 
     def guard_read(self, ticket: Ticket, timeout_s: float) -> bool:  # noqa: ARG002  (the device waits, not the host)
-        """See `TransferEngine.guard_read`."""
+        """Order the caller's next compute after the copy."""
         mark = self.reached(ticket)
         return ticket.over or self._order(ticket, mark and mark.landed)
 
     def reached(self, ticket: Ticket) -> OrderingPoint | None:
-        """See `TransferEngine.reached`. When the reader is in the newest wave, the next wave is queued."""
+        """Queue the next wave when attention has reached a layer of the newest wave."""
         with self._queueing:
             mark = self._reach(ticket)
             if mark is not None and mark.wave == mark.queue.waves - 1:
@@ -194,7 +193,7 @@ class CudaEngine:
         return mark
 
     def fence(self, ticket: Ticket, timeout_s: float) -> bool:  # noqa: ARG002
-        """See `TransferEngine.fence`.
+        """Order later writes to the paged blocks after the copy's reads.
 
         The copies of a plan read in order, so waiting for the last copy's event is enough.
         """
@@ -203,11 +202,11 @@ class CudaEngine:
         return self._order(ticket, mark and mark.read)
 
     def abandon(self, ticket: Ticket) -> bool:
-        """See `TransferEngine.abandon`. A copy that is queued on a stream cannot be withdrawn.
+        """Give up a copy. Returns False for a queued copy that is not over, because it cannot be withdrawn.
 
-        Any thread may call this method. This method does not query the device, because a query would make a graph's
-        capture fail. The method does not wait for a copy that blocks the queueing thread. The method does not withdraw
-        tickets that are delayed behind such a copy.
+        Any thread may call this method. The method does not query the device, because a query would make a graph's
+        capture fail. If a copy blocks the queueing thread, the method neither waits for this copy, nor withdraws the
+        tickets that are delayed behind this copy.
         """
         if isinstance(ticket.mark, PlanQueue) and self._queueing.acquire(timeout=ABANDON_S_MAX):
             try:
@@ -222,7 +221,7 @@ class CudaEngine:
         return ticket.over
 
     def shutdown(self) -> None:
-        """See `TransferEngine.shutdown`. After `SHUTDOWN_S_MAX` seconds the remaining copies fail."""
+        """Finish the submitted copies and end the threads. After `SHUTDOWN_S_MAX` seconds the remaining copies fail."""
         atexit.unregister(self.shutdown)
         deadline = time.monotonic() + SHUTDOWN_S_MAX
         mine = self._queueing.acquire(timeout=SHUTDOWN_S_MAX)
@@ -267,7 +266,7 @@ class CudaEngine:
         return calibrate.choose(ways, self._layout, plan) if ways else self._unmeasured
 
     def _begin(self, plan: CopyPlan) -> PlanQueue:
-        """Open a queue for `plan`. The earlier queue of the same direction gets no more layers."""
+        """Open a queue for `plan`. The previous queue of the same direction gets no more layers."""
         if plan.direction is Direction.LOAD and not isinstance(plan.mark, Prepared):
             self.prepare(plan)  # `prepare` must run on the thread that enqueues compute
         before = self._newest.get(plan.direction)
@@ -279,7 +278,7 @@ class CudaEngine:
         return queue
 
     def _let_save(self, queue: PlanQueue) -> None:
-        """Let the completion thread queue the submitted layers of `queue`, after the current work of this stream."""
+        """Make the completion thread queue the submitted layers of `queue`, after the current work of this stream."""
         try:
             queue.computed = len(queue.tickets), self._device.current_stream().record_event()
         except Exception:  # noqa: BLE001  (the launch meets the error again and fails the copies)
@@ -451,9 +450,9 @@ class CudaEngine:
     def _look(self) -> bool:
         """Complete the tickets of landed copies, and queue the next waves. Returns whether any copy has landed.
 
-        The events of saves are queried first, but the tickets of loads are completed first. If a save has fired, then
-        the loads that its compute read had fired earlier. So a failed load is always reported before a save that was
-        computed from its blocks. While a failed load is not yet over, saves fail.
+        The events of saves are queried first, but the tickets of loads are completed first. If a save's event has
+        fired, the events of the loads that the saved compute has read have fired earlier. So a failed load is always
+        reported before a save that was computed from the load's blocks. Until a failed load is over, saves fail.
         """
         with self._looking:
             saves, loads = list(self._fired(Direction.SAVE)), list(self._fired(Direction.LOAD))
@@ -523,7 +522,7 @@ class CudaEngine:
             except Exception:
                 log.exception("sink_failed", layer=ticket.layer)
         if flight.last:
-            flight.queue.prepared = None  # release the table's memory now, and not only at a garbage collection
+            flight.queue.prepared = None  # release the table's memory now, not at a later garbage collection
 
     # ---- pinning, staging, calibration ----------------------------------------------------------------------------
 
@@ -549,7 +548,7 @@ class CudaEngine:
             return None, ""
 
     def _choose_poll_us(self) -> int:
-        """Return 0 if a thread that sleeps in the driver notices an event about as soon as a thread that polls.
+        """Return 0 if a thread that sleeps in the driver notices an event about as soon as a polling thread.
 
         Otherwise return `POLL_US_MIN`.
         """

@@ -1,4 +1,4 @@
-"""The operations of CUDA that the CUDA engine uses: streams, events, copies, one kernel, pinning.
+"""The operations of CUDA that the CUDA engine uses: streams, events, copies, one kernel and pinning.
 
 `CudaDevice` implements these operations with torch, Triton and the driver's library (`driver.py`). Tests use a
 simulated device, which orders operations in all ways that CUDA allows.
@@ -114,7 +114,7 @@ class Device(Protocol):
     def stream(self, name: str) -> Stream:
         """Return the stream of this name.
 
-        The stream is for the caller alone, and does not synchronize with other streams.
+        Only the caller uses the stream. The stream does not synchronize with other streams.
         """
 
     def current_stream(self) -> Stream:
@@ -135,8 +135,8 @@ class Device(Protocol):
     def copy_batch(self, stream: Any, copies: CopyBatch, *, settled: bool) -> None:  # noqa: ANN401
         """Queue a batch of copies. Host memory must be pinned. Raises `TransferError`.
 
-        `settled` says that the sources have their final bytes now and keep these bytes until the copies are done. So
-        the device may read the sources at any time from now on.
+        `settled` says that the sources have their final bytes now and keep these bytes until the copies are done. In
+        this case the device may read the sources at any time from now on.
         """
 
     def upload(self, stream: Any, array: npt.NDArray[Any]) -> Any:  # noqa: ANN401
@@ -171,17 +171,17 @@ class OwnStream(torch.cuda.ExternalStream):
     """A stream that the driver has created, wrapped for torch."""
 
     def record_event(self, event: Any = None) -> Any:  # noqa: ANN401
-        """See `torch.cuda.Stream`. A host thread that waits for the event sleeps instead of polling."""
+        """Record an event after the work queued now. A host thread that waits for it sleeps instead of polling."""
         made = torch.cuda.Event(blocking=True) if event is None else event  # type: ignore[no-untyped-call]
         return super().record_event(made)
 
 
 _streams: dict[tuple[int, str], Stream] = {}
-"""The streams of the process by device and name. A stream is never deleted, as torch's allocators may refer to it."""
+"""The process's streams by device and name. They are never deleted, because torch's allocators may refer to them."""
 
 
 def outside(make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Call `make` in a new thread and return its result.
+    """Call `make` in a new thread and return the result of `make`.
 
     With `enable_cumem_allocator`, while vLLM registers the caches, each allocation of vLLM's thread comes from a memory
     pool that vLLM may release later. Allocations of other threads do not come from that pool.
@@ -200,7 +200,7 @@ class CudaDevice:
         self._driver.suit(self._index)
 
     def stream(self, name: str) -> Stream:
-        """See `Device.stream`. The stream is not from torch's pool, because vLLM uses that pool's 32 streams, too."""
+        """Return the stream of this name. It is not from torch's pool, because vLLM also uses the pool's 32 streams."""
         key = self._index, name
         if key not in _streams:
             with torch.cuda.device(self._device):
@@ -208,40 +208,46 @@ class CudaDevice:
         return _streams[key]
 
     def current_stream(self) -> Stream:
-        """See `Device.current_stream`."""
+        """Return the stream on which the caller computes."""
         return torch.cuda.current_stream(self._device)
 
     def enter_thread(self) -> None:
-        """See `Device.enter_thread`.
+        """Prepare the calling thread to use the device.
 
         vLLM may capture a CUDA graph while this thread runs. In CUDA's default mode, queries and registrations of this
-        thread would then fail and make the capture fail. So the thread is set to ignore captures.
+        thread would fail during a capture, and would make the capture fail. So the thread is set to ignore captures.
         """
         torch.cuda.set_device(self._device)
         self._driver.enter(self._index)
         self._driver.ignore_captures()
 
     def cpus(self) -> frozenset[int]:
-        """See `Device.cpus`."""
+        """Return the cores near the device that this process may use, or an empty set if they are unknown."""
         place = Path("/sys/bus/pci/devices") / self._driver.bus_id(self._index) / "local_cpulist"
         return parse_cpus(place.read_text("ascii")) & CPUS_AT_START
 
     def capability(self) -> tuple[int, int]:
-        """See `Device.capability`."""
+        """Return the device's compute capability."""
         return torch.cuda.get_device_capability(self._device)
 
     def copy(self, stream: torch.cuda.Stream, pairs: Iterable[Pair]) -> None:
-        """See `Device.copy`. vLLM's caches may be inference tensors, which are read-only outside of inference mode."""
+        """Queue a copy of each pair's second tensor into the first tensor.
+
+        vLLM's caches may be inference tensors, which are read-only outside of inference mode.
+        """
         with torch.inference_mode(), torch.cuda.stream(stream):
             for to, source in pairs:
                 to.copy_(source, non_blocking=True)
 
     def copy_batch(self, stream: torch.cuda.Stream, copies: CopyBatch, *, settled: bool) -> None:
-        """See `Device.copy_batch`."""
+        """Queue a batch of copies with the driver."""
         self._driver.copy_batch(stream.cuda_stream, copies, settled=settled)
 
     def upload(self, stream: torch.cuda.Stream, array: npt.NDArray[Any]) -> torch.Tensor:
-        """See `Device.upload`. torch's caching allocators keep source and target until the stream has copied."""
+        """Queue a copy of `array` to the device, and return the device's tensor.
+
+        torch's caching allocators keep source and target until the stream has copied.
+        """
         host = torch.from_numpy(array).pin_memory()
 
         def send() -> torch.Tensor:
@@ -251,22 +257,22 @@ class CudaDevice:
         return outside(send)
 
     def launch(self, stream: torch.cuda.Stream, launch: Launch) -> None:
-        """See `Device.launch`."""
+        """Queue one launch of the kernel."""
         from kvpipe.transfer.kernels import copy_pages  # noqa: PLC0415  (only where there is Triton)
 
         with torch.cuda.stream(stream):
             copy_pages[(launch.programs,)](*launch.arguments, **launch.constants, num_warps=WARPS)
 
     def allocate(self, size: int) -> torch.Tensor:
-        """See `Device.allocate`."""
+        """Return `size` bytes of device memory."""
         return outside(lambda: torch.empty(size, dtype=torch.uint8, device=self._device))
 
     def allocate_pinned(self, size: int) -> torch.Tensor:
-        """See `Device.allocate_pinned`."""
+        """Return `size` bytes of pinned host memory."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def blocking_lag_us(self) -> float:
-        """See `Device.blocking_lag_us`."""
+        """Return how many microseconds later a sleeping thread notices an event than a polling thread."""
         memory, took = self.allocate(LAG_BYTES), {True: list[float](), False: list[float]()}
         for _, blocking in itertools.product(range(LAG_REPEATS), took):
             for _ in range(LAG_PASSES):
@@ -281,7 +287,7 @@ class CudaDevice:
         return (median(took[True]) - median(took[False])) * 1e6
 
     def has_kernels(self) -> str:
-        """See `Device.has_kernels`."""
+        """Return why no kernel can be launched, or "" if kernels can be launched."""
         try:
             import kvpipe.transfer.kernels  # noqa: F401, PLC0415
         except Exception as error:  # noqa: BLE001  (a broken install raises many things)
@@ -289,17 +295,17 @@ class CudaDevice:
         return ""
 
     def reads_pool(self) -> bool:
-        """See `Device.reads_pool`."""
+        """Return whether kernels can use the host's addresses of pinned memory."""
         return self._driver.host_pointers_are_device_pointers(self._index)
 
     def register(self, address: int, size: int) -> None:
-        """See `Device.register`.
+        """Pin host memory. Raises `TransferError`.
 
-        The driver is called and not CUDA's runtime, because after a failure in the runtime the next launch would fail,
-        too.
+        The driver is called instead of CUDA's runtime, because after a failure in the runtime the next launch would
+        also fail.
         """
         self._driver.register(address, size)
 
     def unregister(self, address: int) -> None:
-        """See `Device.unregister`."""
+        """Undo `register`. Raises `TransferError`."""
         self._driver.unregister(address)

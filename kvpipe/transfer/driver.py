@@ -36,7 +36,7 @@ _ORDER_ANY: Final = 3
 _PREFER_OVERLAP: Final = 1
 _INVALID_VALUE, _NOT_SUPPORTED = 1, 801
 _REFUSALS: Final = frozenset({_INVALID_VALUE, _NOT_SUPPORTED})
-"""Errors by which the driver refuses a call. The call is then repeated in another way. All other errors raise."""
+"""Errors by which the driver refuses a call. After a refusal, the copies are queued in another way. Others raise."""
 
 _POINTER, _SIZE, _CODE = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 _BATCH = ctypes.CFUNCTYPE(
@@ -99,15 +99,15 @@ class Driver:
             for settled, order in ((False, _ORDER_STREAM), (True, _ORDER_ANY))
         }
         self._from_first = ctypes.c_size_t(0)
-        self.batches = "taken"  # how batches are queued, and the reason if not with one call
+        self.batches = "taken"  # "taken" if one call queues a batch, otherwise why copies are queued one by one
         if self._batch is None:
             self._report("one by one: the driver has no cuMemcpyBatchAsync, which came with CUDA 12.8")
 
     def suit(self, device: int) -> None:
         """Queue copies one by one on a device that has other addresses for registered memory (WSL2, Tegra).
 
-        A batch with the host's addresses would be an illegal access there, which destroys the context. A single copy
-        with the host's addresses is legal.
+        On such a device, a batch with the host's addresses would be an illegal access, which destroys the context. A
+        single copy with the host's addresses is legal.
         """
         if self._batch is not None and not self.host_pointers_are_device_pointers(device):
             self._batch = None

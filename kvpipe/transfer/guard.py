@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 class GuardedEngine:
-    """A guard that copies with `engine` until `engine` raises. Then later copies fail.
+    """A guard that copies with `engine` until `engine` raises. All later copies fail.
 
-    The host waits for the copies that were submitted earlier.
+    After the exception, the host waits for the copies that were submitted earlier.
     """
 
     def __init__(self, engine: TransferEngine, name: str, fault: Callable[..., object]) -> None:
@@ -25,46 +25,46 @@ class GuardedEngine:
         self.piece_bytes = engine.piece_bytes
 
     def attach(self, views: Sequence[PageView], geometry: Geometry, pool: HostPool) -> None:
-        """See `TransferEngine.attach`. Exceptions of `attach` are passed on, so that vLLM does not start."""
+        """Call `attach` of the guarded engine. Exceptions of `attach` are passed on, so that vLLM does not start."""
         self._engine.attach(views, geometry, pool)
 
     def claim(self, address: int, size: int) -> bool:
-        """See `TransferEngine.claim`."""
+        """Call `claim` of the guarded engine."""
         return bool(self._ask("claim", lambda: self._engine.claim(address, size)))
 
     def prepare(self, plan: CopyPlan) -> None:
-        """See `TransferEngine.prepare`."""
+        """Call `prepare` of the guarded engine."""
         if not self._lost:
             self._ask("prepare", lambda: self._engine.prepare(plan))
 
     def submit(self, plan: CopyPlan, ticket: Ticket) -> None:
-        """See `TransferEngine.submit`."""
+        """Call `submit` of the guarded engine. If the engine has raised, fail the ticket."""
         if not self._lost:
             self._ask("submit", lambda: self._engine.submit(plan, ticket))
         if self._lost and not ticket.over:
             ticket.complete(frozenset(job.id for job in plan.jobs))
 
     def guard_read(self, ticket: Ticket, timeout_s: float) -> bool:
-        """See `TransferEngine.guard_read`."""
+        """Call `guard_read` of the guarded engine. If the engine has raised, wait on the host for the ticket."""
         done = not self._lost and self._ask("guard_read", lambda: self._engine.guard_read(ticket, timeout_s))
         return ticket.wait(timeout_s) if self._lost else bool(done)
 
     def reached(self, ticket: Ticket) -> None:
-        """See `TransferEngine.reached`."""
+        """Call `reached` of the guarded engine."""
         if not self._lost:
             self._ask("reached", lambda: self._engine.reached(ticket))
 
     def fence(self, ticket: Ticket, timeout_s: float) -> bool:
-        """See `TransferEngine.fence`."""
+        """Call `fence` of the guarded engine. If the engine has raised, wait on the host for the ticket."""
         done = not self._lost and self._ask("fence", lambda: self._engine.fence(ticket, timeout_s))
         return ticket.wait(timeout_s) if self._lost else bool(done)
 
     def abandon(self, ticket: Ticket) -> bool:
-        """See `TransferEngine.abandon`."""
+        """Call `abandon` of the guarded engine."""
         return bool(self._ask("abandon", lambda: self._engine.abandon(ticket))) or ticket.over
 
     def shutdown(self) -> None:
-        """See `TransferEngine.shutdown`."""
+        """Call `shutdown` of the guarded engine."""
         self._ask("shutdown", self._engine.shutdown)
 
     def _ask(self, name: str, call: Callable[[], object]) -> object:

@@ -34,8 +34,8 @@ def copy_pages(  # type: ignore[no-untyped-def]  # noqa: ANN201
     WORDS: tl.constexpr,  # noqa: N803
     ALIGN: tl.constexpr,  # noqa: N803
 ):
-    """Copy `layers` x `count` pages. With n programs, each program copies every n-th piece of at most WORDS words."""
-    words = vectors * (ALIGN // 8)  # the compiler sees a multiple of ALIGN, so that the mask does not split accesses
+    """Copy `layers` x `count` pages. With n programs, each program copies every n-th range of at most WORDS words."""
+    words = vectors * (ALIGN // 8)  # a visible multiple of ALIGN, so that the mask splits no access
     pieces = (words + WORDS - 1) // WORDS
     for item in range(tl.program_id(0), layers * count * pieces, tl.num_programs(0)):
         number = item // pieces

@@ -2,8 +2,8 @@
 
 vLLM gives every layer one logical tensor [B, H, N, C]: blocks, heads, tokens of a block (states, for compressing
 models), content. The content of one token in one head is the keys followed by the values. Only the strides define the
-order of bytes. A layout's name has two parts. One part is for the order of the bytes within one page. The other part
-is for the bytes between one block and the next.
+order of bytes. A layout's name has two halves. One half names the order of the bytes within one page. The other half
+names the bytes between one block and the next block.
 """
 
 from __future__ import annotations

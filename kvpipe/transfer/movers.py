@@ -40,7 +40,7 @@ TABLES_BYTES: Final = 4 << 20  # per direction: 100 steps of 128 requests with a
 
 
 class Mover(StrEnum):
-    """The movers. The docstring of the module describes them."""
+    """The movers, which the docstring of the module describes."""
 
     DMA = "dma"
     STAGED = "staged"
@@ -79,7 +79,7 @@ class SubmittedWork(NamedTuple):
 
 
 Kept = dict[tuple[int, ...], tuple[Ints, Ints, Ints]]
-"""The arrays that all layers of a kind share, by kind of layer: offsets on the host, offsets on the device, bytes."""
+"""By kind of layer, arrays that its layers share: offsets on the host, offsets on the device, numbers of bytes."""
 
 
 class Layout:
@@ -94,7 +94,7 @@ class Layout:
 
     @cached_property
     def align(self) -> int:
-        """The bytes, 16 or 8, to which all addresses and sizes of kernels are aligned; 0 if not even to 8."""
+        """The alignment of all addresses and sizes of kernels, in bytes: 16 or 8, or 0 if some are not aligned to 8."""
         sizes = [n for v in self.views for n in (v.base, v.page_bytes, v.stride_bytes)]
         every = int(np.gcd.reduce([self.pool.base, self.pool.slot_bytes, *sizes, *self.offsets]))
         return next((n for n in (VECTOR_BYTES, WORD_BYTES) if every % n == 0), 0)
@@ -104,7 +104,7 @@ class Layout:
         return len(plan.rows[self.groups[layer]]) * self.views[layer].page_bytes
 
     def alike(self, layers: Sequence[int]) -> Iterable[Alike]:
-        """Return `_alike` of `layers`, which has each layer once. The result for all layers is cached."""
+        """Return `_alike(layers)`, where `layers` has each layer at most once. The result for all layers is cached."""
         return self._whole if len(layers) == len(self.views) else self._alike(layers)
 
     @cached_property
@@ -114,7 +114,7 @@ class Layout:
     def _alike(self, layers: Sequence[int]) -> Iterator[Alike]:
         """Divide `layers` into runs with equal group, page size and stride that are adjacent in a slot.
 
-        Layers may be apart in a slot, because vLLM's specification may pad a layer's part of a slot.
+        Layers may be apart in a slot, because vLLM's specification may pad a layer's bytes.
         """
         if len(layers) == 1:
             yield Alike(self.groups[layers[0]], layers[0], 1)
@@ -159,7 +159,7 @@ class Layout:
         return CopyBatch(host, paged, sizes) if plan.direction is Direction.SAVE else CopyBatch(paged, host, sizes)
 
     def pieces(self, plan: CopyPlan, alike: Alike, bay_bytes: int) -> Iterator[BayTransfer]:
-        """Divide `alike` into parts that fit a bay: several layers with all rows, or else ranges of a layer's rows."""
+        """Divide `alike` into transfers that fit a bay: several layers with all rows, or ranges of one layer's rows."""
         size, rows, end = self.views[alike.first].page_bytes, len(plan.rows[alike.group]), alike.first + alike.layers
         deep = bay_bytes // max(1, rows * size)
         if deep:
@@ -229,13 +229,13 @@ class Prepared:
     def __init__(
         self, mover: Mover, start: DeviceEvent | None, table: object = None, firsts: Sequence[int] = ()
     ) -> None:
-        """A load must run after the event `start`. `table` has the kernel's rows, `firsts` each group's first row."""
+        """A load runs after the event `start`. `table` has the kernel's rows. `firsts` has the groups' first rows."""
         self.mover, self.start, self.table, self.firsts = mover, start, table, firsts
         self.kept: Kept = {}
 
 
 class _Bay:
-    """A part of the staging memory. `free` is the event after the bay's last use, or None if it was never used."""
+    """A part of the staging memory. `free` is the event after the bay's last use, or None for an unused bay."""
 
     __slots__ = ("address", "free")
 
@@ -248,7 +248,7 @@ class DirectionQueues:
     """The queues of one direction: a stream for the copy engines, a stream for kernels, and the bays between them."""
 
     def __init__(self, device: Device, direction: Direction, layout: Layout, staging: torch.Tensor | None) -> None:
-        """`staging` is the device memory of the bays, uint8. None means that there are no bays."""
+        """`staging` is the device memory of the bays, uint8. It is None without bays."""
         self.device, self.direction, self.layout = device, direction, layout
         name = direction.name.lower()
         self.bus: Stream = device.stream(f"{name}-bus")
@@ -277,7 +277,7 @@ class DirectionQueues:
         return made
 
     def move(self, layout: Layout) -> None:
-        """Copy from and to the caches of `layout` from now on. The next upload includes the caches' addresses."""
+        """Use the caches of `layout` from now on. The next upload includes the caches' addresses."""
         self.layout, self.places = layout, None
 
     def prepare(self, plan: CopyPlan, mover: Mover, start: DeviceEvent | None) -> Prepared:

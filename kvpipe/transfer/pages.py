@@ -1,7 +1,7 @@
 """Views of an engine's paged KV cache as (blocks, page bytes), for any order of the bytes inside a page.
 
 The order of the bytes (heads first or tokens first, K and V packed) does not matter to a copy. Only the namespaces of
-tiers depend on the order. A copy needs each block of one layer to be one contiguous run of bytes. All layouts of
+tiers depend on the order. A copy needs each block of one layer to be one contiguous range of bytes. All layouts of
 `kvpipe.transfer.layouts` have this property. A tensor of any other layout is refused.
 """
 

@@ -27,10 +27,10 @@ from kvpipe.transfer.pool import HostPool
 
 PIECE_BYTES_MAX: Final = 32 << 20  # the driver pins a piece of this size in about 3 ms
 FIRST_BYTES: Final = 256 << 20
-"""Bytes that are pinned at start-up for measurements: room for about as many chunks as a step saves."""
+"""The number of bytes that are pinned at start-up for measurements. A step saves about as many chunks."""
 END_S_MAX: Final = 30.0
 TURN_S_MAX: Final = 1.0
-"""The longest wait for another process's turn. After this time the process pins without the lock, because the other
+"""The longest wait, in seconds, for another process's turn. Later the process pins without the lock, because the other
 process may hang."""
 TURN_LOOK_S: Final = 0.000_5
 TURNS: Final = Path(tempfile.gettempdir(), f"kvpipe-pinning-{os.getuid()}.lock")
@@ -62,7 +62,7 @@ def turn(path: Path) -> Iterator[None]:
 
 
 def enter_thread(device: Device) -> None:
-    """Prepare the calling thread to use the device. A failure is logged, and nothing is raised."""
+    """Prepare the calling thread to use the device. A failure is logged and not raised."""
     try:
         device.enter_thread()
     except Exception as error:  # noqa: BLE001  (a failure only harms a graph that is being captured)
@@ -70,7 +70,7 @@ def enter_thread(device: Device) -> None:
 
 
 class Pins:
-    """The pinned part of one pool: its first `slots` slots."""
+    """The pinned bytes of one pool: the pool's first `slots` slots."""
 
     def __init__(self, device: Device, pool: HostPool) -> None:
         """Start with no pinned slots."""
@@ -81,7 +81,7 @@ class Pins:
         self.slots = 0
 
     def begin(self, piece_bytes: int, first_bytes: int = 0) -> None:
-        """Pin about `piece_bytes`, or the pieces of the first `first_bytes`, but no slot without memory.
+        """Pin the pieces in the first `first_bytes` bytes, but at least one piece, and no slot without memory.
 
         The pages are pinned on a core near the device, because a page stays in the memory near the core that first
         touches the page.
@@ -107,12 +107,13 @@ class Pins:
         thread.join()
 
     def claim(self, address: int, size: int) -> bool:
-        """Pin the part of a piece that is not pinned yet. Returns whether its slots may be used.
+        """Pin the bytes of a piece that are not pinned yet. Returns whether the piece's slots may be used.
 
-        See `TransferEngine.claim`. A piece may begin before the end of the last one, see `begin`.
+        This is `TransferEngine.claim`. A piece may begin before the end of the last pinned piece, because `begin` may
+        have pinned pieces of another size.
 
-        If the first piece could not be pinned, then no piece is ever pinned, and all slots may be used unpinned. In
-        this case no mover that needs pinned slots was measured.
+        If the first piece could not be pinned, no piece is ever pinned, and all slots may be used unpinned. In this
+        case no mover that needs pinned slots was measured.
         """
         with self._lock:
             next_at, stop = self.pool.base + self.slots * self.pool.slot_bytes, address + size

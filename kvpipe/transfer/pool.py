@@ -15,8 +15,8 @@ from kvpipe.protocol.geometry import Geometry
 class SlotsFile(NamedTuple):
     """How a helper of this rank maps the shared slots.
 
-    The helper sends `hello` to the holder's `socket`, and receives the memory's descriptor. The slots begin at `offset`
-    of that file. The holder then frees no slot of this rank before the helper has ended.
+    The helper sends `hello` to the holder's `socket`, and receives the descriptor of the memory's file. The slots begin
+    at byte `offset` of that file. From then on, the holder frees no slot of this rank before the helper has ended.
     """
 
     socket: str
@@ -25,11 +25,11 @@ class SlotsFile(NamedTuple):
 
 
 class SharedSlots(NamedTuple):
-    """Memory of slots that several engines share. A slot has `slot_bytes` bytes; this rank's part begins at byte `at`.
+    """Memory of slots that several engines share. A slot has `slot_bytes` bytes. This rank's part begins at byte `at`.
 
     `token` names the memory. `saves` is False if another rank saves the same bytes to the same part. `with_memory`
-    returns the number of slots, from the first on, that have memory. None means that all slots have memory. `file` is
-    None if no other process can map the slots.
+    returns the number of slots, from the first slot on, that have memory. If `with_memory` is None, all slots have
+    memory. `file` is None if no other process can map the slots.
     """
 
     memory: memoryview
@@ -46,18 +46,18 @@ class HostPool:
 
     The pool begins at a page of memory. `tensor` is the pool's memory, uint8, one row per slot, at the address `base`.
     `slot_bytes` is the distance of two slots. `flat` has all bytes from `base` on. The first `ready` slots may be used.
-    A `Readier` sets `ready` to 0 and then increases `ready`. `near` has the cores near the device; it is empty if these
-    cores are not known, or if any core may be used.
+    A `Readier` sets `ready` to 0 and then increases `ready`. `near` has the cores near the device. If these cores are
+    not known, or if any core may be used, `near` is empty.
 
-    Slots may be `shared`. Then a slot has `part_bytes` bytes of this rank, and the parts of other ranks and a note lie
-    between these parts. `token` is b"" for a pool of the rank's own.
+    Engines may share slots (`shared`). A shared slot has `part_bytes` bytes of this rank, and may also have parts of
+    other ranks and a note. `token` is b"" for a private pool.
     """
 
     def __init__(self, geometry: Geometry, shared: SharedSlots | None = None) -> None:
         """Reserve the pool's address range, or use `shared` slots. No memory is touched.
 
         Raises:
-            ConfigError: the system refuses so much address space.
+            ConfigError: the system refuses an address range of this size.
 
         """
         self.near: frozenset[int] = frozenset()
@@ -102,10 +102,10 @@ class HostPool:
 
     @property
     def with_memory(self) -> int:
-        """The number of slots, from the first on, that this rank may touch.
+        """The number of slots, from the first slot on, that this rank may touch.
 
-        The holder of shared slots gives memory to the slots. A touch of another slot would take memory, too, and the
-        system would count this memory as the rank's.
+        The holder of shared slots gives memory to the slots. If the rank touched a slot without memory, the system
+        would allocate memory and count it as the rank's memory.
         """
         return self.slots if self._with_memory is None else min(self._with_memory(), self.slots)
 

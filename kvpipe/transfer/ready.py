@@ -4,8 +4,8 @@ The first touch of a page causes a page fault, which can take twenty times as lo
 virtual machine whose host has not allocated the page yet, the faults of 2 MiB take 7 ms or more. So a thread touches
 the pool from its beginning to its end.
 
-If slots must be pinned, only slots that the thread has finished are used. If not, slots are also used *on demand*: when
-the engine saves faster than the thread works, the copies cause the page faults. The alternative would be to evict
+If slots must be pinned, only slots that the thread has finished are used. Otherwise slots are also used *on demand*:
+when the engine saves faster than the thread works, the copies cause the page faults. The alternative would be to evict
 chunks although the pool has room. The thread continues after the slots that the scheduler side has used.
 
 The thread touches a page by writing one byte. ``MADV_POPULATE_WRITE`` would hold the lock of the whole address space
@@ -37,8 +37,8 @@ SHARE_OF_A_BUSY_CORE: Final = 0.05
 SHARE_OF_PINNING: Final = 0.05
 """The share of a busy engine's time in which all ranks together pin, because no launch runs while a rank pins."""
 LOOK_S: Final = 0.02
-DEMAND_BYTES_MAX: Final = 1 << 30  # for all ranks together: the most bytes that are usable but not touched yet
-SHORT_S: Final = 5.0  # the pause before free memory is checked again when there was too little
+DEMAND_BYTES_MAX: Final = 1 << 30  # the most bytes, of all ranks, that are usable but not touched yet
+SHORT_S: Final = 5.0  # the pause before the next check of free memory, after too little was free
 WITHOUT_MEMORY_S: Final = 0.1  # the pause before the thread checks again whether shared slots have memory
 STOP_S_MAX: Final = 10.0
 
@@ -74,11 +74,10 @@ class Readier:
     ) -> None:
         """`claim(address, bytes)`, such as `TransferEngine.claim`, is called for each piece of resident slots.
 
-        `piece_bytes` is the approximate size of a piece. Slots are offered at most
-        `demand_bytes_max` bytes beyond the last slot that is resident or used. If `demand_bytes_max` is not 0, then
-        `claim` must take pieces in any order.
+        `piece_bytes` is the approximate size of a piece. Slots are offered at most `demand_bytes_max` bytes beyond the
+        last slot that is resident or used. If `demand_bytes_max` is not 0, then `claim` must take pieces in any order.
         `done(seconds)` is called when all slots are ready. `short(room)` is called when too little memory is free.
-        `room()` returns the free memory.
+        `room()` returns the number of free bytes of memory.
         """
         self._pool, self._claim, self._manners = pool, claim, manners or Manners()
         self._done, self._short, self._room = done, short, room
@@ -93,14 +92,14 @@ class Readier:
         self._began = time.monotonic()
         self._touches = True
         self._is_short = False
-        self._pause_s = 0.0  # before the next piece, because the last one could not be made ready
+        self._pause_s = 0.0  # the pause before the next piece, if the last piece could not be made ready
 
     def begin(self, how: How) -> None:
         """Make the first piece ready, and the other pieces in the background. With how="start", wait for all pieces.
 
-        With how="use" no slot is touched. Then every slot counts as ready, and the first copy into a slot causes the
-        slot's page faults. Shared slots always count as ready. Shared slots are only read here, because they have
-        chunks.
+        With how="use" no slot is touched. In this case every slot counts as ready, and the first copy into a slot
+        causes the slot's page faults. Shared slots always count as ready. The thread only reads shared slots, because
+        shared slots may have chunks.
         """
         self._touches = how != "use"
         self._pool.ready = 0 if self._touches and not self._pool.token else self._pool.slots
@@ -113,7 +112,7 @@ class Readier:
             self._thread.join(LOOK_S)
 
     def use(self, stop: int) -> None:
-        """Touch none of the slots [0, stop) any more, because they are about to be written.
+        """Stop touching the slots [0, stop), because copies are about to write these slots.
 
         Waits for one stroke at most. vLLM's thread calls this before any copy into these slots.
         """
@@ -127,7 +126,7 @@ class Readier:
             self._offer()
 
     def _offer(self) -> None:
-        """Let more slots be used: all resident slots and, on demand, the next slots if memory is free for them."""
+        """Make more slots usable: all resident slots and, on demand, the next slots if enough memory is free."""
         pool, stop = self._pool, max(self._at, self.used)
         if self._demand_bytes_max:
             room, demand = self._room(), self._demand_bytes_max
@@ -164,7 +163,7 @@ class Readier:
             self._pause_s = 0.0 if self._make_ready(first, stop) else SHORT_S
 
     def _make_ready(self, first: int, stop: int) -> bool:
-        """Make slots [first, stop) ready. Returns False if they are not ready yet."""
+        """Make slots [first, stop) ready. Returns False if some of these slots are not ready yet."""
         pool, parts = self._pool, self._pool.parts(first, stop)
         total = sum(size for _, size in parts)
         if self._touches and not (self._has_room(total) and all(self._touch(at, at + size) for at, size in parts)):
@@ -184,7 +183,7 @@ class Readier:
 
     def _has_room(self, size: int) -> bool:
         """Return whether `size` more bytes of memory are free. Without this check the system could kill the engine."""
-        room = None if self._pool.token else self._room()  # the holder has checked
+        room = None if self._pool.token else self._room()  # the holder has checked this for shared slots
         is_short = room is not None and room.spare < size
         if room is not None and is_short and not self._is_short:
             self._short(room)
@@ -215,6 +214,6 @@ class Readier:
         return True
 
     def _rest(self, began: float, share: float) -> None:
-        """If the engine is busy, pause so long that the work since `began` takes only `share` of the time."""
+        """If the engine is busy, pause until the work since `began` was only `share` of the time since `began`."""
         if share < 1 and self._manners.busy():
             self._stop.wait((time.monotonic() - began) * (1 / share - 1))

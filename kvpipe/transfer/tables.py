@@ -27,7 +27,7 @@ class _Lent(NamedTuple):
 
 
 class RowTables:
-    """The rings of one stream. A range is free again when its table is garbage. Ranges become free in upload order.
+    """The rings of one stream. A range is free again when its table was deleted. Ranges become free in upload order.
 
     The caller must keep a table until all work that was queued with the table is done.
     """
@@ -62,7 +62,7 @@ class RowTables:
         return made
 
     def _place(self, size: int) -> int | None:
-        """Return the offset of `size` contiguous free bytes, or None. The used part of the ring ends at `_head`."""
+        """Return the offset of `size` contiguous free bytes, or None if too few are free. Used bytes end at `_head`."""
         if not self._lent:
             return 0 if size <= self._size else None
         tail = self._lent[0].begin

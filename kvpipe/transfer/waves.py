@@ -19,10 +19,10 @@ class PlanQueue:
     )  # fmt: skip
 
     def __init__(self, plan: CopyPlan) -> None:
-        """`lazy` plans are loads whose layers are queued when their readers ask for them.
+        """`lazy` plans are loads whose layers are queued when the layers' readers need them.
 
-        `patient` plans are loads for which no reader waits. The completion thread queues patient loads. The completion
-        thread can do so because the copies of these loads do not block.
+        `patient` plans are loads for which no reader waits. The completion thread queues patient loads, because the
+        copies of patient loads do not block.
         """
         self.plan = plan
         self.prepare()
@@ -33,7 +33,7 @@ class PlanQueue:
         self.sizes: deque[int] = deque()
         self.bytes = self.submitted = self.waves = 0
         self.computed: tuple[int, DeviceEvent] | None = None
-        """The number of first tickets whose layers are computed when the event fires."""
+        """(n, event): the layers of the first n tickets are computed when the event fires. None means no event."""
 
     @property
     def all(self) -> frozenset[int]:
@@ -41,7 +41,7 @@ class PlanQueue:
         return frozenset(job.id for job in self.plan.jobs)
 
     def prepare(self) -> None:
-        """Take over the data that the engine has prepared for the plan, if there are any."""
+        """Take over the data that the engine has prepared for the plan, if the engine has prepared any."""
         self.prepared = self.plan.mark if isinstance(self.plan.mark, Prepared) else None
         self.plan.mark = None
 
@@ -70,7 +70,7 @@ class PlanQueue:
         return taken
 
     def drop(self, ticket: Ticket) -> None:
-        """Remove a ticket that was given up."""
+        """Remove a withdrawn ticket."""
         ticket.mark = None
         place = self.tickets.index(ticket)
         del self.tickets[place]
@@ -92,7 +92,7 @@ class WaveInFlight(NamedTuple):
 
 
 class OrderingPoint(NamedTuple):
-    """A point after which device work can be ordered. The events are None if no event could be recorded."""
+    """A point after which device work can be ordered. An event that could not be recorded is None."""
 
     landed: DeviceEvent | None
     read: DeviceEvent | None

@@ -1,7 +1,7 @@
 """Whole blocks: if the pages of all layers of a block are adjacent in memory, one copy moves the whole block.
 
 vLLM's cross-layer layouts (BLHNC, BLNHC) store blocks in this way. If all layers of a group are copied at once, the
-group counts as a single layer whose page is the block. A slot then holds ``[page][layer]`` instead of
+group counts as a single layer whose page is the block. In this case a slot holds ``[page][layer]`` instead of
 ``[layer][page]``, and adjacent blocks are one copy for all layers. So tiers must not mix chunks of these two orders.
 """
 
@@ -25,7 +25,8 @@ class WholeBlocks(NamedTuple):
 def whole_blocks(geometry: Geometry, views: Sequence[PageView]) -> WholeBlocks | None:
     """Return the caches with one layer per group, or None unless the blocks of every group can be copied whole.
 
-    `views` has one view per layer, in the order of `geometry.layers`. Returns None too if every group has one layer.
+    `views` has one view per layer, in the order of `geometry.layers`. The result is also None if every group has only
+    one layer.
     """
     groups, merged, first = [], [], 0
     for group in geometry.groups:

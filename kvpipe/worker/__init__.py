@@ -4,8 +4,8 @@ vLLM's thread runs the modules `side`, `pipeline` (the calls of a step, in order
 loop thread runs `copies` and `watchdog`, which record how each copy ends. vLLM's thread sends events to the loop thread
 through the loop thread's inbox. A thread that has completed a batch's last ticket, or vLLM's thread at a step's end,
 handles the inbox itself instead of waking the loop thread. A thread handles the inbox only while it holds the lock
-`LoopThread.turn`. So no two threads handle it at once. `SHARED` lists the attributes that vLLM's thread and the loop
-thread share. Every other attribute belongs to one thread or never changes.
+`LoopThread.turn`. So no two threads handle the inbox at once. `SHARED` lists the attributes that vLLM's thread and the
+loop thread share. Every other attribute belongs to one thread or never changes.
 """
 
 from typing import Final

@@ -16,7 +16,7 @@ from kvpipe.trace.log import Counters
 
 
 class Loaded(NamedTuple):
-    """A loaded adapter: the number, name and path that vLLM gives the adapter, and the digest of its files."""
+    """A loaded adapter: the number, name and path that vLLM gives the adapter, and the digest of the adapter files."""
 
     number: int
     name: str
@@ -31,7 +31,7 @@ class HeldAdapters:
         """Start without adapters."""
         self._counters, self._files = counters, AdapterFiles()
         self.now: Callable[[], dict[int, bytes]] = dict
-        """A function of the connector: it returns the digests of the adapters that the rank holds, by vLLM's number."""
+        """The connector's function that returns the digests of the adapters that the rank holds, by vLLM's number."""
         self._since: OrderedDict[object, tuple[bytes, int]] = OrderedDict()
         self._names: OrderedDict[int, tuple[str, str]] = OrderedDict()
         self._forgotten_step = 0  # an adapter without an entry in `_since` counts as changed at this step
@@ -90,7 +90,7 @@ class HeldAdapters:
     # ---- loads ----------------------------------------------------------------------------------------------------
 
     def lose(self) -> None:
-        """Record that the bytes of all adapters are lost. The rank holds an adapter only after it is loaded again."""
+        """Record that the bytes of all adapters are lost. The rank holds an adapter again after its next load."""
         self.changes += 1
         try:
             self._lost.update(self.now())
@@ -112,7 +112,7 @@ class HeldAdapters:
             self._forgotten_step = self.step + 1
 
     def read(self, folder: str) -> Reading | None:
-        """Return the digest of the adapter in `folder`. If its files cannot be read, count a fault and return None."""
+        """Return the digest of the adapter in `folder`. If the files are unreadable, count a fault and return None."""
         try:
             return self._files.read(folder)
         except Exception as error:  # noqa: BLE001  (files and paths may raise anything; the engine judges the adapter)

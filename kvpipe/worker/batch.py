@@ -13,7 +13,7 @@ from kvpipe.transfer.base import QUIET, CopyPlan, Direction, Ticket
 
 LAST_MOVES: Final = 8
 NO_COPY: Final = Ticket(None, 0, 0, bool)
-"""`Batch.last` of a batch of which the transfer engine has taken no copy. This ticket is already completed."""
+"""The value of `Batch.last` while the transfer engine has taken no copy. This ticket is already completed."""
 NO_COPY.complete()
 NO_COPY.born_ns = 0
 
@@ -21,7 +21,8 @@ NO_COPY.born_ns = 0
 class Batch:
     """The jobs of one kind in one step: one copy plan, a ticket for each submission, one cursor per job.
 
-    vLLM's thread submits the copies and waits for their end. The loop thread does everything else. See `kvpipe.worker`.
+    vLLM's thread submits the copies and waits for their end. The loop thread does everything else (`kvpipe.worker` has
+    the rules).
     """
 
     __slots__ = (
@@ -45,7 +46,7 @@ class Batch:
     )
 
     def __init__(self, kind: Kind, jobs: tuple[Job, ...], groups: int, step: int, *, traced: bool) -> None:
-        """`groups` is the number of cache groups. `traced`: whether some of the jobs are traced in detail.
+        """`groups` is the number of cache groups. `traced` says whether some of the jobs are traced in detail.
 
         The layers in the attribute `guarded` have loads after which later compute is already ordered. The attribute
         `waited` has the layers whose attention called `wait_layer`.
@@ -56,14 +57,14 @@ class Batch:
         self.guarded: set[int] = set()
         self.waited: set[int] = set()
         self.tickets: dict[int, Ticket] = {}  # by layer, in the order of submission
-        self.last = NO_COPY  # the last ticket that the engine took: copies of a batch complete in order
-        self.open: deque[Ticket] = deque()  # appended before their copies begin; the loop removes tickets that are over
+        self.last = NO_COPY  # the last ticket that the engine took, and so the last to complete
+        self.open: deque[Ticket] = deque()  # tickets from before their copies begin until the loop removes them
         # The attributes of the loop thread:
         self.cursors: dict[int, LayerCursor] = {}
         self.ended: list[Outcome] = []
         self.closed = False
         self.moved_ns = time.monotonic_ns()
-        self.first_ns = 0  # the time at which the first landed copy was submitted; 0: no copy has landed
+        self.first_ns = 0  # when the first landed copy was submitted, or 0 before a copy has landed
         self.history: deque[tuple[int, Edge]] = deque(maxlen=LAST_MOVES * len(jobs))
         self.stuck = False
 
@@ -103,4 +104,4 @@ class Batch:
 
 
 NO_BATCH: Final = Batch(Kind.SAVE, (), 0, 0, traced=False)
-"""The batch that stands for a kind of which a step has no jobs. It never changes."""
+"""The batch of a kind of which a step has no jobs. This batch never changes."""

@@ -1,4 +1,4 @@
-"""The context of a worker side: the objects that its parts share. It is made once and never changes."""
+"""The context of a worker side: the objects that all parts of the worker side share. A context never changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop thread's half of the pipeline: one cursor per job, from the beginning of its step to its report.
+"""The loop thread's half of the pipeline: one cursor per job, from the beginning of the job's step to the job's report.
 
 Events come through the inbox. vLLM's thread calls `put`, and the transfer engine's threads complete tickets. One thread
 at a time handles these events: the loop thread, or the thread that has completed a batch's last ticket. A job is
@@ -40,9 +40,9 @@ class LoadRate:
     for compute. Layers that were queued together (a wave) land together.
 
     A ticket of all layers is the only ticket of its load, so by this rule hardly any such ticket would count. Therefore
-    every such ticket counts. If the ticket is slower than the rate, it may have waited for compute, so only its share
-    `SLOWER_SHARE` counts. Loads that follow one another without a pause (a run) are measured together, because several
-    landings may be noticed at the same time.
+    every ticket of all layers counts. A ticket that is slower than the rate may have waited for compute, so it counts
+    with weight `SLOWER_SHARE`. Loads that follow one another without a pause (a run) are measured together, because
+    several landings may be noticed at the same time.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class LoadRate:
     def landed(self, ticket: Ticket, size: int, *, alone: bool = False) -> None:
         """Record that `ticket`, a copy of `size` bytes, has landed.
 
-        `alone`: whether the ticket has all layers of a load.
+        `alone` says whether the ticket has all layers of a load.
         """
         now = ticket.done_ns
         if alone:
@@ -117,7 +117,7 @@ class Copies:
             self.loop.drain()
 
     def drain(self, fence: Callable[[Ticket, float], bool], wait_s: float) -> bool:
-        """Wait for the copies of each batch, `wait_s` seconds at most. Then abandon the copies that have not begun.
+        """Wait for the copies of each batch, `wait_s` seconds at most, and then abandon the copies that have not begun.
 
         vLLM's thread calls this between steps. `fence` is the transfer engine's method, which queues the copies that
         the engine holds back. Returns False if a copy may still touch memory.
@@ -158,7 +158,7 @@ class Copies:
             self.live[batch] = None
             if batch.kind is not Kind.LOAD_ASYNC:
                 return
-            event = m.CONFIRM  # no forward reads the blocks of an asynchronous load before its copy has landed
+            event = m.CONFIRM  # no forward reads an async load's blocks before the copy has landed
         for job in batch.jobs:
             self.fire(batch, job, event, why)
 
@@ -210,7 +210,7 @@ class Copies:
             self._moved_on(batch, job, edge, "")
 
     def _path(self, cursor: LayerCursor, layers: range) -> Edge | None:
-        """Return the last edge that `cursor` takes when `layers` land, or None unless `layers` are its next layers."""
+        """Return the last edge that `cursor` takes when `layers` land. None if `layers` are not the next layers."""
         key = cursor.state, layers
         if key not in self._paths:
             trial = LayerCursor(cursor.machine, cursor.key)
@@ -246,7 +246,7 @@ class Copies:
         self._moved_on(batch, job, edge, why)
 
     def _moved_on(self, batch: Batch, job: Job, edge: Edge, why: str) -> None:
-        """Record that the job's cursor took `edge`. If the job has ended, record its outcome too."""
+        """Record that the job's cursor took `edge`. If the job has ended, also record the job's outcome."""
         batch.history.append((job.id, edge))
         if edge.to.final:
             ok = edge.to.row == m.FINALIZED

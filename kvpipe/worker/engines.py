@@ -23,7 +23,7 @@ class EngineOptions(NamedTuple):
 
     settings: Settings
     cpus: frozenset[int] = frozenset()
-    """The cores that vLLM's threads leave free for copies. An empty set means that there are no such cores."""
+    """The cores that vLLM's threads leave free for copies. The set is empty if vLLM's threads use all cores."""
     idle_core: bool = False
     """Whether at least one core that the process may use has no thread of the forward."""
     trace: Recorder = OFF

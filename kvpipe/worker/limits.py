@@ -34,7 +34,7 @@ class Limits(NamedTuple):
         return {place: why for place, why in each if why}
 
     def _why(self, jobs: tuple[Job, ...]) -> str:
-        """Return why some of `jobs` cannot be carried out. Return "" if all of them can be carried out."""
+        """Return why some of `jobs` cannot be carried out. Return "" if all of `jobs` can be carried out."""
         for job in jobs:
             if job.kind not in _KINDS:
                 return f"unknown kind {job.kind}"

@@ -24,7 +24,7 @@ class Outcomes:
 
     @property
     def waiting(self) -> bool:
-        """Whether there are outcomes to collect."""
+        """Whether some outcomes are not collected yet."""
         return bool(self._refused or self._copies.outbox)
 
     def refuse(self, jobs: Iterable[Job], why: str) -> None:
@@ -37,13 +37,13 @@ class Outcomes:
         self.refuse([job for job in jobs if job.id not in known], why)
 
     def suspect(self, batch: Batch) -> None:
-        """Report the blocks of a failed batch of sync loads in this step. Each job ends only when its copies end."""
+        """Report the blocks of a failed batch of sync loads in this step. A job ends only when the job's copies end."""
         self._early |= batch.ids & self.uncollected.keys()  # exclude jobs that were already reported
         for job in batch.jobs:
             self._suspects |= job.blocks()
 
     def take_suspects(self) -> set[int]:
-        """Return the blocks of sync loads that were given up since the last call.
+        """Return the blocks of sync loads that have failed since the last call.
 
         The copies of these loads may still run.
         """

@@ -55,9 +55,9 @@ class Pipeline:
     ) -> None:
         """Start the loop thread. `engine` must be attached already. `hooks` has the numbers of layers.
 
-        `blocks` is the number of paged blocks. `slots_ready()` returns the number of usable slots; None means that all
-        slots are usable. The longest wait for a copy is the setting `wait_ms_max`; after this time the copy's jobs
-        fail. Without `saves`, this rank's saves copy nothing, because another rank saves the same bytes.
+        `blocks` is the number of paged blocks. `slots_ready()` returns the number of usable slots. Without
+        `slots_ready`, all slots are usable. A copy's jobs fail after a wait of `wait_ms_max` (a setting). Without
+        `saves`, this rank's saves copy nothing, because another rank saves the same bytes.
         """
         self.counters, self._hooks, self._saves = context.counters, hooks, saves
         self.waited_ns = 0  # the time that vLLM's thread has waited for copies
@@ -72,7 +72,7 @@ class Pipeline:
         self.step = Cursor(m.STEP.compile(), "step")  # stays IDLE in a step without jobs
         self._save = self._sync = self._async = NO_BATCH  # the open step's saves, sync loads and async loads
         self._unfenced = NO_BATCH  # the last step's saves, which may still read blocks
-        self._computes = True  # whether the open step computes anything
+        self._computes = True  # whether the open step computes any tokens
         self.copies = Copies(context, geometry, engine.abandon, saves=saves)
         self.copies.loop.start(Watchdog(self.copies, engine.abandon, context.settings.stuck_ms_max).run)
         self._landed = self.copies.completed  # the sink of all tickets
@@ -83,7 +83,7 @@ class Pipeline:
     # ---- a step ---------------------------------------------------------------------------------------------------
 
     def begin(self, plan: StepPlan) -> None:
-        """Open the step's jobs. If the step before was never fenced or never ended, fence or withdraw that step first.
+        """Open the step's jobs. If the previous step was never fenced or never ended, fence or withdraw it first.
 
         If this method raises, then all jobs of `plan` are reported as failed, and no step is open.
         """
@@ -134,9 +134,9 @@ class Pipeline:
             self._start_loads(forward)
 
     def wait_layer(self, layer: int) -> None:
-        """Order later compute after the loads of `layer` and of the next hooked layer, unless a load is given up.
+        """Order later compute after the loads of `layer` and of the next hooked layer, unless a load has failed.
 
-        The next layer's loads matter too, because vLLM writes a layer's new KV before vLLM calls the layer's hook.
+        The next layer's loads also matter, because vLLM writes a layer's new KV before vLLM calls the layer's hook.
         After a full hit, for example, the KV of the prompt's last token is written into a block that is being loaded.
         """
         if not self._sync.jobs:
@@ -144,14 +144,14 @@ class Pipeline:
         batch = self._sync
         if self.step.fire(m.WAIT_LAYER).moves:
             self.counters.fault("loads_started_by_hook")
-            self._submit_all(batch)  # no wait for layers without a hook: the forward may have read them
+            self._submit_all(batch)  # layers without a hook are not awaited: the forward may have read them
         if layer in batch.waited:
             self.counters["wait_repeated"] += 1
         elif (layer in batch.guarded or self._guard(batch, layer)) and self._guard(batch, self._next[layer]):
             batch.waited.add(layer)
 
     def save_layer(self, layer: int) -> None:
-        """Submit the save of `layer` at the first call. The saves of layers without a hook wait for the step's end."""
+        """Submit the save of `layer` at the first call. Layers without a hook are saved at the step's end."""
         if not self._save.jobs or layer in self._late:
             return
         batch = self._save
@@ -183,7 +183,7 @@ class Pipeline:
             self._end(was)
 
     def fence(self) -> None:
-        """Order the caller's next compute, which may write the saved blocks, after the last step's saves read them."""
+        """Order the caller's next compute, which may write saved blocks, after the reads of the last step's saves."""
         batch, self._unfenced = self._unfenced, NO_BATCH
         if not batch.last.done:
             fenced = False
@@ -243,7 +243,7 @@ class Pipeline:
         self._start_async()
 
     def _start_async(self) -> None:
-        """Submit the step's asynchronous loads, if any. After this call only the loop thread follows their copies."""
+        """Submit the step's async loads, if any. From then on, only the loop thread follows the loads' copies."""
         batch, self._async = self._async, NO_BATCH
         if batch.jobs:
             self._submit_all(batch)
@@ -285,7 +285,7 @@ class Pipeline:
                 ticket.complete(batch.ids)
 
     def _guard(self, batch: Batch, layer: int) -> bool:
-        """Order the caller's next compute after the load of `layer`. Return False if the load was given up."""
+        """Order the caller's next compute after the load of `layer`. Return False if the load has failed."""
         if layer in batch.guarded:
             return True
         ticket = batch.tickets[layer]
@@ -316,7 +316,7 @@ class Pipeline:
         elif was == m.GIVEN_UP:
             self.copies.put(copy_m.DENY, batch, TIMED_OUT)
         elif len(batch.waited) == len(self._layers):
-            # This is rare. A failed load must be reported to the engine in this step, so wait for its last copy.
+            # This is rare. A failed load must be reported to the engine in this step, so wait for the last copy.
             if any(map(_failed, batch.tickets.values())) and not batch.last.wait(self._wait_s):
                 self._give_up(batch, TIMED_OUT)
             self.copies.put(copy_m.CONFIRM, batch, wake=False)
@@ -332,7 +332,7 @@ class Pipeline:
         self._settle()
 
     def _end(self, was: str) -> None:
-        """End the saves of a step that was in state `was`. If the step's loads were not settled, end them first."""
+        """End the saves of a step that was in state `was`. Before, end the step's loads if they were not settled."""
         if was != m.SETTLED:
             self._settle_loads(was)
         batch, self._save = self._save, NO_BATCH
@@ -361,7 +361,7 @@ class Pipeline:
 
         Otherwise the thread that completes the last copy handles the inbox.
         """
-        last = batch.last  # read `last` after the step's events are in the inbox: see `Copies.completed`
+        last = batch.last  # read only after the step's events are in the inbox, as in `Copies.completed`
         if last.over or batch.stuck:
             self._settle()
 

@@ -1,4 +1,4 @@
-"""The worker side of one rank: the model runner's hooks drive its pool and pipeline. No hook raises into vLLM."""
+"""The worker side of one rank: the model runner's hooks drive the rank's pool and pipeline. No hook raises."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ IDLE_NS: Final = 100_000_000
 
 
 class WorkerSide:
-    """The worker side of one rank. The rank makes its worker side as soon as it has its paged caches.
+    """The worker side of one rank. The rank creates its worker side as soon as the paged caches exist.
 
     The calls `start_loads` and `end_step` are methods of the pipeline. The engine calls `start_loads` when loads may be
     submitted. The engine calls `end_step` (`wait_for_save`) when the step's compute is enqueued on the device.
@@ -56,8 +56,8 @@ class WorkerSide:
     ) -> None:
         """Take the rank's memory for chunks and start the threads. If anything raises, release memory and threads.
 
-        `engine` is a transfer engine other than the device's own. `shares` tells how each group's KV is divided among
-        the ranks, if known. `tiers` are not yet opened. `weigh` returns a digest of this rank's weights, or "" if the
+        `engine` replaces the device's own transfer engine. `shares` says how each group's KV is divided among the
+        ranks, if known. `tiers` are not yet opened. `weigh` returns a digest of this rank's weights, or "" if the
         digest is not known. `adapters` has the adapters that were loaded before the caches existed. `shared` has the
         slots that the engines of a node share, if any.
 
@@ -79,7 +79,7 @@ class WorkerSide:
         self._unreadable, self._ready_reported = frozenset[int](), -1
         self._tallies: dict[int, Tally] = {}
         self._received, self._failed, self._bad_blocks = set[str](), set[str](), set[int]()
-        self._late_blocks, self._loading = set[int](), set[int]()  # block numbers; ids of the step's sync loads
+        self._late_blocks, self._loading = set[int](), set[int]()  # numbers of blocks, and ids of the step's sync loads
         with ExitStack() as undo:
             self._engine = engine = engine or self._make_engine(caches.device)
             self._pool = pool = HostPool(self.geometry, shared)
@@ -106,7 +106,7 @@ class WorkerSide:
         return make_engine(device, options)
 
     def _make_carrier(self, tiers: Sequence[GuardedTier], *, fetches: bool) -> Carrier | None:
-        """Return the carrier, which carries chunks to and from tiers. Return None if there are no tiers."""
+        """Return the carrier, which carries chunks to and from tiers, or None without tiers."""
         if not tiers:
             return None
         context = self.context
@@ -214,7 +214,7 @@ class WorkerSide:
     def _begin_orders(self, plan: StepPlan) -> None:
         """Pass the step's tier orders to the carrier.
 
-        Fail the orders if only other ranks have tiers, or if this rank has another pool than the other ranks.
+        Fail the orders if only other ranks have tiers, or if this rank's pool differs from the other ranks' pools.
         """
         if self.carrier is not None and plan.pool == self._pool.token:
             self.carrier.carry_out(plan.orders, plan.space, plan.step)
@@ -264,9 +264,9 @@ class WorkerSide:
         return received, failed
 
     def take_bad_blocks(self, *, late: bool = True) -> set[int]:
-        """Return the blocks whose sync load failed. If `late`, also the blocks of earlier steps' loads.
+        """Return the blocks of failed sync loads of this step and, if `late`, of earlier steps.
 
-        Other requests may hold the blocks of earlier steps now.
+        Other requests may hold the blocks of earlier steps' loads now.
 
         The report tells the scheduler's side of every failed load. The scheduler's `Recovery` handles late failures.
         """
@@ -282,7 +282,7 @@ class WorkerSide:
         carrier, ready, was_ready, were_unreadable = self.carrier, self.ready, self._ready_reported, self._unreadable
         unreadable, rates = (carrier.unreadable, carrier.rates) if carrier is not None else (frozenset[int](), {})
         self._loading.clear()  # the engine already has this step's bad blocks, so failures from now on count as late
-        news, weighed, tallies = self._news(), self._weighed, self._take_tallies()  # last: an error would lose tallies
+        news, weighed, tallies = self._news(), self._weighed, self._take_tallies()  # last: errors would lose tallies
         self._weighed, self._ready_reported, self._unreadable = {}, ready, unreadable
         if not (tallies or self.lost or weighed or news or ready != was_ready or unreadable != were_unreadable):
             return None
@@ -300,7 +300,7 @@ class WorkerSide:
         )
 
     def _news(self) -> dict[int, bytes]:
-        """Return the digests of adapters that changed since the last call, or nothing if they cannot be read now."""
+        """Return the digests of adapters that changed since the last call. Empty if the digests cannot be read now."""
         try:
             return self.adapters.news()
         except Exception as error:  # noqa: BLE001  (an error must not lose the report)
@@ -310,7 +310,7 @@ class WorkerSide:
     def _take_tallies(self) -> dict[int, Tally]:
         """Return the tallies of this rank's jobs and tier orders that ended since the last call."""
         put_off, self._put_off = self._put_off, False
-        for outcome in () if put_off else self.pipeline.collect():  # that the step's end has settled since `collect`
+        for outcome in () if put_off else self.pipeline.collect():  # jobs that the step's end has settled
             self._account(outcome)
         if self.carrier is not None:
             self._tallies.update((one.order.id, ONE_OK if one.ok else ONE_BAD) for one in self.carrier.collect())
@@ -325,8 +325,8 @@ class WorkerSide:
     def puts_off_metrics(self) -> bool:
         """Return whether the step's metrics wait for a later step, because jobs are in flight.
 
-        Jobs that end after this call are not in this step's report. So a later step must report, and it reports the
-        metrics, too.
+        Jobs that end after this call are not in this step's report. So a later step must report, and that report also
+        has the metrics.
         """
         self._put_off = self.carrier is None and self.pipeline.in_flight > 0
         return self._put_off
@@ -388,7 +388,7 @@ class WorkerSide:
             self._readier.stop()
 
     def _lose(self, why: str) -> None:
-        """Record that the pool cannot be used any more, and trace the loss once."""
+        """Record that this rank's pool cannot be used any more. The loss is traced once."""
         if not self.lost:
             self.lost = True
             self.trace.put(TierLost(*self.trace.of("", 0), tier=TIER, why=why))

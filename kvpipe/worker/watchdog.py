@@ -58,8 +58,8 @@ class Watchdog:
         for job in batch.jobs:
             if not batch.cursors[job.id].state.final:
                 copies.fire(batch, job, m.FAULT, STUCK)
-        # A copy that cannot be abandoned may still write. Then the batch is not reported yet, and the watchdog checks
-        # it again later.
+        # A copy that cannot be abandoned may still write. In this case the batch is not reported yet, and the watchdog
+        # checks the batch again later.
         for ticket in dict.fromkeys(tuple(batch.tickets.values())):
             if ticket.state not in QUIET and self._abandon(ticket):
                 ticket.withdraw()

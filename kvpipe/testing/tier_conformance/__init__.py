@@ -1,6 +1,6 @@
 """The suite that every tier must pass: one test for each requirement of the protocol of `kvpipe/tiers/base.py`.
 
-A test module of a tier has a subclass of `TierConformance`, whose fixture `world` provides one empty store:
+A test module of a tier has a subclass of `TierConformance`. The subclass's fixture `world` provides one empty store:
 
     class TestShed(TierConformance):
         @pytest.fixture

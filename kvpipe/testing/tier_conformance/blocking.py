@@ -21,11 +21,11 @@ from kvpipe.tiers.base import Put, Tier
 
 WAITING = (time.sleep, os.fdatasync, os.fsync, os.pread, os.preadv, os.pwrite, os.pwritev)
 PARTS = (MIB,) * 8
-"""The sizes of the parts of a large value. A thread that copies the value lets the loop run between two parts."""
+"""The sizes of a large value's buffers. Between two buffers, a thread that copies the value gives the loop a turn."""
 HELD_SHARE, TRIES = 0.8, 30
 """A call blocks the loop if, in each of `TRIES` tries, the loop has no turn for `HELD_SHARE` of the call's duration.
 
-A single try proves nothing, because a busy machine may suspend the loop's thread for that time.
+A single try proves nothing, because a busy machine may suspend the loop's thread during the call.
 """
 
 

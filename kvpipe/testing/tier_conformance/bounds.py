@@ -26,7 +26,7 @@ class BoundClaims:
 
     @with_world
     async def test_capacity_counts(self, world: TierWorld, tier: Tier) -> None:
-        """`capacity` returns the number of values held, and at least the sum of their sizes."""
+        """`capacity` returns the number of held values, and a size that is at least the sum of the values' sizes."""
         before = await tier.capacity()
         await tier.write([put(i, 64 * KIB) for i in range(5)])
         held = await tier.capacity()
@@ -35,7 +35,7 @@ class BoundClaims:
         assert held.bytes_max is None or held.bytes_max >= held.bytes_used
 
     def test_the_bound_holds(self, world: TierWorld) -> None:
-        """Values never exceed `bytes_max`. New values are stored and old ones evicted, singly or in a batch."""
+        """Values never exceed `bytes_max`. New values are stored and old values are evicted, singly or in a batch."""
         if not world.is_bounded:
             return
 

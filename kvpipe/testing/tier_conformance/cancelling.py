@@ -1,4 +1,4 @@
-"""Tests of cancelled calls: after a call has returned, none of its work continues."""
+"""Tests of cancelled calls: after a call has returned, no work of the call continues."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvpipe.testing.tier_conformance.worlds import KIB, MIB, with_client
 from kvpipe.tiers.base import Get, Put, Read, Tier, Written
 
 CANCEL_S = (math.inf, 0, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02)
-"""Delays in seconds after which calls are cancelled: never, at once, and, on most machines, during the work."""
+"""Delays in seconds after which calls are cancelled: never, at once, and times that mostly are during the work."""
 VALUES, VALUE_BYTES = 64, 256 * KIB
 """The number and the size of values. With these values a cancellation usually meets a thread during its work."""
 TURNS = (4, 16, 64, 256, 1024)
@@ -57,7 +57,7 @@ class CancelClaims:
 
     @with_client
     async def test_a_read_gives_its_buffers_back(self, tier: Tier) -> None:
-        """After a read has returned or was cancelled, nothing touches its buffers, and later reads succeed."""
+        """After a read has returned or was cancelled, the tier does not touch its buffers. Later reads succeed."""
         size, filling = 2 * MIB, b"\xa5" * MIB
         await tier.write([put(i, size) for i in range(4)])
         buffers = [aligned(MIB) for _ in range(8)]
@@ -74,7 +74,7 @@ class CancelClaims:
 
     @with_client
     async def test_a_write_gives_its_buffers_back(self, tier: Tier) -> None:
-        """After a write has returned or was cancelled, nothing reads its buffers. A value is complete or absent."""
+        """After a write has returned or was cancelled, the tier reads no buffer. A value is complete or absent."""
         size, other = 2 * MIB, content(99, MIB)
         for i, delay_s in enumerate(CANCEL_S):
             key, buffers = some_key(i), filled(content(i, size), (MIB, MIB))
@@ -92,7 +92,7 @@ class CancelClaims:
 
     @with_client
     async def test_a_read_ends_when_it_is_cancelled(self, tier: Tier) -> None:
-        """A read that is cancelled after it has filled its first buffer fills no buffer after it has returned."""
+        """A read is cancelled after its first buffer was filled. A read that has returned fills no more buffers."""
         filling = b"\xa5" * 8
         await tier.write([put(i, VALUE_BYTES) for i in range(VALUES)])
         gets = [get(i, VALUE_BYTES) for i in range(VALUES)]

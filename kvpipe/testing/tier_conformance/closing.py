@@ -38,7 +38,7 @@ def _held() -> _Holdings:
 
 
 def _grew(before: _Holdings, times: int) -> bool:
-    """Whether Python threads or sockets are left, or other holdings grew with each of `times` runs."""
+    """Whether Python threads or sockets are left, or other resources have grown with each of `times` runs."""
     now = _held()
     return (
         now.threads > before.threads

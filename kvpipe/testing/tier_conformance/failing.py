@@ -16,7 +16,7 @@ class FailureClaims:
     """The test of a store that cannot be used for a while."""
 
     def test_a_broken_store_raises_tier_errors(self, world: TierWorld) -> None:
-        """While the store cannot be used, calls raise only TierError. Afterwards the tier can be used again."""
+        """While the store cannot be used, calls raise only TierError. When the store works again, so does the tier."""
         if "unbroken" in world.limits:
             return
         broken = world.broken
@@ -44,9 +44,9 @@ class FailureClaims:
 
 
 async def _assert_no_other_error(tier: Tier) -> None:
-    """Make every call twice, and let any exception but TierError fail the test. A call may also succeed.
+    """Make every call twice. Any exception but TierError fails the test. A call may also succeed.
 
-    The second call is needed because the first may fail on an old connection only.
+    The second call is needed because the first call may fail only because of an old connection.
     """
     for _ in range(2):
         for ask in (

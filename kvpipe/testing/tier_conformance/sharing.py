@@ -23,7 +23,7 @@ class SharingClaims:
 
     @with_world
     async def test_another_client_finds_it(self, world: TierWorld, tier: Tier) -> None:
-        """Two clients find each other's values at once, and neither finds a value that the other has deleted."""
+        """Two clients find each other's values at once. A value that one client has deleted is a miss for both."""
         await tier.write([put(1, 128 * KIB), put(2, 4096)])
         async with client(world) as other:
             wanted = get(1, 128 * KIB)
@@ -42,7 +42,7 @@ class SharingClaims:
             assert await soon(gone, at_once="delete_at_once" not in world.limits)
 
     def test_it_is_still_there_after_reopening(self, world: TierWorld) -> None:
-        """The same client finds its values after it is opened again. A new client finds them, too."""
+        """The same client finds its values after it is opened again. A new client also finds these values."""
 
         async def play() -> None:
             tier = world.make()
@@ -96,7 +96,7 @@ class SharingClaims:
 
     @with_world
     async def test_many_at_once(self, world: TierWorld, tier: Tier) -> None:
-        """Concurrent calls read and write more different keys than the tier has lanes, and all end correctly."""
+        """Concurrent calls read and write more different keys than the tier has lanes. All calls end correctly."""
         count = world.spec.lanes * 6
         wrong = []
 

@@ -32,7 +32,7 @@ class ValueClaims:
 
     @pytest.mark.parametrize("split", SPLITS)
     def test_what_was_written_is_read_back(self, world: TierWorld, split: str) -> None:
-        """A value of one or several parts is read back unchanged, also into parts of other sizes."""
+        """A value from one or several buffers is read back unchanged, also into buffers of other sizes."""
         sizes = SPLITS[split]
 
         async def play(tier: Tier) -> None:
@@ -76,7 +76,7 @@ class ValueClaims:
 
     @with_client
     async def test_the_first_value_is_kept(self, tier: Tier) -> None:
-        """A second write of a key returns PRESENT and changes nothing, whatever the length of the new value."""
+        """A second write of a key returns PRESENT and keeps the first value, for new values of any length."""
         await tier.write([put(1, 64 * KIB)])
         for n in (64 * KIB, 4096, 256 * KIB):
             assert await tier.write([Put(some_key(1), value(2, n))]) == [Written.PRESENT]
@@ -86,7 +86,7 @@ class ValueClaims:
 
     @with_world
     async def test_delete_counts_and_makes_a_miss(self, world: TierWorld, tier: Tier) -> None:
-        """`delete` returns how many values existed. Deleted values are misses and can be written again; others stay."""
+        """`delete` returns how many values existed. Deleted values are misses and can be rewritten. Others stay."""
         await tier.write([put(i, 8192) for i in range(4)])
         gone = [some_key(i) for i in (0, 2, 9)]
 

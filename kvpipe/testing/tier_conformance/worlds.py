@@ -28,7 +28,7 @@ Limit = Literal[
     "scan",  # values cannot be listed: `scan` and `capacity` raise TierError, or return an incomplete result
     "reopened",  # values are lost when the last client is closed
     "refuses_closed",  # the tier may be used while it is not open
-    "unbounded",  # no client bounds the store, which evicts values by its own rules, or never
+    "unbounded",  # no client bounds the store; the store evicts values by its own rules, or never
     "age",  # a value's age is unknown, or counts from the first write
     "unbroken",  # the suite cannot break the store; the tier's own tests cover a broken store
     "blocks",  # the tier's calls run on the loop's thread, because the tier is for tests only
@@ -39,9 +39,9 @@ Limit = Literal[
 class TierWorld:
     """One store that the suite tests.
 
-    `make` returns a new client of the store, not yet opened. `limits`: the properties that the tier lacks.
+    `make` returns a new client of the store, which is not open yet. `limits` has the properties that the tier lacks.
     `broken` returns a context in which the store cannot be used, because its folder is moved or its server refuses.
-    `older` makes all values at least two minutes older. Without `older` the suite waits for about a second.
+    `older` makes all values at least two minutes older. Without `older` the suite waits for about a second instead.
     """
 
     make: Callable[[], Tier]
