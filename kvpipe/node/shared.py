@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final, cast
 
-from kvpipe.cache.chunks import Chunk
+from kvpipe.cache.chunks import Chunk, Mark
 from kvpipe.cache.policy.base import Evictable
-from kvpipe.cache.tenants import ANYBODY, Tenant
+from kvpipe.cache.tenants import ANYBODY, UNKNOWN, Tenant
 from kvpipe.node.layout import SlotRecord
 from kvpipe.node.replica import Follower, stamp_of
 from kvpipe.node.segment import Segment
 from kvpipe.node.stock import Stock
+from kvpipe.statemachine import chunk as m
 from kvpipe.statemachine.core import Compiled, Watch
 
 UNPUBLISHED: Final = -1
@@ -36,6 +37,17 @@ class SharedChunk(Chunk):
         self.sealed = False
         self.answered_at: int | None = None
         self.publish(UNPUBLISHED)
+
+    @classmethod
+    def of(cls, record: SlotRecord, machine: Compiled, watch: Watch | None) -> SharedChunk:
+        """Return the chunk of a record, which another engine may have saved."""
+        chunk, key = cls(machine, record.group, record.slot, watch, UNKNOWN), record.key
+        chunk.fire(m.RESERVE)
+        chunk.fire(m.LANDED_LAST)
+        chunk.seal()
+        chunk.written = chunk.ready = record.units
+        chunk.marks, chunk.tail, chunk.identity = (Mark(record.units, key, keep=True),), key, key
+        return chunk
 
     @property
     def is_published(self) -> bool:

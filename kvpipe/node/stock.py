@@ -38,6 +38,11 @@ class Stock:
         self._evicted: tuple[SlotGrant, ...] = ()
         self._used: dict[int, int] = {}
 
+    @property
+    def next(self) -> int | None:
+        """The slot that `take` returns next, or None if the stock is empty."""
+        return self._free[-1] if self._free else None
+
     def take(self) -> int | None:
         """Return a slot for a save, or None if the stock is empty: then the save is dropped."""
         if not self._free:
