@@ -129,7 +129,8 @@ class NotedBlocks:
 
     def pop(self, chunk: Chunk) -> None:
         """Remove the block of a chunk, if the chunk has one here."""
-        if (block := self._waiting.pop(chunk, None)) is not None and self._named[chunk.group, block.hash] is chunk:
+        block = self._waiting.pop(chunk, None)
+        if block is not None and self._named.get((chunk.group, block.hash)) is chunk:
             del self._named[chunk.group, block.hash]
 
     def take(self) -> list[tuple[Chunk, AnnouncedBlock]]:

@@ -143,6 +143,16 @@ def test_parents_are_announced_first_and_few_blocks_at_once(monkeypatch: pytest.
     assert sorted(slot for some in taken for slot in some) == [0, 1, 2, 4, 5]
 
 
+def test_chunks_of_two_versions_of_an_adapter_are_announced_once_each() -> None:
+    """Their blocks have equal hashes, because a hash covers only the adapter's name and path."""
+    noted, chunks = NotedBlocks(), [chunk_of(number) for number in range(4)]
+    for chunk, (number, parent) in zip(chunks, ((1, 0), (0, None), (0, None), (1, 0)), strict=True):
+        noted.add(chunk, block_of(number, parent))
+    taken = [chunk.slot for chunk, _ in noted.take()]
+    assert sorted(taken) == [0, 1, 2, 3]
+    assert taken.index(2) < taken.index(0)
+
+
 def test_damaged_note_is_no_block() -> None:
     """Another program of the same user may write anything."""
     request = request_of()
