@@ -123,7 +123,7 @@ class NodeCatalog(Catalog):
         if self._digest and pool.named >= 0 and (follower is None or follower.number != pool.named):
             self.notes.withdraw(self._index)
             follower = self._follower = CatalogFollower(
-                self._segment, pool.named, self._groups, self.published, self.unpublished
+                self._segment, pool.named, self._groups, self.published, self.unpublished, self._stock.evictions
             )
             self._index = cast("tuple[MutableMapping[bytes, Chunk], ...]", follower.indexes)
         if follower is not None:

@@ -82,6 +82,11 @@ class Follower(ABC, Generic[P]):
     def _made(self, record: SlotRecord) -> P:
         """Return the dict's value for a published chunk."""
 
+    def _wanted(self, record: SlotRecord) -> bool:
+        """Return whether the dict gets the chunk of a record."""
+        known = record.namespace == self._namespace and record.group < len(self._index)
+        return known and record.state == PUBLISHED
+
     def _gone(self, placed: P) -> None:
         """Note that a chunk was removed from the dict."""
 
@@ -157,9 +162,7 @@ class Follower(ABC, Generic[P]):
             if place is not None and place.slot == slot:
                 del self._index[group][key]
                 self._gone(place)
-        if record.state != PUBLISHED or record.namespace != self._namespace:
-            return
-        if record.group >= len(self._index):
+        if not self._wanted(record):
             return
         index = self._index[record.group]
         other = index.get(record.key)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, cast
 
 from kvpipe.cache.chunks import Chunk, Mark
@@ -68,14 +68,21 @@ class CatalogFollower(Follower[SharedChunk]):
 
     def __init__(
         self, segment: Segment, namespace: int, groups: int, published: Callable[[SlotRecord], SharedChunk],
-        unpublished: Callable[[SharedChunk], None],
+        unpublished: Callable[[SharedChunk], None], evictions: Mapping[int, int],
     ) -> None:  # fmt: skip
-        """Read the slot table and the journal. `published` and `unpublished` are methods of the catalog."""
+        """Read the slot table and the journal. `published` and `unpublished` are methods of the catalog.
+
+        `evictions` are those of the stock. Their chunks are not found, although the holder has not evicted them yet.
+        """
         self.number, self._published, self._unpublished = namespace, published, unpublished
+        self._evictions = evictions
         super().__init__(segment, namespace, groups)
 
     def _made(self, record: SlotRecord) -> SharedChunk:
         return self._published(record)
+
+    def _wanted(self, record: SlotRecord) -> bool:
+        return super()._wanted(record) and self._evictions.get(record.slot) != record.generation
 
     def _gone(self, placed: SharedChunk) -> None:
         self._unpublished(placed)
