@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -119,7 +120,8 @@ class NotedBlocks:
 
     def __init__(self) -> None:
         """Start without blocks."""
-        self._waiting: dict[Chunk, AnnouncedBlock] = {}
+        # The search for a dict's first entry passes all removed entries.
+        self._waiting: OrderedDict[Chunk, AnnouncedBlock] = OrderedDict()
         self._named: dict[tuple[int, BlockHash], Chunk] = {}
 
     def add(self, chunk: Chunk, block: AnnouncedBlock) -> None:

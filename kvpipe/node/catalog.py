@@ -34,10 +34,7 @@ from kvpipe.trace.log import Counters
 from kvpipe.trace.miss_reasons import EVICTED, RESET
 
 NAME_S_MAX: Final = 0.5
-"""The longest wait for a new namespace: for the holder's answer and for the scan of the slot table, in seconds.
-
-The engine waits once at start-up, and once after each change of weights.
-"""
+"""The longest wait for a new namespace, in seconds: once at start-up, and once after each change of weights."""
 _NAME_LOOK_S: Final = 0.001
 
 

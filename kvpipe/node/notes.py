@@ -34,7 +34,7 @@ class NotedRouters(Protocol):
         """`chunk` can be found from now on. Its note is `note`."""
 
     def announce(self) -> None:
-        """Notify routers of noted chunks, because no chunks are missing any more that come before these chunks."""
+        """Notify routers of noted chunks from now on. No chunks are missing any more that come before these chunks."""
 
     def dropped(self, chunk: Chunk) -> None:
         """`chunk` can no longer be found."""
@@ -88,6 +88,6 @@ class SlotNotes:
                 self.routers.dropped(chunk)
 
     def announce(self) -> None:
-        """Notify routers of the chunks that were published since the last call."""
+        """Let routers be notified of the chunks that were published since the last call."""
         if self.routers is not None:
             self.routers.announce()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -141,6 +142,39 @@ def test_parents_are_announced_first_and_few_blocks_at_once(monkeypatch: pytest.
     taken = [[chunk.slot for chunk, _ in noted.take()] for _ in range(4)]
     assert taken[:2] == [[0, 1], [2, 5]] or taken[:2] == [[0, 1], [2, 4]]
     assert sorted(slot for some in taken for slot in some) == [0, 1, 2, 4, 5]
+
+
+def test_engine_announces_few_blocks_per_step_however_often_it_polls(
+    node: DirectNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operators of an idle engine make it poll. vLLM takes events only in a step."""
+    monkeypatch.setattr(block_notes, "ANNOUNCED_MAX", 2)
+    writer, reader = NotedEngine(node), NotedEngine(node)
+    for salt in range(3):
+        writer.save(request_of(cache_salt=str(salt)))
+        writer.receive()
+    for _ in range(9):
+        reader.catalog.end_step()
+    assert len(reader.catalog.index(0)) == 6
+    taken = []
+    for _ in range(4):
+        taken.append(len(reader.events.take()))
+        reader.catalog.end_step()
+    assert taken == [2, 2, 2, 0]
+
+
+def test_time_of_a_waiting_block_does_not_grow_with_the_blocks_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Python dict keeps its removed entries, and passes them with each search for its first entry."""
+    monkeypatch.setattr(block_notes, "ANNOUNCED_MAX", 1 << 20)
+    times_s = []
+    for count in (2_000, 80_000):
+        noted, block = NotedBlocks(), block_of(0, None)
+        for number in range(count):
+            noted.add(chunk_of(number), block)
+        began_s = time.process_time()
+        assert len(noted.take()) == count
+        times_s.append((time.process_time() - began_s) / count)
+    assert times_s[1] < 5 * times_s[0]
 
 
 def test_chunks_of_two_versions_of_an_adapter_are_announced_once_each() -> None:
