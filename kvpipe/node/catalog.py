@@ -164,8 +164,7 @@ class NodeCatalog(Catalog):
             del self._landed[slot]
             self._unpend_chunk(chunk)
         else:
-            chunk = SharedChunk.of(record, self.machine, self.watch)
-            chunk.era = self._era
+            chunk = SharedChunk.of(record, self.machine, self.watch, self._era)
         self._chunks[slot] = chunk  # older records of the slot may have put another chunk there
         chunk.publish(record.generation)
         self._stamps[chunk.group][key] = chunk.stamp
@@ -337,7 +336,8 @@ class NodeCatalog(Catalog):
 
     def _report_sealed(self) -> None:
         """Report the chunks to which no request adds units any more."""
-        for chunk in [chunk for chunk in self._open.values() if chunk.sealed]:
+        for chunk in [one for one in self._open.values() if one.sealed and not one.writers]:
+            self.notes.on_report(chunk)
             self._report(chunk)
 
     def reset(self) -> int:

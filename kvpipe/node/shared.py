@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, cast
+from typing import TYPE_CHECKING, Final, cast
 
 from kvpipe.cache.chunks import Chunk, Mark
 from kvpipe.cache.policy.base import Evictable
@@ -16,6 +16,9 @@ from kvpipe.node.stock import Stock
 from kvpipe.statemachine import chunk as m
 from kvpipe.statemachine.core import Compiled, Watch
 
+if TYPE_CHECKING:
+    from kvpipe.protocol.engine import Request
+
 UNPUBLISHED: Final = -1
 
 
@@ -24,10 +27,12 @@ class SharedChunk(Chunk):
 
     `generation` is the slot's generation when the chunk was published, or `UNPUBLISHED`. `stamp` joins the slot and the
     generation for `NodeLeases.pin`. No units are added to a `sealed` chunk. `answered_at` is the journal's position at
-    the time of the answer to the chunk's report. Before the answer `answered_at` is None.
+    the time of the answer to the chunk's report. Before the answer `answered_at` is None. `saved_for` is the request
+    that has saved the last landed units, and the number of units of the request's prefix before the chunk. It is None
+    if the chunk needs no note.
     """
 
-    __slots__ = ("answered_at", "generation", "sealed", "stamp")
+    __slots__ = ("answered_at", "generation", "saved_for", "sealed", "stamp")
 
     def __init__(
         self, machine: Compiled, group: int, slot: int, watch: Watch | None = None, tenant: Tenant = ANYBODY
@@ -36,12 +41,14 @@ class SharedChunk(Chunk):
         super().__init__(machine, group, slot, watch, tenant)
         self.sealed = False
         self.answered_at: int | None = None
+        self.saved_for: tuple[Request, int] | None = None
         self.publish(UNPUBLISHED)
 
     @classmethod
-    def of(cls, record: SlotRecord, machine: Compiled, watch: Watch | None) -> SharedChunk:
+    def of(cls, record: SlotRecord, machine: Compiled, watch: Watch | None, era: bytes) -> SharedChunk:
         """Return the chunk of a record, which another engine may have saved."""
         chunk, key = cls(machine, record.group, record.slot, watch, UNKNOWN), record.key
+        chunk.era = era
         chunk.fire(m.RESERVE)
         chunk.fire(m.LANDED_LAST)
         chunk.seal()
