@@ -129,6 +129,10 @@ class NotedBlocks:
         self._waiting[chunk] = block
         self._named[chunk.group, block.hash] = chunk
 
+    def block(self, chunk: Chunk) -> AnnouncedBlock | None:
+        """Return the block of a chunk, or None if the chunk has none here."""
+        return self._waiting.get(chunk)
+
     def pop(self, chunk: Chunk) -> None:
         """Remove the block of a chunk, if the chunk has one here."""
         block = self._waiting.pop(chunk, None)

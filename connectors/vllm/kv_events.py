@@ -135,7 +135,8 @@ class KvEvents:
 
     def block(self, chunk: Chunk, key: bytes) -> AnnouncedBlock | None:
         """See `Published.block`."""
-        return self._of.get(chunk, {}).get(key)
+        block = self._of.get(chunk, {}).get(key)
+        return self._noted.block(chunk) if block is None and key == chunk.tail else block
 
     def stored(self, tier: int, group: int, block: AnnouncedBlock) -> None:
         """Announce a block that a tier has."""

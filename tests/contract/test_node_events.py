@@ -187,6 +187,21 @@ def test_chunks_of_two_versions_of_an_adapter_are_announced_once_each() -> None:
     assert taken.index(2) < taken.index(0)
 
 
+def test_block_is_known_before_it_is_announced(node: DirectNode) -> None:
+    """A tier stores a chunk as soon as it is published, also while an engine has many chunks to announce."""
+    writer, request = NotedEngine(node), request_of()
+    writer.save(request)
+    for _ in range(3):
+        writer.catalog.end_step()
+    (chunk, _) = writer.catalog.index(0).values()
+    block = writer.events.block(chunk, chunk.tail)
+    assert block is not None
+    assert block.hash == request.block_hashes[3]
+    assert writer.events.block(chunk, request.block_hashes[2]) is None
+    assert len(writer.receive()) == 2
+    assert writer.events.block(chunk, chunk.tail) == block
+
+
 def test_damaged_note_is_no_block() -> None:
     """Another program of the same user may write anything."""
     request = request_of()
