@@ -40,13 +40,12 @@ class AnnouncedBlock(NamedTuple):
 
 
 class _Note(msgspec.Struct, frozen=True, array_like=True):
-    """An `AnnouncedBlock` as it is encoded."""
+    """An `AnnouncedBlock` as it is encoded, without `lora_id`: each engine has its own numbers of adapters."""
 
     hash: bytes
     parent: bytes | None
     tokens: bytes
     extra_keys: tuple[tuple[Any, ...], ...] | None
-    lora_id: int | None
     lora_name: str | None
     session: str | None
 
@@ -96,7 +95,8 @@ class BlockMaker:
         block = self.block(request, chunk.group, base, base + mark.units)
         if block is None or not mark.key.startswith(block.hash):  # a key with an adapter's digest is longer
             return b""
-        return msgspec.msgpack.encode(_Note(**block._asdict() | {"tokens": block.tokens.tobytes()}))
+        hash_, parent, tokens, extra_keys, _, lora_name, session = block
+        return msgspec.msgpack.encode(_Note(hash_, parent, tokens.tobytes(), extra_keys, lora_name, session))
 
 
 def read_note(note: bytes) -> AnnouncedBlock | None:
@@ -108,7 +108,7 @@ def read_note(note: bytes) -> AnnouncedBlock | None:
         return None
     parent = None if read.parent is None else BlockHash(read.parent)
     return AnnouncedBlock(
-        BlockHash(read.hash), parent, tokens, read.extra_keys, read.lora_id, read.lora_name, read.session
+        BlockHash(read.hash), parent, tokens, read.extra_keys, None, read.lora_name, read.session
     )
 
 
