@@ -107,9 +107,7 @@ def read_note(note: bytes) -> AnnouncedBlock | None:
     except (msgspec.DecodeError, ValueError):
         return None
     parent = None if read.parent is None else BlockHash(read.parent)
-    return AnnouncedBlock(
-        BlockHash(read.hash), parent, tokens, read.extra_keys, None, read.lora_name, read.session
-    )
+    return AnnouncedBlock(BlockHash(read.hash), parent, tokens, read.extra_keys, None, read.lora_name, read.session)
 
 
 class NotedBlocks:

@@ -54,7 +54,8 @@ class NotedChunks(Subscriber):
         chunk = piece.chunk
         if request is not None and isinstance(chunk, SharedChunk):
             chunk.saved_for = request, piece.base
-            if request.resumable or (chunk.sealed and not chunk.writers):  # a session may shorten its tokens before the report
+            whole = chunk.sealed and not chunk.writers
+            if whole or request.resumable:  # a session may shorten its tokens before the report
                 self.reported(chunk)
 
     def reported(self, chunk: SharedChunk) -> None:
