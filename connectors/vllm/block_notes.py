@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -39,13 +40,12 @@ class AnnouncedBlock(NamedTuple):
 
 
 class _Note(msgspec.Struct, frozen=True, array_like=True):
-    """The encoded form of an `AnnouncedBlock`."""
+    """The encoded form of an `AnnouncedBlock`, without `lora_id`: each engine has its own numbers of adapters."""
 
     hash: bytes
     parent: bytes | None
     tokens: bytes
     extra_keys: tuple[tuple[Any, ...], ...] | None
-    lora_id: int | None
     lora_name: str | None
     session: str | None
 
@@ -95,7 +95,8 @@ class BlockMaker:
         block = self.block(request, chunk.group, base, base + mark.units)
         if block is None or not mark.key.startswith(block.hash):  # a key with an adapter's digest is longer
             return b""
-        return msgspec.msgpack.encode(_Note(**block._asdict() | {"tokens": block.tokens.tobytes()}))
+        hash_, parent, tokens, extra_keys, _, lora_name, session = block
+        return msgspec.msgpack.encode(_Note(hash_, parent, tokens.tobytes(), extra_keys, lora_name, session))
 
 
 def read_note(note: bytes) -> AnnouncedBlock | None:
@@ -106,9 +107,7 @@ def read_note(note: bytes) -> AnnouncedBlock | None:
     except (msgspec.DecodeError, ValueError):
         return None
     parent = None if read.parent is None else BlockHash(read.parent)
-    return AnnouncedBlock(
-        BlockHash(read.hash), parent, tokens, read.extra_keys, read.lora_id, read.lora_name, read.session
-    )
+    return AnnouncedBlock(BlockHash(read.hash), parent, tokens, read.extra_keys, None, read.lora_name, read.session)
 
 
 class NotedBlocks:
@@ -119,7 +118,8 @@ class NotedBlocks:
 
     def __init__(self) -> None:
         """Start without blocks."""
-        self._waiting: dict[Chunk, AnnouncedBlock] = {}
+        # The search for a dict's first entry passes all removed entries.
+        self._waiting: OrderedDict[Chunk, AnnouncedBlock] = OrderedDict()
         self._named: dict[tuple[int, BlockHash], Chunk] = {}
 
     def add(self, chunk: Chunk, block: AnnouncedBlock) -> None:
@@ -127,9 +127,14 @@ class NotedBlocks:
         self._waiting[chunk] = block
         self._named[chunk.group, block.hash] = chunk
 
+    def block(self, chunk: Chunk) -> AnnouncedBlock | None:
+        """Return the block of a chunk, or None if the chunk has none here."""
+        return self._waiting.get(chunk)
+
     def pop(self, chunk: Chunk) -> None:
         """Remove the block of a chunk, if that block is waiting here."""
-        if (block := self._waiting.pop(chunk, None)) is not None and self._named[chunk.group, block.hash] is chunk:
+        block = self._waiting.pop(chunk, None)
+        if block is not None and self._named.get((chunk.group, block.hash)) is chunk:
             del self._named[chunk.group, block.hash]
 
     def take(self) -> list[tuple[Chunk, AnnouncedBlock]]:

@@ -71,7 +71,7 @@ class KvEvents:
         """Start without events. `hash_tokens` is the number of tokens per block hash."""
         self._tiers = [place_of(tier) for tier in tiers]
         self._blocks = BlockMaker(geometry, hash_tokens)
-        self._noted = NotedBlocks()
+        self._noted, self._announces = NotedBlocks(), False
         specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
         self._kinds = [(get_kv_cache_spec_kind(one).value, get_kv_cache_spec_sliding_window(one)) for one in specs]
         # By place, cache group and hash: the number of chunks that hold the block, and the block.
@@ -123,10 +123,11 @@ class KvEvents:
             self._noted.add(chunk, block)
 
     def announce(self) -> None:
-        """Announce some of the noted blocks, parents first."""
-        for chunk, block in self._noted.take():
-            self._of[chunk] = {chunk.tail: block}
-            self._announce(MEMORY, chunk.group, block)
+        """Let the next `take` announce some of the noted blocks, parents first.
+
+        vLLM takes events once per step, but a node's memory is polled more often, and also while vLLM takes no steps.
+        """
+        self._announces = True
 
     def dropped(self, chunk: Chunk) -> None:
         """Announce that lookups can no longer find `chunk`."""
@@ -134,8 +135,9 @@ class KvEvents:
         self._remove(MEMORY, chunk.group, self._of.pop(chunk, {}).values())
 
     def block(self, chunk: Chunk, key: bytes) -> AnnouncedBlock | None:
-        """Return the block that was announced for `key`, a mark's key of `chunk`, or None."""
-        return self._of.get(chunk, {}).get(key)
+        """Return the block of `key`, a mark's key of `chunk`, or None if the block is unknown."""
+        block = self._of.get(chunk, {}).get(key)
+        return self._noted.block(chunk) if block is None and key == chunk.tail else block
 
     def stored(self, tier: int, group: int, block: AnnouncedBlock) -> None:
         """Announce a block that a tier has."""
@@ -160,6 +162,10 @@ class KvEvents:
 
     def take(self) -> list[KVCacheEvent]:
         """Return the events since the last call, in order."""
+        noted, self._announces = self._noted.take() if self._announces else (), False
+        for chunk, block in noted:
+            self._of[chunk] = {chunk.tail: block}
+            self._announce(MEMORY, chunk.group, block)
         events, self._events = self._events, []
         return events
 
@@ -205,4 +211,4 @@ class KvEvents:
             ))  # fmt: skip
 
     def _add(self, event: KVCacheEvent) -> None:
-        self._events.append(event)  # vLLM takes the events after every step, which bounds their number
+        self._events.append(event)  # few, because a step takes them, and an idle engine announces no blocks

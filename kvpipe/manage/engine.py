@@ -25,6 +25,7 @@ from kvpipe.manage.bell import Bell
 from kvpipe.manage.holders import PoolHolders, selecting
 from kvpipe.manage.survey import TierSurvey
 from kvpipe.protocol.messages import Job, Kind
+from kvpipe.threads.loop import Task
 from kvpipe.trace import miss_reasons
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ READ_S_MAX: Final = 4.0
 """The longest wait for a read, in seconds. After it the engine is reported as busy. `kvpipe top` waits 1 s longer."""
 COUNT_S_MAX: Final = 20.0
 """The longest wait for a count of all slots, in seconds. This time is shorter than `CONNECTION_S_MAX`."""
+EVICTIONS_S: Final = 0.3
+"""The interval in seconds at which an idle engine sends evictions again that a node's holder has not answered."""
 PENDING_MAX: Final = 256
 """The largest number of pending orders whose results are kept. The oldest orders are dropped first."""
 _NO_ADAPTER: Final = "adapter: some rank does not hold it, or ranks hold different versions of it"
@@ -92,6 +95,11 @@ class ManagedEngine:
         self._pending: dict[int, Order] = {}
         self._bell = Bell()
         side.orders.wake = self._bell.ring
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """The tasks of the management thread besides the answers to requests."""
+        return () if self._side.node is None else (self.send_evictions,)
 
     def name_salts(self, token: bytes) -> None:
         """Set the operators' token, with which salts are digested. Call this before the first request."""
@@ -230,10 +238,23 @@ class ManagedEngine:
             await anyio.sleep(PAUSE_S)
         return await self._outcome(orders.queue_change(make))
 
+    async def send_evictions(self) -> None:
+        """Send evictions of a node's chunks whose orders are over, while the engine is idle. Never returns.
+
+        An order of an eviction ends after one second, also if no holder answers. The next holder may come later.
+        """
+        while True:
+            await anyio.sleep(EVICTIONS_S)
+            self._slice()
+
     def _slice(self) -> bool:
-        """Carry out a slice of the waiting orders if the engine is idle. Returns whether any part was carried out."""
-        orders = self._side.orders
-        if not (orders.due or orders.reads) or not orders.turns.borrow():
+        """Carry out a slice of the waiting orders if the engine is idle. Returns whether any part was carried out.
+
+        Evictions of chunks for which a node's holder has not answered are sent, too.
+        """
+        orders, node = self._side.orders, self._side.node
+        waits = orders.due or orders.reads or (node is not None and node.pool.stock.evictions)
+        if not waits or not orders.turns.borrow():
             return False
         try:
             return self._side.carry_out_orders()

@@ -14,7 +14,7 @@ from uvicorn.config import Config
 
 from kvpipe.inputs.listening import OperatorSocket
 from kvpipe.manage.connections import ACCEPTED_MAX, HEADERS_S_MAX, Places
-from kvpipe.threads.loop import LoopThread
+from kvpipe.threads.loop import LoopThread, Task
 from kvpipe.trace.log import Counters
 
 BODY_BYTES_MAX: Final = 1 << 20
@@ -110,8 +110,10 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 class OperatorServer:
     """Serves one engine's operators until `stop` is called."""
 
-    def __init__(self, listener: OperatorSocket, app: AsgiApp, token: bytes, counters: Counters) -> None:
-        """Start the server's thread. `stop` closes `listener`."""
+    def __init__(
+        self, listener: OperatorSocket, app: AsgiApp, token: bytes, counters: Counters, tasks: tuple[Task, ...] = ()
+    ) -> None:
+        """Start the server's thread, which also runs `tasks`. `stop` closes `listener`."""
         self._listener, self._counters, self.address = listener, counters, listener.address
         guard = Guard(app, token, counters)
         config = Config(
@@ -120,7 +122,7 @@ class OperatorServer:
             h11_max_incomplete_event_size=HEADER_BYTES_MAX, backlog=ACCEPTED_MAX, timeout_keep_alive=int(HEADERS_S_MAX),
         )  # fmt: skip
         self._server = uvicorn.Server(config)
-        self.loop = LoopThread("kvpipe-manage", tasks=(self._serve,))
+        self.loop = LoopThread("kvpipe-manage", tasks=(self._serve, *tasks))
 
     def stop(self) -> None:
         """Stop the server, and close the listener. Later calls have no effect."""

@@ -81,7 +81,7 @@ def start(settings: Settings, engine: ManagedEngine, counters: Counters, *, numb
     listener = listen(Address.parse(settings.manage), engine.name, "manage", numbered=numbered)
     engine.name = listener.name
     try:
-        return OperatorServer(listener, app, token, counters)
+        return OperatorServer(listener, app, token, counters, engine.tasks)
     except BaseException:
         listener.close()
         raise

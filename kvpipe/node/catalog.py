@@ -21,7 +21,7 @@ from typing import Final, cast
 from kvpipe.cache.catalog import Catalog
 from kvpipe.cache.chunks import Chunk, EvictedError, Mark, Owner, Piece
 from kvpipe.cache.policy.large import by_key
-from kvpipe.cache.tenants import ANYBODY, UNKNOWN, Tenant
+from kvpipe.cache.tenants import ANYBODY, Tenant
 from kvpipe.node.client import NodePool
 from kvpipe.node.layout import HEAD, SlotRecord
 from kvpipe.node.notes import SlotNotes
@@ -34,10 +34,7 @@ from kvpipe.trace.log import Counters
 from kvpipe.trace.miss_reasons import EVICTED, RESET
 
 NAME_S_MAX: Final = 0.5
-"""The longest wait for a new namespace, in seconds: for the holder's answer and the scan of the slot table together.
-
-The engine waits once at start-up, and once after each change of weights.
-"""
+"""The longest wait for a new namespace, in seconds: once at start-up, and once after each change of weights."""
 _NAME_LOOK_S: Final = 0.001
 
 
@@ -110,20 +107,26 @@ class NodeCatalog(Catalog):
 
     def poll(self) -> None:
         """Receive the holder's answer and send the next batch. Called in every step, between lookups."""
+        try:
+            self.pool.poll()
+            self._follow()
+        finally:  # otherwise a save could take the slot of a landed chunk that the holder has not published
+            if self._landed:
+                self._settle()
+
+    def _follow(self) -> None:
+        """Read the journal of the namespace that the holder has named."""
         pool, follower = self.pool, self._follower
-        pool.poll()
         if self._digest and pool.named >= 0 and (follower is None or follower.number != pool.named):
             self.notes.withdraw(self._index)
             follower = self._follower = CatalogFollower(
-                self._segment, pool.named, self._groups, self.published, self.unpublished
+                self._segment, pool.named, self._groups, self.published, self.unpublished, self._stock.evictions
             )
             self._index = cast("tuple[MutableMapping[bytes, Chunk], ...]", follower.indexes)
         if follower is not None:
             follower.poll()
             if follower.is_whole:
                 self.notes.announce()
-        if self._landed:
-            self._settle()
 
     @property
     def lag(self) -> int:
@@ -140,13 +143,17 @@ class NodeCatalog(Catalog):
         """
         stock, follower = self._stock, self._follower
         for slot in [slot for slot in self._landed if slot not in stock.reports]:
-            chunk = self._landed[slot]
             if slot not in stock.grants:
+                chunk = self._landed[slot]
                 if chunk.answered_at is None:
                     chunk.answered_at = int(self._segment.words[HEAD])
                 if follower is None or not follower.has_read(chunk.answered_at):
                     continue
-            del self._landed[slot]
+            self._forget_landed(slot)
+
+    def _forget_landed(self, slot: int) -> None:
+        """Forget a landed chunk, if the slot has one. The holder has answered, and does not publish the chunk."""
+        if (chunk := self._landed.pop(slot, None)) is not None:
             self._unpend_chunk(chunk)
             self._drop(chunk, EVICTED)
 
@@ -158,14 +165,8 @@ class NodeCatalog(Catalog):
             del self._landed[slot]
             self._unpend_chunk(chunk)
         else:
-            chunk = SharedChunk(self.machine, record.group, slot, self.watch, UNKNOWN)
-            chunk.era = self._era
-            chunk.fire(m.RESERVE)
-            chunk.fire(m.LANDED_LAST)
-            chunk.seal()
-            chunk.written = chunk.ready = record.units
-            chunk.marks, chunk.tail, chunk.identity = (Mark(record.units, key, keep=True),), key, key
-        self._chunks[slot] = chunk  # an older record may have put another chunk into this slot
+            chunk = SharedChunk.of(record, self.machine, self.watch, self._era)
+        self._chunks[slot] = chunk  # older records of the slot may have put another chunk there
         chunk.publish(record.generation)
         self._stamps[chunk.group][key] = chunk.stamp
         self.lost_keys.forget(record.group, key)
@@ -218,14 +219,10 @@ class NodeCatalog(Catalog):
             pins = self._pins.pin(stamps, held)
         return pins
 
-    def evicted(self, chunks: Iterable[Chunk | None]) -> list[SharedChunk]:
-        """Return the published chunks among `chunks` that the holder has evicted. A lookup cannot pin these chunks."""
-        shared = [chunk for chunk in chunks if isinstance(chunk, SharedChunk) and chunk.is_published]
-        return [chunk for chunk in shared if not self._pins.is_there(chunk)]
-
     def forget_evicted(self, chunks: Iterable[Chunk | None]) -> bool:
-        """Forget the evicted chunks among `chunks`. Returns whether the holder has evicted any of `chunks`."""
-        gone = self.evicted(chunks)
+        """Forget the chunks that the holder has evicted, which no lookup can pin. Returns whether there were any."""
+        shared = [chunk for chunk in chunks if isinstance(chunk, SharedChunk) and chunk.is_published]
+        gone = [chunk for chunk in shared if not self._pins.is_there(chunk)]
         for chunk in gone:
             self.unpublished(chunk)
         return bool(gone)
@@ -272,7 +269,7 @@ class NodeCatalog(Catalog):
 
         If the stock is empty, the oldest growing chunks are sealed, because the holder evicts only published chunks.
         """
-        slot = self._stock.take() if self._digest else None
+        slot = self._stock.next if self._digest else None
         if slot is None:
             if not any(chunk.sealed for chunk in self._open.values()):
                 idle = (chunk for chunk in self._open.values() if not chunk.writers)
@@ -280,9 +277,11 @@ class NodeCatalog(Catalog):
                     chunk.seal()
             self.counters["save_dropped_pool_full"] += 1
             return None
+        self._forget_landed(slot)  # before the slot is taken, because a chunk that is dropped frees a taken slot
         before = self._chunks[slot]
         if isinstance(before, SharedChunk) and before.era is self._era:
             self.unpublished(before)  # the holder has evicted this chunk, and the journal is not read that far yet
+        self._stock.take()
         chunk = SharedChunk(self.machine, group, slot, self.watch, tenant)
         chunk.era = self._era
         chunk.fire(m.RESERVE)
@@ -338,7 +337,8 @@ class NodeCatalog(Catalog):
 
     def _report_sealed(self) -> None:
         """Report the chunks to which no request adds units any more."""
-        for chunk in [chunk for chunk in self._open.values() if chunk.sealed]:
+        for chunk in [one for one in self._open.values() if one.sealed and not one.writers]:
+            self.notes.on_report(chunk)
             self._report(chunk)
 
     def reset(self) -> int:

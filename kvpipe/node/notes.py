@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from kvpipe.cache.chunks import Chunk
 from kvpipe.node.layout import PAGE_BYTES
 from kvpipe.node.segment import Segment
+
+if TYPE_CHECKING:
+    from kvpipe.node.shared import SharedChunk
 
 TOKEN_BYTES: Final = 8
 ROOM_BYTES: Final = 1024
@@ -34,7 +37,7 @@ class NotedRouters(Protocol):
         """`chunk` can be found from now on. Its note is `note`."""
 
     def announce(self) -> None:
-        """Notify routers of the noted chunks, because all chunks that come before these chunks are known now."""
+        """Notify routers of noted chunks from now on, because all chunks before these chunks are known now."""
 
     def dropped(self, chunk: Chunk) -> None:
         """`chunk` can no longer be found."""
@@ -48,6 +51,8 @@ class SlotNotes:
         assert segment.slots is not None  # noqa: S101
         self._slots, self._slot_bytes, self._size = segment.slots, segment.layout.slot_bytes, size
         self.routers: NotedRouters | None = None
+        self.on_report: Callable[[SharedChunk], object] = bool
+        """Called with each chunk that has grown, before the chunk is reported."""
 
     def write(self, slot: int, key: bytes, note: bytes) -> bool:
         """Write the note of the chunk `key` into a granted slot. A note that is too long is not written.
@@ -88,6 +93,6 @@ class SlotNotes:
                 self.routers.dropped(chunk)
 
     def announce(self) -> None:
-        """Notify routers of the chunks that were published since the last call."""
+        """Let routers be notified of the chunks that were published since the last call."""
         if self.routers is not None:
             self.routers.announce()

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Final, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, cast
 
-from kvpipe.cache.chunks import Chunk
+from kvpipe.cache.chunks import Chunk, Mark
 from kvpipe.cache.policy.base import Evictable
-from kvpipe.cache.tenants import ANYBODY, Tenant
+from kvpipe.cache.tenants import ANYBODY, UNKNOWN, Tenant
 from kvpipe.node.layout import SlotRecord
 from kvpipe.node.replica import Follower, stamp_of
 from kvpipe.node.segment import Segment
 from kvpipe.node.stock import Stock
+from kvpipe.statemachine import chunk as m
 from kvpipe.statemachine.core import Compiled, Watch
+
+if TYPE_CHECKING:
+    from kvpipe.protocol.engine import Request
 
 UNPUBLISHED: Final = -1
 
@@ -23,10 +27,12 @@ class SharedChunk(Chunk):
 
     `generation` is the slot's generation when the chunk was published, or `UNPUBLISHED`. `stamp` joins the slot and the
     generation for `NodeLeases.pin`. No units are added to a `sealed` chunk. `answered_at` is the journal's position at
-    the time of the answer to the chunk's report. Before the answer `answered_at` is None.
+    the time of the answer to the chunk's report. Before the answer `answered_at` is None. `saved_for` is the request
+    that has saved the last landed units, and the number of units of the request's prefix before the chunk. It is None
+    if the chunk needs no note.
     """
 
-    __slots__ = ("answered_at", "generation", "sealed", "stamp")
+    __slots__ = ("answered_at", "generation", "saved_for", "sealed", "stamp")
 
     def __init__(
         self, machine: Compiled, group: int, slot: int, watch: Watch | None = None, tenant: Tenant = ANYBODY
@@ -35,7 +41,20 @@ class SharedChunk(Chunk):
         super().__init__(machine, group, slot, watch, tenant)
         self.sealed = False
         self.answered_at: int | None = None
+        self.saved_for: tuple[Request, int] | None = None
         self.publish(UNPUBLISHED)
+
+    @classmethod
+    def of(cls, record: SlotRecord, machine: Compiled, watch: Watch | None, era: bytes) -> SharedChunk:
+        """Return the chunk of a record, which another engine may have saved."""
+        chunk, key = cls(machine, record.group, record.slot, watch, UNKNOWN), record.key
+        chunk.era = era
+        chunk.fire(m.RESERVE)
+        chunk.fire(m.LANDED_LAST)
+        chunk.seal()
+        chunk.written = chunk.ready = record.units
+        chunk.marks, chunk.tail, chunk.identity = (Mark(record.units, key, keep=True),), key, key
+        return chunk
 
     @property
     def is_published(self) -> bool:
@@ -56,14 +75,21 @@ class CatalogFollower(Follower[SharedChunk]):
 
     def __init__(
         self, segment: Segment, namespace: int, groups: int, published: Callable[[SlotRecord], SharedChunk],
-        unpublished: Callable[[SharedChunk], None],
+        unpublished: Callable[[SharedChunk], None], evictions: Mapping[int, int],
     ) -> None:  # fmt: skip
-        """Read the slot table and the journal. `published` and `unpublished` are methods of the catalog."""
+        """Read the slot table and the journal. `published` and `unpublished` are methods of the catalog.
+
+        `evictions` are those of the stock. Their chunks are not found, although the holder has not evicted them yet.
+        """
         self.number, self._published, self._unpublished = namespace, published, unpublished
+        self._evictions = evictions
         super().__init__(segment, namespace, groups)
 
     def _made(self, record: SlotRecord) -> SharedChunk:
         return self._published(record)
+
+    def _wanted(self, record: SlotRecord) -> bool:
+        return super()._wanted(record) and self._evictions.get(record.slot) != record.generation
 
     def _gone(self, placed: SharedChunk) -> None:
         self._unpublished(placed)

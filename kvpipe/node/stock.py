@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 
 from kvpipe.node.layout import KEY_BYTES_MAX
@@ -37,6 +38,11 @@ class Stock:
         """The generations of the chunks that operators evict, by slot, until the holder has answered."""
         self._evicted: tuple[SlotGrant, ...] = ()
         self._used: dict[int, int] = {}
+
+    @property
+    def next(self) -> int | None:
+        """The slot that `take` returns next, or None if the stock is empty."""
+        return self._free[-1] if self._free else None
 
     def take(self) -> int | None:
         """Return a slot for a save. If the stock is empty, return None, and the save is dropped."""
@@ -82,17 +88,19 @@ class Stock:
         """Return the batch of a step, or None if there is nothing to send.
 
         Reports are part of each batch until `answered` is called. `namespace` is the digest of the engine's namespace
-        if the holder does not know it yet.
+        if the holder does not know it yet. An eviction is not sent before the report of its chunk.
         """
         self._sent = ()
         want = max(0, self.wanted - len(self._free))
         if not (self.reports or self._used or want or namespace or self.evictions):
             return None
-        self._sent = tuple(self.reports.values())[:BATCH_MAX]
-        used = tuple(self._used.items())[:BATCH_MAX]
+        self._sent = tuple(itertools.islice(self.reports.values(), BATCH_MAX))
+        used = tuple(itertools.islice(self._used.items(), BATCH_MAX))
         for slot, _ in used:
             del self._used[slot]
-        self._evicted = tuple(self.evictions.items())[:BATCH_MAX]
+        reported = {report.slot for report in self._sent}
+        due = (one for one in self.evictions.items() if one[0] in reported or one[0] not in self.reports)
+        self._evicted = tuple(itertools.islice(due, BATCH_MAX))
         return SlotBatch(boot, self._sent, (), used, want, namespace, len(self._free), self._evicted)
 
     def answered(self, answer: BatchAnswer) -> None:

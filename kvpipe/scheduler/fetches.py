@@ -514,7 +514,7 @@ class Staging(Subscriber):
             landed = self._catalog.landed(piece)
             self._counters["chunks_fetched"] += 1
             if landed:
-                self._context.events.fetched(transfer.stages[0].request, piece)
+                self._context.events.fetched(transfer.request, piece)
         else:
             self._catalog.lost(piece)
             self._counters["chunks_not_fetched"] += 1

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvpipe.node.shared import SharedChunk
 from kvpipe.scheduler.events import Subscriber
 
 if TYPE_CHECKING:
@@ -35,7 +36,10 @@ class NotifiedRouters(Subscriber):
 
 
 class NotedChunks(Subscriber):
-    """Writes the note of each landed chunk into the chunk's slot of a node's memory, before the chunk is reported."""
+    """Writes the note of each chunk into the chunk's slot of a node's memory, before the chunk's report is sent.
+
+    A chunk that grows gets its note when it is reported, because each note has all tokens of the chunk.
+    """
 
     def __init__(self, node: NodeCatalog, note_of: NoteOf) -> None:
         """Write the notes that `note_of` returns."""
@@ -47,5 +51,15 @@ class NotedChunks(Subscriber):
 
     def fetched(self, request: Request | None, piece: Piece) -> None:
         """Write the note of a chunk that was fetched from a tier."""
-        if request is not None:
-            self._notes.write(piece.chunk.slot, piece.key, self._note_of(request, piece.chunk, piece.base))
+        chunk = piece.chunk
+        if request is not None and isinstance(chunk, SharedChunk):
+            chunk.saved_for = request, piece.base
+            whole = chunk.sealed and not chunk.writers
+            if whole or request.resumable:  # a session may shorten its tokens before the report
+                self.reported(chunk)
+
+    def reported(self, chunk: SharedChunk) -> None:
+        """Write the note of a chunk that is reported now, unless the chunk's last units have their note."""
+        if chunk.saved_for is not None and chunk.marks:
+            (request, base), chunk.saved_for = chunk.saved_for, None
+            self._notes.write(chunk.slot, chunk.marks[-1].key, self._note_of(request, chunk, base))

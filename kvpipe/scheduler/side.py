@@ -151,7 +151,11 @@ class SchedulerSide:
         if self.node is None:
             return NotifiedRouters(hooks.published) if hooks.published is not None else None
         self.node.notes.routers = hooks.published
-        return NotedChunks(self.node, hooks.note_of) if hooks.note_of is not None else None
+        if hooks.note_of is None:
+            return None
+        noted = NotedChunks(self.node, hooks.note_of)
+        self.node.notes.on_report = lambda chunk: self._alone("note", noted.reported, chunk)
+        return noted
 
     def _make_staging(self, tiers: Sequence[GuardedTier], published: Published | None) -> Staging:
         """Return the part that looks up, fetches and stores chunks in `tiers`."""

@@ -178,3 +178,8 @@ class TierFetch(TierTransfer):
         super().__init__(machine, order, space, watch)
         self.piece = piece
         self.stages: list[Stage] = []
+
+    @property
+    def request(self) -> Request | None:
+        """A request with the chunk's prefix, or None if only prefetches without a request wait."""
+        return next((stage.request for stage in self.stages if stage.request is not None), None)

@@ -78,11 +78,16 @@ def node() -> Iterator[DirectNode]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_engine_announces_a_saved_prompt_with_the_same_events(node: DirectNode, kind: str) -> None:
-    """The events equal those of a private pool. The engine that has saved the prompt announces the same events."""
+    """The events equal those of a private pool. The engine that has saved the prompt announces the same events.
+
+    An adapter's number is left out, because each engine has its own numbers.
+    """
     request = request_of(**KINDS[kind]())
     private = Noted()
     private.save(request, iter([(0, 4), (4, 8)]))
     expected = wired(private.events.take())
+    for event in expected:
+        event.lora_id = None
     writer, reader = NotedEngine(node), NotedEngine(node)
     for one in (writer, reader):
         one.router.apply(wired(vllms_own(request, BLOCK)))
@@ -144,6 +149,50 @@ def test_parents_are_announced_first_and_few_blocks_at_once(monkeypatch: pytest.
     taken = [[chunk.slot for chunk, _ in noted.take()] for _ in range(4)]
     assert taken[:2] == [[0, 1], [2, 5]] or taken[:2] == [[0, 1], [2, 4]]
     assert sorted(slot for some in taken for slot in some) == [0, 1, 2, 4, 5]
+
+
+def test_engine_announces_few_blocks_per_step_however_often_it_polls(
+    node: DirectNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Operators of an idle engine make it poll. vLLM takes events only in a step."""
+    monkeypatch.setattr(block_notes, "ANNOUNCED_MAX", 2)
+    writer, reader = NotedEngine(node), NotedEngine(node)
+    for salt in range(3):
+        writer.save(request_of(cache_salt=str(salt)))
+        writer.receive()
+    for _ in range(9):
+        reader.catalog.end_step()
+    assert len(reader.catalog.index(0)) == 6
+    taken = []
+    for _ in range(4):
+        taken.append(len(reader.events.take()))
+        reader.catalog.end_step()
+    assert taken == [2, 2, 2, 0]
+
+
+def test_chunks_of_two_versions_of_an_adapter_are_announced_once_each() -> None:
+    """Their blocks have equal hashes, because a hash covers only the adapter's name and path."""
+    noted, chunks = NotedBlocks(), [chunk_of(number) for number in range(4)]
+    for chunk, (number, parent) in zip(chunks, ((1, 0), (0, None), (0, None), (1, 0)), strict=True):
+        noted.add(chunk, block_of(number, parent))
+    taken = [chunk.slot for chunk, _ in noted.take()]
+    assert sorted(taken) == [0, 1, 2, 3]
+    assert taken.index(2) < taken.index(0)
+
+
+def test_block_is_known_before_it_is_announced(node: DirectNode) -> None:
+    """A tier stores a chunk as soon as it is published, also while an engine has many chunks to announce."""
+    writer, request = NotedEngine(node), request_of()
+    writer.save(request)
+    for _ in range(3):
+        writer.catalog.end_step()
+    (chunk, _) = writer.catalog.index(0).values()
+    block = writer.events.block(chunk, chunk.tail)
+    assert block is not None
+    assert block.hash == request.block_hashes[3]
+    assert writer.events.block(chunk, request.block_hashes[2]) is None
+    assert len(writer.receive()) == 2
+    assert writer.events.block(chunk, chunk.tail) == block
 
 
 def test_damaged_note_is_no_block() -> None:

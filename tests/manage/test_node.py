@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvpipe.testing.direct_node import DirectNode, DirectPool
+from kvpipe.testing.waiting import eventually
 from tests.manage.conftest import Managed
 from tests.rigs.scheduler_world import UNIT, SchedulerWorld
 
@@ -21,6 +22,18 @@ def started(node: DirectNode) -> SchedulerWorld:
     return made
 
 
+def save(engine: SchedulerWorld) -> None:
+    """Save the prompt, and let its chunks be published."""
+    one = engine.request("one", 8)
+    one.block_hashes[:] = [f"one/{unit}".encode() for unit in range(8)]
+    engine.admit(one)
+    for job in engine.step(one):
+        engine.report((job, 1, 0))
+    engine.side.finished(one)
+    for _ in range(3):
+        engine.step()
+
+
 def test_idle_engine_carries_out_orders(short_path: Path) -> None:
     """The eviction of a pinned prompt ends the pin.
 
@@ -28,14 +41,8 @@ def test_idle_engine_carries_out_orders(short_path: Path) -> None:
     """
     node = DirectNode(SLOTS, 4096)
     first, second = started(node), started(node)
-    one = first.request("one", 8)
-    one.block_hashes[:] = [f"one/{unit}".encode() for unit in range(8)]
-    first.admit(one)
-    for job in first.step(one):
-        first.report((job, 1, 0))
-    first.side.finished(one)
-    for world in (first, first, first, second):
-        world.step()
+    save(first)
+    second.step()
     assert second.side.catalog.used == 2
     managed = Managed(short_path, first)
     try:
@@ -53,3 +60,25 @@ def test_idle_engine_carries_out_orders(short_path: Path) -> None:
         node.close()
     second.step()
     assert second.side.catalog.used == 0
+
+
+def test_eviction_of_an_idle_engine_reaches_the_next_holder(short_path: Path) -> None:
+    """The holder was killed before it had the eviction. The order is over, and no request or operator comes."""
+    node = DirectNode(SLOTS, 4096)
+    first = started(node)
+    save(first)
+    assert first.side.node is not None
+    pool = first.side.node.pool
+    assert isinstance(pool, DirectPool)
+    managed = Managed(short_path, first)
+    try:
+        pool.mute = True
+        assert managed.ask("POST", "/v1/evict", PROMPT)[1]["chunks"] == 2
+        assert node.keeper.usage().published == len(pool.stock.evictions) == 2
+        node.take_over()
+        pool.mute = False
+        assert eventually(lambda: not pool.stock.evictions)
+        assert node.keeper.usage().published == 0
+    finally:
+        managed.server.stop()
+        node.close()

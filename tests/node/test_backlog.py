@@ -6,6 +6,8 @@ from hashlib import sha256
 from operator import attrgetter
 from types import SimpleNamespace
 
+import pytest
+
 from kvpipe.cache.chunks import Piece
 from kvpipe.node.catalog import NodeCatalog
 from kvpipe.node.prefixes import NodePrefixes
@@ -97,6 +99,28 @@ def test_lookup_ends_if_a_chunk_of_a_slot_with_unread_history_is_evicted() -> No
     evict_all(node.keeper)
     assert prefixes.longest(request) == 0
     assert found.key not in idle.index(0)
+    node.close()
+
+
+@pytest.mark.parametrize("part", ["_follow", "_settle"])
+def test_slot_of_a_late_chunk_is_taken_once_when_a_poll_raises(part: str) -> None:
+    """The holder has another copy of the chunk, so the slot is in the stock again."""
+    node = DirectNode(SLOTS, 4096)
+    first, second = _engine(node, 4), _engine(node, 4)
+    pieces = [_save(engine, "same") for engine in (first, second)]
+    for engine, piece in zip((first, second), pieces, strict=True):
+        assert piece is not None
+        assert engine.landed(piece)
+        engine.end_step()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(second, part, lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            second.end_step()
+    assert not second._stock.reports
+    taken = [chunk.slot for chunk in iter(lambda: second.reserve(0), None)]
+    assert len(set(taken)) == len(taken) == 5
+    second.end_step()
+    assert not set(taken).intersection(second._stock._free)
     node.close()
 
 

@@ -113,6 +113,30 @@ def test_chunk_that_is_reported_is_evicted_once_it_is_published(worlds: Worlds) 
     first.check()
 
 
+def test_evicted_chunk_is_not_found_when_the_holder_ends_before_it_evicts_the_chunk(worlds: Worlds) -> None:
+    """The holder has published the chunk after the order, and has not received the eviction."""
+    first = worlds.start()
+    one = first.request("one", 8, shared=8)
+    first.requests = [one]
+    first.admit(one)
+    (job,) = first.step(one)
+    first.pool.slow = True
+    first.end(job)  # sends the reports, which the holder carries out later
+    assert all(first.catalog.evict(chunk) for chunk in [*first.catalog._landed.values()])
+    first.pool._node.keeper.batch(first.pool.client, first.pool._sent.pop())
+    first.pool.mute = True
+    first.catalog.poll()
+    assert worlds.node.keeper.usage().published == 2
+    assert first.catalog.lag == 0
+    assert first.found(one) == 0
+    first.pool.mute = False
+    worlds.node.take_over()
+    first.step()
+    first.step()
+    assert worlds.node.keeper.usage().published == 0
+    first.check()
+
+
 def test_chunk_with_an_answered_report_is_evicted(worlds: Worlds) -> None:
     """The holder has answered the report. The engine reads the chunk's record first, and then sends the eviction."""
     first = worlds.start()

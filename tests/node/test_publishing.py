@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from kvpipe.cache.chunks import Chunk
 from kvpipe.protocol.messages import Job
+from kvpipe.scheduler.notified import NotedChunks
 from tests.node.test_catalog import Worlds
 
 
@@ -36,6 +40,28 @@ def test_last_part_of_a_request_is_published_when_the_request_ends(worlds: World
     second.run(again)
     assert sum(len(job.table()) for job in saved) == 11 + 2, "only the prompt's last part is copied again"
     assert worlds.node.keeper.usage().published == 4
+    first.check()
+
+
+def test_growing_chunk_gets_one_note_when_it_is_reported(worlds: Worlds) -> None:
+    """A note has all tokens of the chunk, so a note for each piece costs much more."""
+    first = worlds.start(stock=4)
+    notes = list[tuple[int, int]]()
+
+    def note_of(_: Any, chunk: Chunk, base: int) -> bytes:
+        notes.append((base, chunk.marks[-1].units))
+        return b"note"
+
+    assert first.side.node is not None
+    routers = NotedChunks(first.side.node, note_of)
+    first.side.node.notes.on_report = routers.reported
+    first.side.events.subscribe([first.side.pins, routers])
+    one = first.request("one", 6, extra=1)
+    first.begin(one, *range(6, 12))
+    assert notes == [(0, 4), (4, 2), (4, 4)], "full chunks, and the end of the prompt"
+    first.side.finished(one)
+    first.step()
+    assert notes[3:] == [(8, 3)]
     first.check()
 
 

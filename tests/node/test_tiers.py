@@ -11,6 +11,7 @@ from kvpipe.protocol.messages import Report, Tally
 from kvpipe.scheduler.stages import Stage
 from kvpipe.statemachine import node_link as link_m
 from kvpipe.statemachine import stage as stage_m
+from kvpipe.testing.waiting import eventually
 from kvpipe.tiers.base import Key
 from kvpipe.tiers.prefix_keys import chunk_name
 from tests.node.test_catalog import CHUNK
@@ -139,6 +140,23 @@ def test_fetched_chunks_are_found_by_other_engines(tiered: TieredWorlds) -> None
     assert second.side.tracer.hit_tokens[tiered.tier.name] == 8 * UNIT_TOKENS
     second.check()
     third.check()
+
+
+def test_prefetched_chunk_is_noted_for_a_request_that_joins_the_fetch(tiered: TieredWorlds) -> None:
+    """The prefetch has no request, and only a request has the tokens of events."""
+    world = tiered.start()
+    request, noted = world.in_tier("one", 4), list[Any]()
+    world.side.events.fetched = lambda of, _: noted.append(of)
+    ahead = world.staging.ahead(request, world.side.prefixes, None)
+    assert ahead is not None
+    assert eventually(lambda: ahead.lookup.done)
+    world.staging.look(ahead)
+    world.step()
+    assert len(world.begun) == 1
+    world.want(request)
+    world.step()
+    world.carry()
+    assert noted == [request]
 
 
 def test_fetched_chunk_is_published_when_the_last_rank_has_landed(tiered: TieredWorlds) -> None:

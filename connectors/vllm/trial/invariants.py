@@ -10,7 +10,7 @@ processed, or when all requests have ended. Import `Watched` from here: importin
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -40,6 +40,7 @@ from kvpipe.tiers.prefix_keys import NAME_BYTES
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+    from kvpipe.node.shared import SharedChunk
     from kvpipe.protocol.geometry import Geometry
 
 __all__ = [
@@ -66,13 +67,14 @@ def findable_chunks_are_whole_and_true(watched: Watched) -> Iterator[str]:
     The holder of a node's memory may have evicted a chunk that the engine still lists. A lookup then misses the chunk.
     """
     catalog, geometry, node = watched.trial.side.catalog, watched.trial.side.geometry, watched.trial.side.node
+    leases = None if node is None else node.pool.leases
     now: dict[tuple[int, bytes], tuple[int, int]] = {}
     for group in range(0 if watched.trial.side.weights.doubtful else len(geometry.groups)):
         for key, chunk in catalog.index(group).items():
             units = next(mark.units for mark in chunk.marks if mark.key == key)
             now[group, key] = (chunk.slot, units)
             is_new = watched.findable.get((group, key)) != (chunk.slot, units)
-            if is_new and not (node is not None and node.evicted((chunk,))):
+            if is_new and (leases is None or leases.is_there(cast("SharedChunk", chunk))):
                 yield from _false_bytes(watched, group, key, chunk, units)
     watched.findable = now
 

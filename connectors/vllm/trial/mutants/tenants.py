@@ -60,7 +60,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "fetched_chunks_are_not_announced": Mutant(
         "A chunk that was fetched from a tier can be found, but is not announced to routers.",
-        one(STAGING, "_landed", "self._context.events.fetched(transfer.stages[0].request, piece)", "pass"),
+        one(STAGING, "_landed", "self._context.events.fetched(transfer.request, piece)", "pass"),
         shape="tier",
         by=_BY_EVENTS,
     ),
