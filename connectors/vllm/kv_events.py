@@ -211,4 +211,5 @@ class KvEvents:
             ))  # fmt: skip
 
     def _add(self, event: KVCacheEvent) -> None:
-        self._events.append(event)  # few, because a step takes them, and an idle engine announces no blocks
+        # the list stays short, because each step empties it with `take`, and an idle engine announces no blocks
+        self._events.append(event)

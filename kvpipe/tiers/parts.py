@@ -126,6 +126,6 @@ def splits(heads: Sequence[int], ranks: int, share_ranks_max: int = 1) -> list[t
 
 
 def mark_key(space: str, split: Sequence[int]) -> Key:
-    """Return the key of the marker of `split`. The marker is a value that is stored with the chunks of `split`."""
+    """Return the key of the marker of `split`. A tier with this marker has chunks that are divided into these parts."""
     text = "kvpipe split " + " ".join(map(str, split))
     return Key(space, hashlib.sha256(text.encode()).digest(), 0, 0, 1)

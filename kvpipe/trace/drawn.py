@@ -32,7 +32,7 @@ def written(path: Path) -> Iterator[TextIO]:
 def plain(value: Any) -> Any:  # noqa: ANN401  (any field of any event)
     """Convert a field's value into a value that JSON and JavaScript represent exactly.
 
-    Numbers that JavaScript would round or that JSON does not have become text.
+    A number becomes text if JavaScript would round it (from 2^53), or if JSON lacks it (NaN, infinity).
     """
     if isinstance(value, bool | str) or value is None:
         return value

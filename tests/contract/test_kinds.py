@@ -47,7 +47,7 @@ def _answer(spec: KVCacheSpec) -> str:
 def test_every_kind_has_an_answer() -> None:
     """The list has the kinds of caches in the installed vLLM's sources, and also the kinds in this process.
 
-    The list's kinds of states are the kinds in vLLM's sources.
+    `kinds.STATES` has exactly the kinds of states that vLLM's sources define.
     """
     assert kinds.specifications(PACKAGE) == set(kinds.KINDS)
     defined = {name for name in _subclasses(KVCacheSpec) if hasattr(interface, name)}

@@ -83,7 +83,7 @@ def test_manifests_are_valid(release: str) -> None:
 
 
 def test_a_wrong_manifest_is_refused(tmp_path: Path) -> None:
-    """Without this, `test_manifests_are_valid` would accept any field."""
+    """If the validator accepted every field, `test_manifests_are_valid` would prove nothing."""
     engine = next(one for one in _documents("engine.yaml") if one["kind"] == "Deployment")
     engine["spec"]["replica"] = 2
     (tmp_path / "wrong.yaml").write_text(yaml.safe_dump(engine), encoding="utf-8")

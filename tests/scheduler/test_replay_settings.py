@@ -113,7 +113,7 @@ def test_a_file_has_one_set_of_parameters(usual: Path, capsys: pytest.CaptureFix
 def test_report_has_rows_for_announced_resumes(usual: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Announced resumes have rows beside the rows of the same replay without hints. Prefetched chunks are used.
 
-    The device holds all sessions of `load`, so this test replays more sessions.
+    Device memory holds all three sessions of the fixture `load`. So this test replays 20 sessions.
     """
     more = coding_agents(5, sessions=20, hours=0.3, chunk_tokens=512)
     monkeypatch.setattr(announced, "load_of", lambda *_: more)

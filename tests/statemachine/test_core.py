@@ -313,7 +313,7 @@ def _twofold(**rows: Any) -> Machine:
     ],
 )
 def test_a_layer_from_nowhere_is_refused(rows: dict[str, Any], problem: str) -> None:
-    """An event may advance only from a state of the family, or from a state before all layers.
+    """An event may advance in a family only from that family, or from a state in which no layer has landed.
 
     Only a family may move to a family.
     """

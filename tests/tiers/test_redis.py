@@ -357,7 +357,7 @@ def test_refusals_become_errors(stated: str, kind: type[TierError]) -> None:
 
 
 def test_passwords_are_used_and_not_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The right password works. A wrong or missing password raises a TierError that names the key, not the password."""
+    """The right password works. The error of a wrong or missing password names the setting, and hides the password."""
     with serving("redis") as server:
         server.ask("CONFIG", "SET", "requirepass", PASSWORD)
         file = tmp_path / "password"

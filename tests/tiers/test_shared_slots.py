@@ -89,7 +89,7 @@ def test_rank_leaves_a_slot_alone_that_another_rank_fetches(pool: HostPool) -> N
 
 @pytest.mark.parametrize("fetches", [False, True])
 def test_only_ranks_that_fetch_forbid_a_tier(pool: HostPool, *, fetches: bool) -> None:
-    """If a rank fetches nothing, fetches do not fail when this rank cannot read the tier."""
+    """A rank that cannot read a tier reports the tier as unreadable, unless the rank never fetches."""
     with _carrier(HeldTier(), pool, fetches=fetches) as carrier:
         carrier.shutdown()
         assert bool(carrier.unreadable) == fetches

@@ -34,7 +34,7 @@ def _consumer(name: str) -> Iterator[tuple[Trial, Callable[[], None]]]:
 def _asks(trial: Trial, times: int) -> bool:
     """Step until tiers were asked `times` more times, or the prompt has ended.
 
-    Return True if the tiers were asked so often before the prompt ended.
+    Return True if the tiers were asked `times` more times before the prompt ended.
     """
 
     def step() -> bool:

@@ -24,7 +24,7 @@ GEOMETRY = Geometry(
         (8, 93, 80, 101, False),  # the state is exported
         (0, 40, 32, 81, False),  # the step begins with a block, so the state is exported or not offered
         (31, 4, 32, 20, False),  # drafts of a decode
-        (40, 60, 64, 50, True),  # the answer of a preempted request
+        (40, 60, 64, 50, True),  # after a preemption, one step computes the rest of the prompt and the old answer
     ],
 )
 def test_step_beyond_a_boundary_leaves_no_state(

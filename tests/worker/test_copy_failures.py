@@ -286,7 +286,7 @@ def test_an_engine_of_another_package_that_raises(call: str) -> None:
 
 
 def test_transfer_engine_that_raises_loses_no_report(rig: Rig) -> None:
-    """Blocks that were read without a wait are reported although the transfer engine raises.
+    """If `guard_read` raises, layers read a load's blocks too early. The rank reports these blocks as suspects.
 
     The step's saves are withdrawn.
     """

@@ -184,7 +184,7 @@ def check_node_pool(settings: Settings, _: HostFacts) -> PendingFinding | None:
         return PendingFinding("ok", f"process {health.pid} holds {folder}; the first engine makes the memory")
     memories = health.status.memories
     doubts = [doubt for memory in memories for doubt in _engines_that_end(memory)]
-    doubts = [*_lacking(settings, memories[0]), *doubts]  # `memories[0]` is of the memory's first engine
+    doubts = [*_lacking(settings, memories[0]), *doubts]  # [0]: the slot size of the memory's first engine
     sizes = ((memory.slots["slots"], size_text(memory.slot_bytes)) for memory in health.status.memories)
     titles = " and ".join(f"{slots:,} slots of {size}" for slots, size in sizes)
     engines = sum(len(memory.clients) for memory in health.status.memories)
