@@ -76,7 +76,7 @@ def test_latents_on_two_ranks_give_the_answers_of_a_prefix_cache(short_path: Pat
                 assert side is not None
                 assert (side.node is not None) == bool(config)
                 if side.node is not None:
-                    assert side.node.pool.layout.slot_bytes == side.geometry.slot_bytes
+                    assert side.node.pool.layout.slot_bytes == side.geometry.slot_bytes + side.node.pool.note_bytes
 
 
 def test_two_ranks_share_a_node_s_memory(short_path: Path) -> None:
