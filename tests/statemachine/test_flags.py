@@ -176,6 +176,7 @@ FLAGS: dict[str, dict[str, str]] = {
         "HeldTier.is_held": "what a test asked for: calls of the tier wait",
     },
     "connectors/vllm": {
+        "KvEvents._announces": "content: whether the next `take` may announce noted chunks",
         "PromptBlocks._adapters": "configuration",
         "WorkerRole._introduced": "a latch: the rank's introduction was sent",
     },

@@ -113,6 +113,7 @@ SENTINELS: dict[str, dict[str, str]] = {
         **dict.fromkeys([f"NodePool.{name}" for name in ("_mark", "_reached", "leases")], CONNECTED),
         **dict.fromkeys(("NodePool.named", "NodePool.segment"), CONNECTED),
         **dict.fromkeys(("Keeper._watch", "Stock.watch"), WATCH),
+        "SharedChunk.saved_for": "content: the request whose tokens the note gets, or None if no note is due",
         "SharedChunk.answered_at": "content: the position of the journal at the answer, or None before the answer",
         "Holder._keep_s": "a parameter: negative after a signal, so that the holder ends with its last client",
         "Holder._memory": "created with the memory",
