@@ -13,12 +13,14 @@ profile=$1
 failed=() # parts
 lists=()  # files with the names of their tests
 
-part() { # part NAME ARGUMENTS…; after ten minutes, a test that hangs prints its stacks
+# part NAME ARGUMENTS…; after ten minutes a test that hangs prints its stacks, and after fifteen minutes it fails, unless
+# the test has a mark with another limit
+part() {
   local name=$1 status
   shift
   rm -f ".cache/tests/$name.failed"
   .venv/bin/python -m pytest -q -p tests.progress --part "$name" --hypothesis-profile="${profile/quick/default}" \
-    -o faulthandler_timeout=600 "$@"
+    -o faulthandler_timeout=600 --timeout 900 "$@"
   status=$?
   case $status in
     0) ;;

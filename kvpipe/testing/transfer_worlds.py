@@ -128,6 +128,17 @@ class World:
         if isinstance(self.engine, CudaEngine):
             self.engine._launch_computed()
 
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stop the simulated device and the completion thread's queueing. The caller's thread can still queue work.
+
+        The locks are taken in the engine's order. With the device's lock alone, the completion thread may take the lock
+        for queueing and wait for the device, while the caller waits for the lock for queueing.
+        """
+        assert isinstance(self.engine, CudaEngine)
+        with self.engine._queueing, self.device.lock:
+            yield
+
     def write_block(self, layer: int, block: int, value: int) -> None:
         """Queue compute that fills a block with `value`."""
         self._compute(lambda: self.caches[layer][block].fill_(value))

@@ -142,7 +142,7 @@ def test_failed_query_does_not_end_the_copy(kind: str, direction: Direction) -> 
     """If an event's query raises on a working device, the ticket fails. The ticket ends when its copies have ended."""
     with capture_logs() as logs, world(kind) as w:
         jobs = [make_job(4, job_rows(0, TABLE), Kind.SAVE if direction is Direction.SAVE else Kind.LOAD_SYNC)]
-        with w.device.lock:  # the device runs no work now
+        with w.stopped():
             ticket = w.submit(direction, 0, jobs)
             behind = w.submit(direction, 1, [make_job(5, job_rows(1, TABLE), Kind(jobs[0].kind))])
             landed_of(ticket).refusals = 1
@@ -164,7 +164,7 @@ def test_a_save_is_not_trusted_while_a_load_is_in_doubt(kind: str) -> None:
     Until the report saves fail, because they may have been computed from the load.
     """
     with capture_logs() as logs, world(kind) as w:
-        with w.device.lock:
+        with w.stopped():
             load = w.submit(Direction.LOAD, 0, [make_job(1, job_rows(0, TABLE), Kind.LOAD_SYNC)])
             assert w.engine.guard_read(load, 0)
             w.write_block(0, 0, 9)
