@@ -64,7 +64,7 @@ class Catalog:
         """The lowest slot that was never used. No slot with a higher number was used either."""
         self._index: tuple[MutableMapping[bytes, Chunk], ...] = tuple(by_key(slots) for _ in range(groups))
         self._before: tuple[MutableMapping[bytes, Chunk], ...] = tuple(by_key(slots) for _ in range(groups))
-        """By group: the keys of chunks that the last reset has forgotten and whose slots are not freed yet."""
+        """By group and key, the chunks that the last reset has forgotten and whose slots are not freed yet."""
         self._pending: tuple[dict[bytes, Chunk], ...] = tuple({} for _ in range(groups))
         self._writing: dict[Chunk, None] = {}
         self._era, self._swept = b"", 0
@@ -90,9 +90,9 @@ class Catalog:
         self._size_policy()
 
     def limit(self, slots: int) -> None:
-        """Use only the first `slots` slots, because a rank's pool has no more slots.
+        """Use only the first `slots` slots, because some rank's pool has no more slots.
 
-        Called before any slot beyond this limit is used.
+        The call must come before any slot beyond this limit is used.
         """
         self.slots = min(self.slots, slots)
         self.ready = min(self.ready, self.slots)
@@ -189,7 +189,7 @@ class Catalog:
             chunk.leases -= 1
             if chunk.leases or chunk.writers:
                 continue
-            if chunk.fire(m.DRAINED).moves:  # the chunk was evicted while it was leased
+            if chunk.fire(m.DRAINED).moves:  # the chunk was evicted during the lease, and this was the last lease
                 self._vacate(chunk)
             else:
                 chunk.used_s = self._second

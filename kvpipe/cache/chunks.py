@@ -74,7 +74,7 @@ class Chunk(Cursor):
         return True
 
     def seal(self) -> None:
-        """Note that the request that fills the chunk adds no more units. Other requests may still add units."""
+        """Record that the request that fills the chunk adds no more units. Other requests may still add units."""
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):

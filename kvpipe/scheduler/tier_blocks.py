@@ -114,7 +114,7 @@ class TierBlocks:
     # ---- what is gone ---------------------------------------------------------------------------------------------
 
     def watch(self, lookup: TierLookup) -> TierLookup:
-        """Make `lookup` record the chunks that the lookup misses, and return it. The lookup must not have begun yet."""
+        """Make `lookup` record the chunks that it misses, and return `lookup`. The lookup must not have begun yet."""
         if any(self._announces):
             lookup.misses, lookup.announced, lookup.number = [], self.known, self._number
         return lookup
