@@ -43,7 +43,7 @@ _Ranked = tuple[tuple[bool, float], "Tracked"]
 
 
 def at_once(look: Callable[[], object]) -> Work:
-    """Make an order of one part. The order's result is the result of `look`."""
+    """Make the work of an order that has one part. The order's result is the result of `look`."""
     yield from ()
     return look()
 
@@ -245,7 +245,8 @@ class PoolUsers(NamedTuple):
 
 def pool_users(side: SchedulerSide) -> Work:
     """Count the chunks in the pool by tenant, and return the `PoolUsers`."""
-    out: dict[Tenant, list[int]] = {}  # by tenant: the fields chunks, held and used_s of `TenantCount`
+    # for each tenant: the values of `chunks`, `held` and `used_s` of its `TenantCount`
+    out: dict[Tenant, list[int]] = {}
     catalog, rest = side.catalog, 0
     for first in range(0, catalog.ready, SLOTS_PER_PART):
         for slot in range(first, min(first + SLOTS_PER_PART, catalog.ready)):
