@@ -1,9 +1,8 @@
 """The scheduler side, which the engine calls: lookups, leases, plans of steps, and publishing of saved chunks.
 
 The scheduler side keeps no copy of a token list or of a block table. Instead, the scheduler side reads the engine's
-requests and block tables when a new unit becomes final. Therefore a preempted request needs no special case when it is
-admitted again with other blocks. The work per step is one comparison per scheduled request, plus the work for new
-units.
+requests and block tables when a new unit becomes final. Therefore a preempted request needs no special case when it
+gets other blocks. The work per step is one comparison per scheduled request, plus the work for new units.
 """
 
 from __future__ import annotations

@@ -40,7 +40,9 @@ PIECE_BYTES: Final = 1 << 20
 """The number of bytes of a body that are buffered before they are copied to the lane's memory."""
 DATA_BYTES: Final = 64 << 20
 LANE_DATA_BYTES: Final = 24 << 20
-"""The limits on data memory (buffered bodies, connections, stacks of threads), in bytes: for the process, beyond its memory at the start, and for each lane.
+"""The limits on data memory in bytes: for the process, beyond its memory at the start, and for each lane.
+
+Data memory has buffered bytes of bodies, connections and stacks of threads.
 """
 PAGE, ENTRIES_MAX = 1000, 500
 NAME_CHARS_MAX: Final = 190
