@@ -25,7 +25,7 @@ FILES: Final = ("adapter_config.json", "adapter_model.safetensors", "adapter_mod
 BYTES_MAX: Final = 64 << 30
 """The largest size of an adapter in bytes. A larger adapter counts as unreadable."""
 SETTLED_S: Final = 2.0
-"""For so many seconds, a file may change again without a new mtime, because file systems' clocks are coarse."""
+"""Within this time in seconds, a file may change again without a new mtime, because its clock is coarse."""
 KNOWN_MAX: Final = 4096
 """The largest number of adapters whose digests are remembered."""
 READINGS_MAX: Final = 3
