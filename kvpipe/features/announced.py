@@ -196,8 +196,7 @@ class Announcements:
     def take(self, now_s: float, *, idle: bool) -> Announcement | None:
         """Return the announcement that has its turn now, or None if no turn is due.
 
-        Tenants are served one after the other. Of the tenant's due prompts, the one with the earliest announced time is
-        taken.
+        Tenants are served one after the other. The tenant's due prompt with the earliest announced time is taken.
         """
         due = self._due.until(now_s) + (self._fresh.until(now_s + IDLE_S) if idle else [])
         if not due:

@@ -190,7 +190,8 @@ def _answer_tokens(tracked: Tracked) -> int:
 class HeldKeys(NamedTuple):
     """The keys of a prompt that memory holds: `found` has these keys by cache group.
 
-    `space` and `also` are `name` and `also` of the tiers' `Namespace`. Both are empty if the engine uses no tiers.
+    `space` is the engine's namespace in tiers, and `also` the second namespace, if any (`Namespace`). Both are empty if
+    the engine uses no tiers.
     """
 
     found: tuple[dict[bytes, object], ...]

@@ -49,7 +49,7 @@ _TOOK_NS_MAX = 10**15
 
 
 class _DrawnEvents:
-    """The drawn events in order of time, with data from events that are not drawn, which are not kept."""
+    """The drawn events in order of time, and data that was read from the other events. Those are not kept."""
 
     def __init__(self, events: Iterable[Event], events_max: int) -> None:
         self.left_out = 0
