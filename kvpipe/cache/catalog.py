@@ -427,7 +427,7 @@ class Catalog:
             return
         if chunk.written != chunk.ready:
             chunk.tail = next((mark.key for mark in chunk.marks if mark.units == chunk.ready), b"")
-        chunk.written = chunk.ready  # not earlier: a job may have written units that follow a lost piece
+        chunk.written = chunk.ready  # only now, because jobs may have still been writing units behind a lost piece
         if not chunk.marks:  # while this chunk was written, the same content was published from another slot
             self._drop(chunk, EVICTED)
         elif not chunk.leases:
@@ -439,7 +439,8 @@ class Catalog:
 
         If the policy is a `SessionPolicy`, pass the time and `over` (whether the request has ended) to the policy.
         """
-        now_s = time.monotonic() if self._clock is None else self._clock()  # as the property `now_s`, but faster
+        # the same as the property `now_s`, but faster
+        now_s = time.monotonic() if self._clock is None else self._clock()
         if now_s - self._second >= 1.0:
             self._second = int(now_s)  # one int object for all chunks that are used in this second
         if self._request is not None:

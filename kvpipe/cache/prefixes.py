@@ -186,7 +186,7 @@ class Prefixes:
             if not shorter:
                 break
             best = min(shorter)
-            for group in self._full:  # only the last chunk of a held prefix can be shorter
+            for group in self._full:  # look for a shorter last chunk: all others are whole
                 best = self._longest_in_last_chunk(indexes[group], hashes, best)
         return best
 

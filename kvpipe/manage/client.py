@@ -118,7 +118,7 @@ def send_request(
             can hold.
 
     """
-    check_token(token)  # otherwise http.client's error about the header would show the token
+    check_token(token)  # before the request, because http.client's error about a bad header would show the token
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
     content = None if body is None else json.dumps(body, separators=(",", ":"))
     connection = connect(address, answer_s_max)

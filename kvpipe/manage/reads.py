@@ -222,7 +222,7 @@ def held_keys(side: SchedulerSide, units: Sequence[bytes], states: Sequence[byte
 class TenantCount(NamedTuple):
     """The number of one tenant's chunks. `held` is the number of these chunks that have readers or writers.
 
-    `used_s` is the last use of any of these chunks, in seconds of the catalog's clock.
+    `used_s` is the time of the last use of any of these chunks, in seconds of the catalog's clock.
     """
 
     tenant: Tenant

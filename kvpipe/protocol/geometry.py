@@ -202,7 +202,7 @@ class Geometry:
 
     @cached_property
     def whole_token_bytes(self) -> float:
-        """The number of bytes per token over the groups of which a hit reads the whole prefix.
+        """The number of bytes per token, over the groups whose whole prefix a hit reads.
 
         Groups with a window are left out, because a hit of a long prompt reads only the last window.
         """

@@ -63,7 +63,7 @@ class Adapters:
         """
         self._ranks, self._seconds_max, self._counters = ranks, seconds_max, counters
         self._held: dict[int, dict[int, bytes]] = {}  # digests by adapter number, by rank
-        self._open: dict[int, AdapterQuestion] = {}  # by number, adapters that not all ranks have reported
+        self._open: dict[int, AdapterQuestion] = {}  # open questions by adapter number: some rank has not answered
         self._uses: dict[str, AdapterUse] = {}
         self._once: OrderedDict[str, None] = OrderedDict()  # paths of adapters with which chunks may have been saved
         self.reader = AdapterReader(lambda path, why: counters.fault("adapter_not_read", path=repr(path), why=why))
@@ -126,7 +126,7 @@ class Adapters:
             use.since_step, use.named_s = 0 if local_tokens else step, 0.0
 
     def end_use(self, request: Request) -> None:
-        """Forget the use of a request that is over."""
+        """Forget the adapter of a request that is over."""
         self._uses.pop(request.request_id, None)
 
     # ---- keys -----------------------------------------------------------------------------------------------------

@@ -394,7 +394,7 @@ class Staging(Subscriber):
                     self._counters["tier_no_room"] += 1
                     stage.short_at_s = self._now_s()
                 stage.todo.clear()
-                stage.todo.append(place)  # in place of the end that the caller removes from `todo`
+                stage.todo.append(place)  # the caller removes the first place of `todo`, so that it is empty then
                 return True
         transfer.stages.append(stage)
         stage.waits.add(transfer.order.id)
@@ -579,7 +579,7 @@ class Staging(Subscriber):
             self.tier_blocks.reset()
 
     def ranks_read(self, rates: dict[int, float], unreadable: dict[int, frozenset[int]]) -> None:
-        """Record the read rates of tiers, and by rank the tiers that the rank cannot read and that are not asked."""
+        """Record the read rates of tiers and, by rank, the unreadable tiers, which are not asked from now on."""
         self.patience.rates |= rates
         self._unreadable |= unreadable
         self.finder.unreadable = frozenset().union(*self._unreadable.values())

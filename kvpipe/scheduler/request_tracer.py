@@ -88,7 +88,8 @@ class RequestTracer(Subscriber):
     def _request_moved(self, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
         tracked = cast("Tracked", cursor)
         trace, life = self.trace, tracked.life
-        failure = edge.rejects or (edge.moves and edge.to.row == m.RECOMPUTING)  # also reported beyond the sample
+        # failures are reported even for requests outside of the sample
+        failure = edge.rejects or (edge.moves and edge.to.row == m.RECOMPUTING)
         if failure or (life.sampled and (edge.moves or trace.detail)):
             request_id = tracked.request.request_id
             trace.took(request_id, tracked.epoch, trace.step, cursor, life.number, was, edge, why)

@@ -86,7 +86,8 @@ class SchedulerSide:
         self.counters = counters = Counters()
         self.trace, self.tracer = trace, (tracer := RequestTracer(trace, counters.durations))
         trace.step = 1
-        waits_idle = facts.waits_idle and stages == 1  # with more pipeline stages, other stages may compute meanwhile
+        # no rank waits if there are several pipeline stages, because other stages may compute
+        waits_idle = facts.waits_idle and stages == 1
         self._idle = Idle(settings.stall_ms_max) if waits_idle else None
         self.weights = weights = Weights(ranks, counters)
         self.switches = switches = Switches(settings, weights, saves=facts.saves, loads=facts.loads)

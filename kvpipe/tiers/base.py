@@ -235,7 +235,7 @@ async def blocking(
             done.set()
 
     async with limiter, anyio.create_task_group() as group:
-        group.start_soon(run)  # in a task: if this task is cancelled before its start, no thread is started
+        group.start_soon(run)  # started in a task, so that a cancellation before its start starts no thread
         try:
             await done.wait()
         except anyio.get_cancelled_exc_class():

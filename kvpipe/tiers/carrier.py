@@ -120,7 +120,7 @@ class Carrier(TierThread[_QueuedOrder]):
         out = []
         while self._outbox:
             one = self._outbox.popleft()
-            if self._open.pop(one.order.id, None) is not None:  # otherwise the order was already reported as lost
+            if self._open.pop(one.order.id, None) is not None:  # None if the order was already reported as lost
                 out.append(one)
         if lost and self._open:
             self.counters.fault("carrier_lost")

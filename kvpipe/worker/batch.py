@@ -56,7 +56,7 @@ class Batch:
         # The attributes of vLLM's thread:
         self.guarded: set[int] = set()
         self.waited: set[int] = set()
-        self.tickets: dict[int, Ticket] = {}  # by layer, in the order of submission
+        self.tickets: dict[int, Ticket] = {}  # the ticket of each layer, in the order of submission
         self.last = NO_COPY  # the last ticket that the engine took, and so the last to complete
         self.open: deque[Ticket] = deque()  # each ticket from before its copy begins until the loop removes the ticket
         # The attributes of the loop thread:

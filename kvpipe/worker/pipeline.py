@@ -179,7 +179,7 @@ class Pipeline:
         """End the step if `end_step` was not called for the step."""
         was = self.step.state.row
         if self.step.fire(m.CLEAR).moves:
-            if self._save.jobs or self._sync.jobs:  # else the step has no jobs to end
+            if self._save.jobs or self._sync.jobs:  # false if the step has no jobs to end
                 self.counters.fault("step_end_skipped")
             self._end(was)
 

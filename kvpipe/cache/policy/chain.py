@@ -85,7 +85,7 @@ def by_chain(chunks: Sequence[Evictable], chains: Sequence[Chain | None]) -> dic
             runs[chain].append(chunk)
         elif stack[0] is chunk and size > 1 and size == chain.free + len(chain.held):
             run = runs[chain] = [*chunks[at - 1 : at - 1 + size]]
-            if run == stack[: len(run)]:  # the beginning of the chain, or the whole chain
+            if run == stack[: len(run)]:  # true if the next chunks are the chain's beginning or the whole chain
                 at += len(run) - 1
             else:
                 runs[chain] = [chunk]

@@ -72,7 +72,7 @@ class _LearntShadow:
 
     def __init__(self, slots: int, returns: Returns) -> None:
         self.slots, self.used = slots, 0
-        self.queues = Queues(slots, returns)  # by the kinds that chains had when they were added
+        self.queues = Queues(slots, returns)  # a chain is in the queue of the kind that it had when it was added
         # for each chain: the chain that followed in the last request
         self.behind: MutableMapping[Chain, Chain] = make_order(slots)
 

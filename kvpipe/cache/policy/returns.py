@@ -100,7 +100,7 @@ class Returns:
         """How often `tables` have changed."""
         self._turns = self._renewed = 0
         self._renew_at = RENEW_EVERY
-        self._changed = [True] * KINDS  # by kind: whether its counts have changed since its table was renewed
+        self._changed = [True] * KINDS  # for each kind: whether its counts have changed since its table was renewed
         self._trust = 0.0
         for kind in range(RESUMES, KINDS):
             self._ended[kind], self._returned[kind] = PRIOR_TURNS, _as_hinted(kind)
@@ -192,7 +192,7 @@ class Returns:
                 self._renew_kind(kind, silent)
 
     def _silent(self, pace: int, everybody: _Everybody) -> WorthTable:
-        """Return the worths of waits without hints at one pace, after answers of any length."""
+        """Return the worths of chains of one pace that wait without a hint, whatever the length of the last answer."""
         ended = sum(self._ended[SILENT + pace : RESUMES : PACES])
         returned = [sum(counts) for counts in zip(*self._returned[SILENT + pace : RESUMES : PACES], strict=True)]
         if (ended, returned) == self._counts(pace):

@@ -20,7 +20,7 @@ from kvpipe.cache.policy.queues import Queues
 from kvpipe.cache.policy.recency import Recency
 from kvpipe.cache.policy.returns import LEFT, SILENT, Returns, answer_class, chain_kind, hinted_kind, pace_after
 
-CHAIN_MAX: Final = 256  # in chunks: the time to split a chain is proportional to its length
+CHAIN_MAX: Final = 256  # number of chunks; limited, because the time to split a chain is proportional to its length
 DEPTH_MAX: Final = 1024  # an eviction follows at most this many chains towards the end of a prompt
 # identities forgotten per call: several, because finding the oldest takes longer than removing it
 FORGOTTEN_MAX: Final = 64
@@ -39,12 +39,12 @@ class Sessions:
         self._duel = Duel(self._slots, self._returns)
         self.sized = self._duel.sized  # see `SizedPolicy`
         self._revalued = self._duel.revalued
-        self._chains: list[Chain | None] = [None]  # by `place` of the chains' chunks
+        self._chains: list[Chain | None] = [None]  # each chain at the index that is the `place` of its chunks
         self._numbers: list[int] = []  # indices of `_chains` that are free for new chains
         self._free = self._held = 0  # the number of chunks that may be evicted, and the number of known held chunks
-        self._known: MutableMapping[Hashable, Chain] = make_order(slots)  # by `identity` of the chains' chunks
+        self._known: MutableMapping[Hashable, Chain] = make_order(slots)  # the chain of each chunk's `identity`
         self._gone: Ordered[Hashable, Chain] = order(slots)  # evicted chains, by the identity of their head
-        self._branches: Ordered[Hashable, dict[Chain, None]] = order(slots)  # by the identity of the chunk before
+        self._branches: Ordered[Hashable, dict[Chain, None]] = order(slots)  # the chains after each `identity`
         self._queues = Queues(slots, self._returns)
         self._orphans = self._queues.others
         self._recency = Recency(slots)  # chains in the queues, and orphans
