@@ -4,7 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 try:
     __version__ = version("kvpipe")
-except PackageNotFoundError:  # running from a source tree that is not installed
+except PackageNotFoundError:  # kvpipe runs from a source tree and is not installed
     __version__ = "0.0.0"
 
 __all__ = ["__version__"]

@@ -1,14 +1,14 @@
 """The machines `SAVE` and `LOAD` follow one job of one request, copied layer by layer. `_machine` builds both machines.
 
-``LAYER_k`` means that the copies of layers 0 to k *have landed*. Completion events cause the transitions, and calls of
-hooks cause no transition. A job is FINALIZED when two conditions are true. They may become true in either order:
+``LAYER_k`` means that the copies of layers 0 to k *have landed*. Completed copies cause the transitions, not calls of
+hooks. A job is FINALIZED when two conditions are true. They may become true in either order:
 
 * Every layer has landed.
 * The job's step has *confirmed* the job. A save is confirmed if every layer was submitted and no earlier sync load of
   the step has failed. KV that is computed from a failed load is garbage. A sync load is confirmed if every attention
-  layer waited for its copy. If the hook of a layer did not run (as in a replayed full CUDA graph), the load fails: the
-  layer may have read a block before the copy. An async load is confirmed at its beginning, because no forward reads its
-  blocks before the load is reported.
+  layer waited for its copy. If the hook of a layer did not run (as in a replayed full CUDA graph), the load fails,
+  because the layer may have read a block before the copy. An async load is confirmed at its beginning, because no
+  forward reads its blocks before the load is reported.
 
 If the device waits instead of the host, the job is confirmed before its layers land. Such a job passes through the
 ``CONFIRMED`` states.

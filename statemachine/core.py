@@ -4,7 +4,7 @@ There are four kinds of cell:
 
 * ``Go(to)`` moves to another state.
 * ``Advance(family)`` moves to the next layer of a layered family, ``PENDING -> LAYER_0 -> ... -> LAYER_{n-2}``. The
-  last layer leads to the state that follows the family, so ``LAYER_{n-1}`` does not exist.
+  last of n layers leads to the state that follows the family, so ``LAYER_{n-1}`` does not exist.
 * ``Stay(why)`` changes nothing. ``why`` is the reason why no change is needed.
 * ``Reject(why)`` means that the caller has a bug. The event raises `IllegalTransition` and changes nothing.
 
@@ -179,7 +179,10 @@ class Edge:
     __slots__ = ("event", "moves", "rejects", "to", "why")
 
     def __init__(self, event: str, to: State, *, moves: bool, rejects: bool, why: str) -> None:
-        """`to` is the state to which the cell leads: the cell's own state if the cell stays or rejects."""
+        """`to` is the state to which the cell leads.
+
+        If the cell stays or rejects, `to` is the state of the cell itself.
+        """
         self.event, self.to, self.moves, self.rejects, self.why = event, to, moves, rejects, why
 
 

@@ -1,8 +1,8 @@
 """The node_client machine follows one engine that uses a node's shared memory. The holder keeps this machine.
 
 A client consists of the scheduler's process and the ranks' processes of one engine. The holder has a pidfd of each
-process. A rank may have started helpers, such as a tier's client. The end of a helper is an event only if the helper
-is the client's last process.
+process. A rank may have started helpers, such as a tier's client. The end of a helper is an event of this machine only
+if the helper was the client's last process.
 """
 
 from __future__ import annotations

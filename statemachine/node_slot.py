@@ -1,7 +1,7 @@
 """The node_slot machine follows one slot of a node's memory. The holder keeps this machine.
 
-A client may write a granted slot at any time without a message to the holder. So the holder has no state for "is being
-written". The client's machine node_grant has this state.
+A client may write a granted slot at any time without a message to the holder. So the holder's machine has no state for
+"is being written". The client's machine node_grant has such a state.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def lacking_members(made: object, protocol: type) -> list[str]:
         if inspect.isfunction(one) and (not name.startswith("_") or name == "__len__")
     ]
     out = [f"{name}()" for name in methods if not callable(getattr(made, name, None))]
-    if not isinstance(made, type):  # attributes of a class are not checked, because `__init__` may set them
+    if not isinstance(made, type):  # checked only for an object, because a class may set the attributes in `__init__`
         out += [name for name in protocol.__annotations__ if not hasattr(made, name)]
     return out
 

@@ -23,7 +23,7 @@ PATIENCE_S: Final = 5.0
 
 The report on an older order is processed with the next step that the engine takes.
 """
-_SAVE = int(SAVE)  # the kind as it is sent
+_SAVE = int(SAVE)  # the kind as an int, as plans contain it
 
 
 class Jobs:
@@ -42,7 +42,7 @@ class Jobs:
         """Start without jobs. `ranks` is the number of ranks."""
         self._catalog, self._counters, self._events = context.catalog, context.counters, context.events
         self._tracer, self._ranks = tracer, ranks
-        self._states = context.geometry.states  # groups of states, which an engine offers only once
+        self._states = context.geometry.states  # the groups of states, because an engine offers each state only once
         self._patience_s = context.settings.stuck_ms_max / 1000 + PATIENCE_S
         self.machine = m.JOB.compile()
         self.in_flight: dict[int, JobInFlight] = {}
@@ -112,7 +112,7 @@ class Jobs:
             del self.in_flight[job_id]
             self._tracer.trace.about(job.job.request, job.job.epoch)
         try:
-            if failed:  # at the first failure, before the saves of other ranks are published
+            if failed:  # at the first failed report, because later saves must be tainted before they are published
                 self._events.load_failed(job.tracked, job)
         finally:
             if over and job.owner is not None:
@@ -157,7 +157,7 @@ class Jobs:
             for piece in job.pieces:
                 if self._catalog.landed(piece, over=over):
                     self._counters["pieces_published"] += 1
-                    if over:  # the request ended with this piece: later prompts may continue from its mark
+                    if over:  # the request ended with this piece, so later prompts may continue from the piece's mark
                         self._catalog.keep_mark(piece.chunk, piece.key)
                     self._events.landed(job.tracked, piece)
             return

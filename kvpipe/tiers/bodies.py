@@ -30,7 +30,10 @@ class Bodies:
         return -(-self._geometry.groups[group].bytes_per_block * self._pages(group, units) // ALIGN_BYTES) * ALIGN_BYTES
 
     def size_of(self, group: int, units: int, split: int, theirs: int) -> int:
-        """Return the size in bytes of a body if a chunk has `theirs` parts. A chunk of this rank has `split` parts."""
+        """Return the size in bytes of a body of a chunk that is divided into `theirs` parts.
+
+        This rank's own chunks have `split` parts.
+        """
         used = self._geometry.groups[group].bytes_per_block * self._pages(group, units) * split // theirs
         return -(-used // ALIGN_BYTES) * ALIGN_BYTES
 
@@ -39,7 +42,7 @@ class Bodies:
         return units == self._geometry.units_per_chunk
 
     def of(self, slot: int, group: int, units: int) -> memoryview:
-        """Return the beginning of the slot's own memory, with the length of the body of `units` units."""
+        """Return a view of the slot's first bytes, as long as the body of `units` units."""
         view: memoryview = self._slots[slot].data
         return view[: self.size(group, units)]
 

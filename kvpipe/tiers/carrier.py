@@ -30,15 +30,15 @@ from kvpipe.trace.recorder import OFF, Recorder
 from kvpipe.transfer.pool import HostPool
 
 TIMEOUTS_MAX: Final = 10
-"""The time limit for one order, in multiples of the tier's `timeout_ms_max`. It also ends orders whose bytes move."""
+"""The time limit for one order, in multiples of the tier's `timeout_ms_max`, even if its bytes still move."""
 DRAIN_S_MAX, STOP_S_MAX = 5.0, 5.0
 """The longest waits of a shutdown, in seconds: for stores in progress, and then for tiers to close."""
 SPARE_BODIES_MAX, SPARE_S = 32, 10.0
-"""The number of buffers that are kept for parts of another split, and the time in seconds for which they are kept."""
+"""The number of spare buffers for parts of another split, and the time in seconds after which they are freed."""
 OTHER_FAULTS_MAX, OTHER_PAUSE_S = 3, 60.0
 """If `OTHER_FAULTS_MAX` consecutive reads of another split fail, that split is not read for `OTHER_PAUSE_S` seconds."""
 MARK_S: Final = 60.0
-"""The first store that begins this number of seconds after the last marker of its split writes the marker again."""
+"""The time in seconds after which a store writes the marker of its split again."""
 
 _QueuedOrder = tuple[TierOrder, str, int]  # (order, namespace, step)
 
@@ -116,11 +116,11 @@ class Carrier(TierThread[_QueuedOrder]):
 
         An order that still runs after `shutdown` is not returned before it has ended, because it may write to its slot.
         """
-        lost = self._over or self.loop.has_ended  # read first, so that the outbox has every report from before
+        lost = self._over or self.loop.has_ended  # read first, so that the outbox then has all reports of an ended loop
         out = []
         while self._outbox:
             one = self._outbox.popleft()
-            if self._open.pop(one.order.id, None) is not None:  # if None, the order was already reported as lost
+            if self._open.pop(one.order.id, None) is not None:  # None if the order was already reported as lost
                 out.append(one)
         if lost and self._open:
             self.counters.fault("carrier_lost")
@@ -170,7 +170,7 @@ class Carrier(TierThread[_QueuedOrder]):
             with anyio.move_on_after(tier.timeout_s * TIMEOUTS_MAX):
                 await turns.acquire_on_behalf_of(cursor)
                 has_turn = True
-            if not has_turn:  # this is not a fault of the tier, which may be busy with earlier orders
+            if not has_turn:  # the tier has not failed: it may be busy with earlier orders
                 cursor.fire(m.FAULT, "no lane has become free")
             elif not tier.breakers[use].allows:
                 cursor.fire(m.REFUSE, "the breaker is open")
@@ -237,7 +237,7 @@ class Carrier(TierThread[_QueuedOrder]):
         if other is None:
             cursor.fire(m.FAULT, why)
             tier.fault(use, why, slow=slow)
-        else:  # the failure says nothing about values of this engine's own split
+        else:  # another split: the failure says nothing about values of this engine's split
             cursor.fire(m.MISS, why)
             self._other_faults[other] = (self._other_faults.get(other, (0, 0.0))[0] + 1, time.monotonic())
 
@@ -273,7 +273,7 @@ class Carrier(TierThread[_QueuedOrder]):
         return "", sum(body.nbytes for body in bodies)
 
     def _slices(self, order: TierOrder) -> list[Slice]:
-        """Return the heads that this rank shares with each part of the order; [] if no part is a range of heads."""
+        """Return the heads that this rank shares with each part of the order, or [] if no part is a range of heads."""
         share, split = self._shares[order.group], self._split[order.group]
         if not split or share.heads % order.split:
             return []
@@ -285,7 +285,7 @@ class Carrier(TierThread[_QueuedOrder]):
         return functools.partial(self._bodies.move_heads, body, order, share, split, one)
 
     def _room(self, order: TierOrder) -> memoryview:
-        """Return a buffer for a part's body, if possible a spare buffer: page faults take as long as the copy."""
+        """Return a buffer for a part's body, if possible a spare one, because a new one causes slow page faults."""
         size = self._bodies.size_of(order.group, order.units, self._split[order.group], order.split)
         while self._spare:
             body = self._spare.pop()
@@ -366,14 +366,14 @@ class Carrier(TierThread[_QueuedOrder]):
         return due and self._rank == 0 and order.split != BOUND and all(self._split)
 
     def _touches(self, tier: GuardedTier, order: TierOrder, space: str) -> bool:
-        """Whether this rank calls the tier for `order`: to fetch, or to write its part, a marker or the first hash."""
+        """Whether this rank calls the tier for `order`: to fetch, or to write a part, a marker or the first hash."""
         if not order.stores:
             return self._fetches
         marks = self._marks(order, space) or self.first_hash.is_due(order.tier, space)
         return writes(order.split, self._rank, self._ranks, order.chunk) or (tier.breakers[WRITE].allows and marks)
 
     async def _write(self, tier: GuardedTier, units: int, values: _Values, moves: Sequence[_Fill] = ()) -> None:
-        """Write all values in one call. The `moves` fill the bodies before the write."""
+        """Write all values in one call, after `moves` have filled the bodies."""
 
         def work() -> list[Put]:
             for move in moves:

@@ -80,8 +80,8 @@ class HostPool:
             raise ConfigError(msg) from None
         self._map.madvise(mmap.MADV_DONTFORK)
         try:
-            # Huge pages need fewer faults and less work to pin: 2 MiB at a time instead of 4 KiB. A kernel without huge
-            # pages refuses this advice, which is harmless.
+            # Huge pages need fewer faults and less work to pin: 2 MiB at a time instead of 4 KiB.A kernel without huge
+            # pages refuses this advice, which does no harm.
             self._map.madvise(mmap.MADV_HUGEPAGE)
         except OSError:
             self.huge_pages = False
@@ -92,7 +92,7 @@ class HostPool:
         self.base = self.tensor.data_ptr()
 
     def _share(self, geometry: Geometry, shared: SharedSlots) -> None:
-        self._memory = shared.memory  # this reference keeps the memory mapped
+        self._memory = shared.memory  # kept only because this reference keeps the memory mapped
         whole = torch.frombuffer(shared.memory, dtype=torch.uint8)
         self.slot_bytes, self.slots = shared.slot_bytes, whole.numel() // shared.slot_bytes
         self.ready, self.huge_pages = self.slots, False
@@ -111,7 +111,8 @@ class HostPool:
 
     def parts(self, first: int, stop: int) -> list[tuple[int, int]]:
         """Return (offset from `base`, bytes) of this rank's parts of slots [first, stop). Adjacent parts are joined."""
-        if self.slot_bytes < 2 * self.part_bytes:  # no other rank has a part, but a slot may end with a note
+        # true if no other rank has a part of the slots; a slot may still end with a note
+        if self.slot_bytes < 2 * self.part_bytes:
             return [(first * self.slot_bytes, (stop - first) * self.slot_bytes)]
         return [(slot * self.slot_bytes, self.part_bytes) for slot in range(first, stop)]
 

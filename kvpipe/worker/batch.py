@@ -56,15 +56,15 @@ class Batch:
         # The attributes of vLLM's thread:
         self.guarded: set[int] = set()
         self.waited: set[int] = set()
-        self.tickets: dict[int, Ticket] = {}  # by layer, in the order of submission
+        self.tickets: dict[int, Ticket] = {}  # the ticket of each layer, in the order of submission
         self.last = NO_COPY  # the last ticket that the engine took, and so the last to complete
-        self.open: deque[Ticket] = deque()  # tickets from before their copies begin until the loop removes them
+        self.open: deque[Ticket] = deque()  # each ticket from before its copy begins until the loop removes the ticket
         # The attributes of the loop thread:
         self.cursors: dict[int, LayerCursor] = {}
         self.ended: list[Outcome] = []
         self.closed = False
         self.moved_ns = time.monotonic_ns()
-        self.first_ns = 0  # when the first landed copy was submitted, or 0 before a copy has landed
+        self.first_ns = 0  # the time at which the first landed copy was submitted, or 0 before a copy has landed
         self.history: deque[tuple[int, Edge]] = deque(maxlen=LAST_MOVES * len(jobs))
         self.stuck = False
 
@@ -77,7 +77,7 @@ class Batch:
     def settled(self) -> bool:
         """Whether no copy can touch the jobs' slots or blocks any more.
 
-        The loop thread reads this property once all copies are submitted.
+        The loop thread reads this property after all copies were submitted.
         """
         while self.open and self.open[0].state in QUIET:
             self.open.popleft()

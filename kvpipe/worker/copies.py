@@ -49,7 +49,8 @@ class LoadRate:
         """Start without a measurement: `bytes_per_s` is 0."""
         self.bytes_per_s = 0.0
         self._landed_ns = 0  # the time at which the last layer of a load landed
-        self._wave_ns, self._wave_counts = 0, False  # when the landing wave was queued, and whether it counts
+        # of the wave that is landing: the time at which it was queued, and whether it counts
+        self._wave_ns, self._wave_counts = 0, False
         self._of_late = (0, 0)  # recently loaded bytes, and the nanoseconds of these loads
         self._run = (0, 0)  # the bytes of the present run of loads, and the time at which the run began
 
@@ -107,8 +108,8 @@ class Copies:
         """Send a completed ticket to the loop thread. Any thread may call this sink of all tickets.
 
         After a failed ticket or the batch's last ticket, this thread handles the inbox itself, because waking the loop
-        thread takes longer. After any other ticket, either another ticket completes, or vLLM's thread still submits.
-        `batch.last` is read only after the ticket is in the inbox, so that no ticket is missed.
+        thread takes longer. After any other ticket, a later ticket of the batch will complete, or vLLM's thread is
+        still submitting. `batch.last` is read only after the ticket is in the inbox, so that no ticket is missed.
         """
         self.loop.put(ticket, wake=False)
         batch = ticket.batch
@@ -158,7 +159,8 @@ class Copies:
             self.live[batch] = None
             if batch.kind is not Kind.LOAD_ASYNC:
                 return
-            event = m.CONFIRM  # no forward reads an async load's blocks before the copy has landed
+            # an async load is confirmed at once, because no forward reads its blocks before the copy has landed
+            event = m.CONFIRM
         for job in batch.jobs:
             self.fire(batch, job, event, why)
 
@@ -180,7 +182,7 @@ class Copies:
                 self._land(batch, job, range(ticket.ordinal, ticket.ordinal + len(ticket.layers)))
 
     def _count(self, batch: Batch, ticket: Ticket, took_ns: int) -> None:
-        """Add a copy to the figures of the batch's kind."""
+        """Add a landed copy to the totals of the batch's kind of job."""
         self.ns[batch.kind] += took_ns
         batch.first_ns = batch.first_ns or ticket.born_ns
         if not ticket.failed:
@@ -210,7 +212,7 @@ class Copies:
             self._moved_on(batch, job, edge, "")
 
     def _path(self, cursor: LayerCursor, layers: range) -> Edge | None:
-        """Return the last edge that `cursor` takes when `layers` land. None if `layers` are not the next layers."""
+        """Return the last edge that `cursor` takes when `layers` land, or None if `layers` are not the next layers."""
         key = cursor.state, layers
         if key not in self._paths:
             trial = LayerCursor(cursor.machine, cursor.key)

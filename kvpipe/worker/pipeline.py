@@ -69,7 +69,7 @@ class Pipeline:
         self._all = (*self._unhooked, *self._hooked)
         self._late, self._next = frozenset(self._unhooked), {layer: layer for layer in self._layers}
         self._next.update(pairwise(self._hooked))
-        self.step = Cursor(m.STEP.compile(), "step")  # stays IDLE in a step without jobs
+        self.step = Cursor(m.STEP.compile(), "step")  # a step without jobs leaves the cursor IDLE
         self._save = self._sync = self._async = NO_BATCH  # the open step's saves, sync loads and async loads
         self._unfenced = NO_BATCH  # the last step's saves, which may still read blocks
         self._computes = True  # whether the open step computes any tokens
@@ -144,7 +144,8 @@ class Pipeline:
         batch = self._sync
         if self.step.fire(m.WAIT_LAYER).moves:
             self.counters.fault("loads_started_by_hook")
-            self._submit_all(batch)  # layers without a hook are not awaited: the forward may have read them
+            # waiting for layers without a hook would be too late: the forward may have read them
+            self._submit_all(batch)
         if layer in batch.waited:
             self.counters["wait_repeated"] += 1
         elif (layer in batch.guarded or self._guard(batch, layer)) and self._guard(batch, self._next[layer]):
@@ -178,7 +179,7 @@ class Pipeline:
         """End the step if `end_step` was not called for the step."""
         was = self.step.state.row
         if self.step.fire(m.CLEAR).moves:
-            if self._save.jobs or self._sync.jobs:  # else the step has no jobs to end
+            if self._save.jobs or self._sync.jobs:  # false if the step has no jobs to end
                 self.counters.fault("step_end_skipped")
             self._end(was)
 
@@ -338,7 +339,8 @@ class Pipeline:
         batch, self._save = self._save, NO_BATCH
         if not batch.jobs:
             return
-        without = not batch.tickets and (self._hooks.replayed is not None or not self._computes)  # no hook was called
+        # no hook was called, and none was due
+        without = not batch.tickets and (self._hooks.replayed is not None or not self._computes)
         if layers := self._all if without else self._unhooked:
             self._submit_layers(batch, layers)
         self.copies.put(SUBMITTED, batch, wake=False)
@@ -376,7 +378,7 @@ class Pipeline:
 
     def _withdraw_batch(self, batch: Batch) -> None:
         try:
-            if not batch.last.done:  # no copy may read or write after the job's report
+            if not batch.last.done:  # wait, because no copy may read or write after the job's report
                 self._engine.fence(batch.last, self._wait_s)
         finally:
             if batch.kind is Kind.LOAD_SYNC:
@@ -392,7 +394,8 @@ class Pipeline:
 
     def _give_up(self, batch: Batch, why: str) -> None:
         self.counters.fault("copy_timeout", why=why)
-        for ticket in dict.fromkeys(batch.tickets.values()):  # copies not yet begun must not write to freed blocks
+        # abandoned, because a copy that begins later would write to freed blocks
+        for ticket in dict.fromkeys(batch.tickets.values()):
             self._engine.abandon(ticket)
         self._trace.put(e.TierSlow(*batch.header(self._trace.rank), tier=TIER, waited_ms=self._wait_s * 1000))
         if batch.kind is Kind.LOAD_SYNC:

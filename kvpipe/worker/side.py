@@ -75,7 +75,8 @@ class WorkerSide:
         self._caches, self._index, self._aliases = caches, caches.index, caches.aliases
         self._plan: StepPlan | None = None  # the plan of the bound step
         self._bound_ns = self._waited_ns = 0
-        self._weighed: dict[int, tuple[int, str]] = {}  # the last answer of `weigh`, by rank
+        # for the next report: this rank's answer to the last question about its weights
+        self._weighed: dict[int, tuple[int, str]] = {}
         self._unreadable, self._ready_reported = frozenset[int](), -1
         self._tallies: dict[int, Tally] = {}
         self._received, self._failed, self._bad_blocks = set[str](), set[str](), set[int]()
@@ -85,7 +86,7 @@ class WorkerSide:
             self._pool = pool = HostPool(self.geometry, shared)
             engine.attach(caches.views, self.geometry, pool)
             undo.callback(engine.shutdown)
-            alone = shared is None or shared.saves  # False if another rank has the same bytes in the same slots
+            alone = shared is None or shared.saves  # False if another rank saves the same bytes to the same slots
             for one in tiers:
                 if shared is not None and isinstance(one.tier, FillsSlots):
                     one.tier.share(shared)
@@ -310,7 +311,7 @@ class WorkerSide:
     def _take_tallies(self) -> dict[int, Tally]:
         """Return the tallies of this rank's jobs and tier orders that ended since the last call."""
         put_off, self._put_off = self._put_off, False
-        for outcome in () if put_off else self.pipeline.collect():  # jobs that the step's end has settled
+        for outcome in () if put_off else self.pipeline.collect():  # the jobs that the step's end has settled
             self._account(outcome)
         if self.carrier is not None:
             self._tallies.update((one.order.id, ONE_OK if one.ok else ONE_BAD) for one in self.carrier.collect())
@@ -346,7 +347,7 @@ class WorkerSide:
     def release(self) -> None:
         """End every copy because the caches' memory will be released, and begin no copy until `restore`. Idempotent."""
         if self.lost:
-            self.shutdown()  # if only the loop thread has ended, the engine may still copy
+            self.shutdown()  # even if only the loop thread has ended: the engine may still copy
         if self.asleep or self.lost:
             return
         self.asleep = True
