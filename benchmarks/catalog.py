@@ -173,7 +173,7 @@ def _calls(policy: str) -> Iterator[float]:
             yield timer() - begin
             chunks.clear()
             begin = timer()
-            catalog.sweep()  # as each step does
+            catalog.sweep()  # each engine step calls this, too
             yield timer() - begin
     gc.enable()
     gc.unfreeze()

@@ -467,7 +467,10 @@ class Rank(Runner):
         layer.flat[layer.places(table)[positions]] = content[positions - start]
 
     def _go_on(self, layer: PagedLayer, one: Access, content: Words) -> Wrong | None:
-        """Check the state before the step's tokens, and write the states after the tokens, which are in `content`."""
+        """Check the state before the step's tokens, and write the states after each token.
+
+        `content` has the right states.
+        """
         table, start = self._tables[one.request][layer.group], one.start
         words, block = self._states.read(layer, one.request, table)
         right = not start or bool((words == (one.expected[start - 1] ^ layer.key)).all())

@@ -102,11 +102,11 @@ class RunningStates:
 
 
 def exported(shape: Shape, start: int, stop: int, *, drops: bool) -> tuple[int, int]:
-    """Return (number of the step's tokens before the written state, index of that state's block in the block table).
+    """Return (the number of the step's tokens up to the exported state, the index of the state's block in the table).
 
-    The result is (0, -1) if no state is written within the step. `drops` says that vLLM drops the last block of a hit.
-    The layers, vLLM's scheduler and `MambaManager` call the same function for this computation. A state without a
-    reserved block is written into the null block.
+    The result is (0, -1) if the step exports no state. `drops` says that vLLM drops the last block of a hit. The
+    layers, vLLM's scheduler and `MambaManager` call the same function for this computation. A state without a reserved
+    block is written into the null block.
     """
     from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 
