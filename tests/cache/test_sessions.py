@@ -38,7 +38,7 @@ SLOTS = 40
 
 
 def test_an_index_is_the_best_that_any_time_of_giving_up_promises() -> None:
-    """The index of a chain is the best promise over all times at which the policy could give the chain up."""
+    """A chain's index is its value if the policy gives the chain up at the best possible time."""
     rng = random.Random(0)
     chances = [rng.random() ** 4 for _ in range(BINS)]
     for first, index in enumerate(_indices(chances)):
@@ -387,7 +387,7 @@ def test_chain_that_is_announced_to_return_sooner_stays(action: Action) -> None:
             world.serve(name, 20)
             hint = Hint(action, 10.0) if name == "soon" else Hint(Action.RESUME, 3600.0)
             assert _hinted(world, name, hint) == 20
-        for turn in range(8 * KINDS):  # until all announcements have been counted
+        for turn in range(8 * KINDS):  # these turns last until the policy has counted all announcements
             world.now_s += 0.01
             world.serve("short", 0 if turn else 1)
         world.serve("new", 20)

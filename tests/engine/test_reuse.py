@@ -147,15 +147,15 @@ def test_ngram_drafts() -> None:
         before = assert_clean(live)["tokens_loaded"]
         assert before == whole_blocks(live, 280, 300)
         live.generate([whole], 2)
-        # In the last step of a request, up to one block can stay unconfirmed (docs/decisions).
+        # Up to one block of a request's last step may stay unconfirmed, and so is not saved (docs/decisions).
         assert assert_clean(live)["tokens_loaded"] - before >= whole_blocks(live, len(whole) - 1) - block_tokens(live)
 
 
 def test_engine_computes_with_one_thread() -> None:
     """VLLM's attention on a CPU fails if OpenMP's number of threads changes during a step.
 
-    Between two engines of the tests the number may change, because each engine restores the PyTorch function that vLLM
-    replaces.
+    Between two engines of the tests the number may change: each engine restores the PyTorch function that vLLM has
+    replaced.
     """
     for _ in range(2):
         torch.set_num_threads(2)

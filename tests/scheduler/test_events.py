@@ -74,7 +74,7 @@ def test_subscriber_is_called_when_an_earlier_one_raises() -> None:
 def test_event_costs_nothing_when_no_part_overrides_its_method() -> None:
     """An event without subscribers costs one comparison.
 
-    Without tiers, no part of a scheduler side subscribes to lookups.
+    Without tiers, no part of the scheduler side subscribes to the event `looked_up`.
     """
     assert SchedulerWorld().side.events.looked_up is nobody
 
