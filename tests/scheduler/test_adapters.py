@@ -198,7 +198,7 @@ def test_vllm_reads_no_other_files() -> None:
 def test_waiting_lookups_share_one_read_of_an_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sixty lookups of one adapter wait at once, and share at most two reads.
 
-    Without others, each lookup reads new files.
+    A lookup without others reads the files anew.
     """
     folder, go, begun = _write(tmp_path / "a"), threading.Event(), threading.Event()
     read = module.digest_of

@@ -107,7 +107,7 @@ def test_failed_save_is_retried_up_to_the_limit() -> None:
 
 
 def test_end_of_the_saved_part_stays_found_when_another_request_extends_the_chunk() -> None:
-    """A client may limit saves to the beginning that all its prompts share, so that later prompts find this beginning."""
+    """A client may limit saves to the beginning that its prompts share, so that later prompts find this beginning."""
     world = SchedulerWorld(chunk_units=CHUNK)
     limited = _arrive(world, "a", save_tokens_max=2 * UNIT)
     world.admit(limited)

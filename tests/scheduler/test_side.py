@@ -263,7 +263,7 @@ def test_a_hit_satisfies_every_sliding_window(order: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("load", ["sync", "async"])
 def test_a_whole_prompt_hit_of_a_windowed_model_leaves_one_unit(load: str) -> None:
-    """The last token is computed again, and its window begins earlier than the window of the token after it, for which the hit was checked."""
+    """The last token is computed again. Its window begins one position before the window for which a hit is checked."""
     world = SchedulerWorld(windows=(2 * UNIT + 1,), chunk_units=2, load=load)
     old = world.request("old", 8, shared=8)
     world.publish(old)
@@ -587,7 +587,7 @@ def test_a_hit_whose_load_may_not_begin_is_reported(why: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("old", ["step_planned", "extra_loads"])
 def test_a_recovery_of_an_older_version_is_refused(old: str) -> None:
-    """A remedy's method that has a former name would never be called, and nobody would notice that the remedy does nothing."""
+    """If a remedy's method had a former name, it would never be called, and nobody would notice."""
     with pytest.raises(TypeError, match=rf"Mine: rename {old} to .*begin_step\("):
         type("Mine", (Recovery,), {old: lambda *_: None})
 

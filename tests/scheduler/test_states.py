@@ -245,7 +245,7 @@ def test_a_branch_is_found_when_its_chunk_has_grown() -> None:
 
 @pytest.mark.parametrize("resumable", [False, True])
 def test_session_saves_nothing_when_the_model_has_states(resumable: bool) -> None:
-    """When its next input comes, a session drops its last token, but the session's state already contains this token."""
+    """A session drops its last token when its next input comes, but its state already contains this token."""
     world = _world()
     session = world.request("a", 6, extra=1)
     session.resumable = resumable

@@ -162,7 +162,7 @@ class Engine:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.loading: dict[str, tuple[Request, int]] = {}
-        """By id of each request that waits for a load: the number of the request's tokens that the engine holds after the load."""
+        """By the id of each request that waits for a load: the number of its tokens that are held after the load."""
         self._to_preempt: set[str] = set()
 
     def _make_caches(self, shape: Shape, ranks: int) -> dict[str, torch.Tensor]:
