@@ -17,7 +17,7 @@ from cosmic_ray.plugins import get_operator, operator_names
 class Proposal(NamedTuple):
     """A change that cosmic-ray makes in a file.
 
-    Of the places that `operator` can change, number `occurrence` is changed.
+    The change is made at place number `occurrence` of all places that `operator` can change.
     """
 
     file: str
