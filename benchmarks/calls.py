@@ -107,7 +107,7 @@ def main() -> None:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     tree = _Tree()
     gc.collect()
-    gc.freeze()  # as vLLM does after its start
+    gc.freeze()  # vLLM also freezes all objects when an engine has started
     for number in sys.stdin:
         took: dict[str, list[float]] = {}
         _lookups(tree, int(number), took)

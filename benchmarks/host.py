@@ -51,7 +51,7 @@ def run() -> list[Figure]:
     os.sched_setaffinity(0, {0})
     torch.set_num_threads(1)
     gc.collect()
-    gc.freeze()  # as vLLM does after its start
+    gc.freeze()  # vLLM also freezes all objects when an engine has started
     return [
         *_transitions(), *_hooks(), *_idle_hooks(), *_scheduler(), *_wire(), *_copies(), *_memory(),
     ]  # fmt: skip

@@ -72,7 +72,7 @@ class Remote:
         """Kill the engine's processes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)
-        self._process.kill()  # needed if the process does not lead a group yet
+        self._process.kill()  # needed if the process has not become the leader of its group yet
         self._process.join()
         self._pipe.close()
 
@@ -252,7 +252,7 @@ def _memory(what: str, shared: list[int], own: list[int], published: int) -> Fig
     """Return the host memory of several engines, relative to the host memory of one engine.
 
     Host memory is the node's memory plus the private memory that engines need only because of kvpipe. `own` has this
-    private memory of each engine. `shared` has the node's memory with one engine and with all.
+    private memory of each engine. `shared` has the bytes of the node's memory: with one engine, and with all engines.
     """
     one, most = shared[0] + own[0], shared[1] + sum(own)
     both = (

@@ -110,7 +110,7 @@ class _Rank:
         while engine.pinned_slots < self._slots:
             time.sleep(0.001)
         gc.collect()
-        gc.freeze()  # as vLLM does after its start
+        gc.freeze()  # vLLM also freezes all objects when an engine has started
         for thread in Path("/proc/self/task").iterdir():
             number = int(thread.name)
             os.sched_setaffinity(number, {mine} if number == os.getpid() else set(others) or {mine})

@@ -100,7 +100,7 @@ class BlockMaker:
 
 
 def read_note(note: bytes) -> AnnouncedBlock | None:
-    """Return the block of a note, or None if another release has written the note."""
+    """Return the block of a note, or None if another release of kvpipe has written the note."""
     try:
         read = _decoder.decode(note)
         tokens = array("q", read.tokens)

@@ -32,7 +32,7 @@ def _one_loads() -> tuple[SchedulerWorld, Any, Any]:
 def test_an_async_load_waits_for_room() -> None:
     """Two requests that hold blocks, and need more blocks than are free, would wait for each other for ever."""
     world, first, second = _one_loads()
-    # two more blocks for the first request, eight for the second
+    # `first` needs two more blocks, and `second` needs eight
     for free, answer in ((9, LATER), (10, Hit(4 * UNIT, waits=True))):
         world.free = free
         assert world.side.lookup(second, 0) == world.side.lookup(second, 0) == answer
@@ -91,7 +91,7 @@ def test_an_async_load_leaves_a_session_its_room() -> None:
     session.resumable = True
     world.admit(session)
     world.step(session)
-    # 58 more blocks for the session, 8 for the second request
+    # the session may need 58 more blocks, and `other` needs eight
     for free, answer in ((65, MISS), (66, Hit(4 * UNIT, waits=True))):
         world.free = free
         assert world.side.lookup(other, 0) == answer

@@ -261,7 +261,7 @@ def test_chain_after_an_answer_has_a_kind_by_the_length_of_the_answer() -> None:
 
 
 def test_estimate_for_a_rare_length_of_answers_leaves_out_waits_with_hints() -> None:
-    """The estimate for a rare length of answers leaves out waits with hints.
+    """If answers of some length are rare, their estimate uses all waits of the same pace, but not waits with hints.
 
     In this test only chunks that return have hints.
     """
@@ -474,7 +474,7 @@ class _Noting(Lru):
 
 @pytest.mark.parametrize("guarded", [False, True])
 def test_the_catalog_shows_when_and_whether_a_request_is_over(*, guarded: bool) -> None:
-    """The policy is called at a save, at a save that lands after the end, at a lease, its release, and the end."""
+    """The policy is called at a save, a lease, its release and the request's end, and if a save lands after the end."""
     noting = _Noting()
     policy = GuardedPolicy(noting, "noting", print) if guarded else noting
     clock = iter(range(1, 10))

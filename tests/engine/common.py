@@ -156,7 +156,7 @@ def _blocks(model: Path, kvpipe: dict[str, Any] | None, options: dict[str, Any])
 def block_tokens(live: Engine) -> int:
     """Return the number of tokens in a block.
 
-    With kvpipe this is the number of tokens of a unit. Without kvpipe it is that of vLLM's longest block.
+    With kvpipe, the block is kvpipe's unit. Without kvpipe, it is vLLM's longest block.
     """
     if live.scheduler.connector is not None:
         return int(live.connector.geometry.unit_tokens)

@@ -109,7 +109,7 @@ def test_preempted_requests_load_what_was_saved(caching: bool, config: dict[str,
 
 
 def test_preempted_requests_answer_the_same_when_their_saves_wait() -> None:
-    """A preempted request computes the tokens again that were not saved before the preemption."""
+    """After a preemption, a request computes again the tokens that were not saved before."""
     prompts = [prompt(60 + 20 * i, 100 + i) for i in range(10)]
     options: dict[str, Any] = {"cache_tokens": 1280, "enable_prefix_caching": False, "max_model_len": 1024}
     expected = baseline(prompts, 48, **options)

@@ -49,7 +49,7 @@ def _unit(live: Any) -> int:
 
 @pytest.mark.parametrize(("recipe", "chunk_tokens", "options"), FAMILIES)
 def test_hits_and_conversations(recipe: str, chunk_tokens: int, options: dict[str, Any], tmp_path: Path) -> None:
-    """Answers equal those of vLLM's cache: cold, warm, in a second turn, preempted, beside a hit, from a disk."""
+    """Answers equal those with vLLM's own cache: cold, warm, in a second turn, preempted, beside a hit, from a disk."""
     options = {"enable_prefix_caching": True, "prefix_cache_retention_interval": None} | options
     with engine(recipe, None, **options) as plain:
         expected = [[plain.generate([p], ANSWER)[0] for p in PROMPTS] for _ in range(2)]

@@ -32,7 +32,7 @@ _UNCHANGING: Final = (tuple, Enum, BaseException, pydantic.BaseModel, msgspec.St
 
 
 def classes_of(*names: str) -> Iterator[type]:
-    """Yield the classes of modules and of the modules of packages, except records that never change."""
+    """Yield the classes of the modules and packages `names`, except records that never change."""
     for name in names:
         package = import_module(name)
         inside = [f"{name}.{one.name}" for one in iter_modules(getattr(package, "__path__", ()))]

@@ -39,7 +39,7 @@ def test_idle_engine_may_stop_soon(*, begun: bool) -> None:
 def test_fetched_chunks_do_not_count_as_used_before_their_request_arrives() -> None:
     """In a later turn, the announced prompt's chunks are found in memory.
 
-    They do not count as used, or as recently used, because of this.
+    This does not count as a use of the chunks.
     """
     with announcing() as (played, clock):
         counters, begin_s = played.trial.side.counters, clock.now_s

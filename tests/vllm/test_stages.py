@@ -108,7 +108,7 @@ def test_loads_within_a_step_are_refused() -> None:
 
 
 def test_a_stage_without_a_layer_of_a_group_is_refused() -> None:
-    """For a group without layers on a stage, vLLM makes an empty group there."""
+    """If a stage has no layer of a group, vLLM makes the group empty on this stage."""
     spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32)
     groups = [KVCacheGroupSpec(["here"], spec), KVCacheGroupSpec([], spec)]
     cache = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)

@@ -27,7 +27,7 @@ ALL: Final = frozenset({KV, WEIGHTS})
 _METHODS: Final = ("sleep", "discard", "wake_up")
 """The calls to vLLM's workers that change the workers' memory.
 
-A set could not be searched for a call's method if the method is a function without a hash. So this is a tuple.
+A tuple, because a set cannot be searched for a call's method if the method is a function without a hash.
 """
 _DISCARDS: Final = 2
 """The lowest sleep level at which vLLM discards the weights instead of copying them to the host."""

@@ -411,7 +411,7 @@ class Rank(Runner):
         right = stop - len(mine) + accepted(sequence, stop, mine)
         hashes = sequence.upto(stop + layer.ahead)[layer.ahead :]
         content = hashes.copy()
-        content[right:] ^= np.uint64(0xBAD)  # content of the first rejected draft and of all later positions
+        content[right:] ^= np.uint64(0xBAD)  # drafts are wrong from the first rejected draft on, and so is their KV
         if group in self.shape.states:
             return Access(request, start, content[start:], hashes, len(mine))
         window = self.shape.windows[group]
