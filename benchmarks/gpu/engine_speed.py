@@ -103,7 +103,7 @@ class Meter:
         return took, loaded
 
     def decode(self) -> Figures:
-        """Return the decode throughput of the engine as it was started, in tokens per second."""
+        """Return the engine's decode throughput in tokens per second, with the connector if it was started with one."""
         seconds = [self._decode(on=True) for _ in self._rounds()]
         return {"tokens/s": self._plan.requests * self._plan.answer / median(seconds[1:])}
 

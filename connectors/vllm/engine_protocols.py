@@ -79,7 +79,7 @@ class ManagedBlocks:
 def make_room(config: VllmConfig, geometry: Geometry) -> LoadAdmission:
     """Return the `LoadAdmission` for an engine with this configuration and geometry."""
     drafts = config.num_speculative_tokens
-    reserved = 1 + drafts + config.num_lookahead_tokens if drafts else 0  # as in vLLM's own reservation
+    reserved = 1 + drafts + config.num_lookahead_tokens if drafts else 0  # vLLM's own reservation uses the same number
     return LoadAdmission(
         geometry, config.max_in_flight_tokens, config.model_config.max_model_len, drafts, reserved_tokens=reserved
     )

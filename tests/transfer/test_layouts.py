@@ -266,7 +266,7 @@ def test_every_layout_of_vllm_has_the_expected_name() -> None:
 
 
 def _expected(order: str, heads: int, *, split: bool, layers: int, record: bool) -> str:
-    """Return the name for vLLM's KVCacheLayout `order`, from its letters."""
+    """Return kvpipe's name for vLLM's layout `order`, derived from the letters of `order`."""
     if heads > 1 and (order == "LHBNC" or (order == "BHLNC" and layers > 1)):
         return layouts.HEADS_OUTERMOST
     heads_first = order.index("H") < order.index("N")

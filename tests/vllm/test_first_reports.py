@@ -108,7 +108,7 @@ def test_lookups_miss_when_ranks_never_report(monkeypatch: pytest.MonkeyPatch) -
 def test_rank_with_another_pool_is_named_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     """The jobs of such a rank fail, so the engine serves without a cache.
 
-    One line of the log says that, without a word about tiers.
+    One line of the log reports the different pool, and no line blames the tiers.
     """
     lines = list[dict[str, Any]]()
     monkeypatch.setattr("kvpipe.connectors.vllm.scheduler_role.warn", lambda _, **fields: lines.append(fields))
