@@ -72,7 +72,7 @@ class Remote:
         """Kill the engine's processes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)
-        self._process.kill()  # needed if the process does not lead a group yet
+        self._process.kill()  # needed if the process has not become the leader of its group yet
         self._process.join()
         self._pipe.close()
 
@@ -164,8 +164,8 @@ def run() -> list[Figure]:
 def _throughput() -> list[Figure]:
     """Measure throughput of prompts that hit no chunk.
 
-    Two equal engines differ by more than the limit. So each engine is compared with itself without its connector. The
-    figure is the ratio of the ratios of both engines.
+    Two equal engines differ by more than the limit. So each engine is compared with itself without its connector, and
+    the figure compares the two engines' ratios.
     """
     with _node() as (_, config, start):
         engines = {"node": start(config, SERVING), "private": start({"pool_bytes_max": POOL}, SERVING)}
@@ -192,7 +192,7 @@ def _throughput() -> list[Figure]:
 
 
 def _restarts() -> list[Figure]:
-    """Measure two engines that share a prompt: their host memory, and first tokens after each was killed."""
+    """Measure the host memory of two engines that share a prompt, and each engine's first token after it was killed."""
     with _node() as (folder, config, start):
         plain = start(None, LARGE)
         unused = _after_two(plain)
@@ -251,8 +251,8 @@ def _status(folder: Path) -> NodeStatus:
 def _memory(what: str, shared: list[int], own: list[int], published: int) -> Figure:
     """Return the host memory of several engines, relative to the host memory of one engine.
 
-    The host memory is the node's memory, and the private memory that engines need in addition to engines without
-    kvpipe. `own` has this private memory of each engine. `shared` has the node's memory with one engine and with all.
+    Host memory is the node's memory plus the private memory that engines need only because of kvpipe. `own` has this
+    private memory of each engine. `shared` has the bytes of the node's memory: with one engine, and with all engines.
     """
     one, most = shared[0] + own[0], shared[1] + sum(own)
     both = (

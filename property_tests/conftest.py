@@ -1,4 +1,4 @@
-"""Hypothesis profiles are registered before the tests are imported."""
+"""Registers the Hypothesis profiles before the tests are imported, and provides the trials that tests share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from property_tests.runs import Runs
 
 register()
-gc.disable()  # until all imports are done: modules are never garbage, and each collection would search through them
+# garbage collection is off during imports: modules are never garbage, and each collection would search through them
+gc.disable()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -1,4 +1,4 @@
-"""The suite can fail: every bug of the catalogue, put back in, is found within the default profile."""
+"""The property tests are able to fail: they find every bug of the catalogue when the bug is put back in."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_function_is_mutated_wherever_it_was_imported() -> None:
 
 
 def alive() -> None:
-    """Pass, unless a mutant has replaced the assertion."""
+    """Assert something true. A mutant replaces the assertion, so that it fails."""
     assert EVICTED
 
 
@@ -101,7 +101,7 @@ def test_that_a_mutant_names() -> None:
 
 
 def test_a_mutant_that_hangs_its_test_is_killed_like_any_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A killed child has no exit status of pytest, so the result is an error and not a verdict."""
+    """A killed child returns no exit status of pytest, so the result is an error and not a verdict."""
     monkeypatch.setattr(mutate, "TEST_SECONDS_MAX", 0.1)
     if not (child := os.fork()):
         signal.pause()

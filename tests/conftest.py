@@ -1,4 +1,4 @@
-"""The profiles of Hypothesis are registered before any test module is imported."""
+"""Registers the profiles of Hypothesis before any test module is imported."""
 
 import atexit
 import gc
@@ -12,7 +12,8 @@ import pytest
 from property_tests.profiles import register
 
 register()
-gc.disable()  # until all tests are imported: modules are no garbage, but each collection would search them
+# garbage collection is off while tests are imported: modules are never garbage, but each collection would search them
+gc.disable()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

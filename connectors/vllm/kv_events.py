@@ -57,7 +57,7 @@ class EndedPrompt:
     mm_features, prompt_embeds = (), None
 
     def __init__(self, request: Request) -> None:
-        """Keep the fields of `request`, which has no images and no embeddings."""
+        """Copy the fields from `request`, which has no images and no embeddings."""
         for name in self.__slots__:
             setattr(self, name, getattr(request, name))
 
@@ -125,7 +125,8 @@ class KvEvents:
     def announce(self) -> None:
         """Let the next `take` announce some of the noted blocks, parents first.
 
-        vLLM takes events once per step, but a node's memory is polled more often, and also while vLLM takes no steps.
+        The blocks wait for `take`, because vLLM takes events once per step, but a node's memory is polled more often
+        than that, and also while vLLM takes no steps.
         """
         self._announces = True
 

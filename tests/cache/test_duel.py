@@ -148,7 +148,7 @@ def test_learnt_order_evicts_after_a_hint_until_lru_is_better() -> None:
 
 
 def test_saved_chunks_of_a_prompt_do_not_depend_on_the_clock() -> None:
-    """The prompt replaces the chosen victim, even if time passes while the prompt is saved."""
+    """Time passes while a prompt is saved. The choice of victims still changes the hit rate by less than 2 %."""
     agents = w.coding_agents(1, sessions=14, hours=0.4)
     still, ticks = (replay(agents, "sessions", 0.08, tick_s=tick_s).hit_rate for tick_s in (0.0, 0.001))
     assert ticks > 0.98 * still > 0.6
@@ -192,7 +192,7 @@ def test_a_chain_that_is_split_is_two(size: int) -> None:
 def test_chunk_that_a_prompt_evicts_of_itself_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pool is smaller than a conversation.
 
-    The shadow of LRU records its chunks even while LRU chooses no victim.
+    LRU's shadow follows the chunks that LRU would hold, even while the learnt order chooses the victims.
     """
     draw, at_s, sizes, prompts = random.Random(1), 0.0, dict[int, int](), list[tuple[float, str, int]]()
     for _ in range(2000):

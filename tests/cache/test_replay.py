@@ -32,7 +32,7 @@ def made_up(seed: int, prompts: int, branches: int, depth: int) -> w.Workload:
 
 
 def best(workload: w.Workload, slots: int) -> int:
-    """Return the largest possible number of hits, by trying every choice of kept chunks after each prompt."""
+    """Return the largest possible number of hits. After each prompt, every choice of chunks to keep is tried."""
     worth: dict[frozenset[bytes], int] = {frozenset(): 0}
     for prompt in workload.prompts:
         after: dict[frozenset[bytes], int] = {}
@@ -70,7 +70,7 @@ def test_no_policy_beats_belady(*, shared_system: bool) -> None:
 
 @pytest.mark.parametrize("policy", policies())
 def test_hits_are_prefixes(policy: str) -> None:
-    """A hit is a prefix of which the catalog holds every chunk. The catalog holds no more chunks than it has slots."""
+    """The catalog holds every chunk of the prefix that is a hit. The catalog holds no more chunks than it has slots."""
     workload = small(2)
     slots = workload.slots(0.1)
     pool = Pool(workload.chunk_tokens, slots, make_policy(policy, slots))

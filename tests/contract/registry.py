@@ -41,7 +41,7 @@ The size is large, because models that are not shrunk have large chunks.
 """
 
 PROCESSOR: Final[Processor] = "avx512"
-"""The simulated processor of every answer: vLLM refuses some models at different places with and without AMX."""
+"""All answers are for this simulated processor, because with AMX vLLM refuses some models at other places."""
 
 WORKS: Final = "served"
 UNASKED: Final = "not built here"

@@ -194,9 +194,9 @@ def test_events_equal_those_of_vllms_own_pool() -> None:
 
 
 def test_each_mark_is_a_block_from_its_chunks_first_token() -> None:
-    """The end of a prompt stays announced when the chunk grows.
+    """When a chunk grows, the end of a prompt within it stays announced.
 
-    When the chunk grows, any other end is announced as removed.
+    Any other earlier end is announced as removed.
     """
     request, reported = request_of(), Noted()
     hashes = request.block_hashes

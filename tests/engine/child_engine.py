@@ -29,8 +29,7 @@ class Child:
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int, **more: Any) -> tuple[list[Any], dict[str, int]]:
         """Return the engine's answers, and the number of tokens that the engine has found so far, by tier.
 
-        With `at_once=True` the engine sends its answers first. After the answers it saves and stores chunks, like an
-        idle server.
+        With `at_once=True` the engine first sends its answers, and then saves and stores chunks, like an idle server.
         """
         self._pipe.send({"prompts": prompts, "max_tokens": tokens} | more)
         answers, hits = self._pipe.recv()

@@ -1,11 +1,13 @@
-"""The last import of the process that tests fork. The module does once the work that each fork would repeat.
+"""Prepares the process that tests fork, which imports this module last.
+
+The module does once the work that each fork would repeat.
 
 VLLM searches all objects several times when a process starts and ends. Most of these objects are modules, which never
 become garbage. After a fork each search also copies their memory. A forked process ends soon, so Python's own searches
 suffice.
 
-A rank would also search all modules for Triton's kernels. After each message it would spin for a second beside ranks
-that compute. Here the search is done once, and no fork spins.
+Without this module, a rank would also search all modules for Triton's kernels. After each message, the rank would spin
+for a second, and so slow down ranks that compute. This module does the search once, and keeps forks from spinning.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class Server:
         assert self._process is not None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.kill()  # this call also works if the process does not lead a group yet
+        self._process.kill()  # needed if the process does not lead a group yet
         self._process.wait()
 
     def _healthy(self) -> bool:

@@ -109,8 +109,8 @@ def test_cold_warm_conversation_restart_and_mixed(tmp_path: Path) -> None:
     with drafting(config) as made:
         assert made.one_by_one(PROMPTS, 12) == [answer[:12] for answer in first]
         assert assert_clean(made.live)["tokens_loaded"] == sum(held)  # loaded from the disk
-        # These tokens are computed, because no prompt has ended at their last boundary. VLLM holds the tokens from now
-        # on.
+        # No prompt has ended at the last boundary of these tokens, so they are computed. From now on, vLLM's own cache
+        # holds them.
         made.live.generate([PROMPTS[1][: 2 * unit + 10]], 1)
         before = assert_clean(made.live)["tokens_loaded"]
         assert made.live.generate(PROMPTS[1:], 12) == [first[1][:12]]
@@ -137,14 +137,15 @@ def test_hits_within_a_block() -> None:
             assert made.one_by_one(PROMPTS, 24) == first
             assert made.take() == counts
             assert assert_clean(made.live).get("tokens_loaded", 0) == loaded
-        made.live.generate([PROMPTS[1][: 2 * block + 10]], 1)  # these tokens are computed, and then vLLM holds them
+        # these tokens are computed, and from now on vLLM's own cache holds them
+        made.live.generate([PROMPTS[1][: 2 * block + 10]], 1)
         assert made.live.generate(PROMPTS[1:], 12) == [first[1][:12]]
         assert assert_clean(made.live)["tokens_loaded"] > sum(held)
 
 
 @pytest.mark.parametrize("kind", [None, "plain"], ids=["own", "plain"])
 def test_preempted_and_aborted(kind: Processor | None) -> None:
-    """The cache is too small for all requests. Every request ends, there are hits, and no chunk is still held.
+    """The cache is too small for all requests. Every request ends, some requests hit, and at the end no chunk is held.
 
     Blocks are longer with AMX or AVX-512, whose kernels need states in float32. So more requests are sent until one is
     preempted.

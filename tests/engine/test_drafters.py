@@ -100,7 +100,7 @@ def test_hits_leave_answers_and_drafts_as_they_were(way: Way, tmp_path: Path) ->
     first, warm, next_turn, again = hits
     assert first == 0
     assert warm == sum((len(p) - way.ahead * BLOCK) // BLOCK * BLOCK for p in turns[0])
-    # the hit includes a part of the answers, but not the unit that only the last step made final
+    # the hit includes the answers, except the unit that the last step made final
     assert next_turn >= warm + 2 * BLOCK
     assert again >= next_turn + 2 * BLOCK
 

@@ -111,7 +111,8 @@ def test_servers_share_one_memory_when_each_is_killed_while_the_other_serves(
 def test_engines_of_two_ranks_share_one_copy_of_latents(node: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each engine with MLA on two ranks is killed while the other engine serves, and hits after its restart.
 
-    The expected answers are those of vLLM's own prefix cache. `test_tp.py` has the reason.
+    The expected answers are those of vLLM's own prefix cache, for the reason in
+    `test_latents_on_two_ranks_give_the_answers_of_a_prefix_cache`.
     """
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     monkeypatch.delenv("KVPIPE_TRACE_FILE")

@@ -111,7 +111,7 @@ class Subscriber:
         self._socket.subscribe("")
 
     def replay(self) -> None:
-        """Request all events that were published before this call, like a router that starts late."""
+        """Request all events that were published before this call, as a router does that starts late."""
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         with socket:
             socket.connect(f"ipc://{self.folder}/replay")

@@ -31,9 +31,9 @@ PROMPT = [prompt(300, 1)]
 FOUND = whole_blocks(BLOCK, 300)
 TOKENS = 12
 NONSENSE = 7.25
-"""The value of discarded memory.
+"""The value that memory has after it was discarded.
 
-The value is a number, because 0 times NaN is NaN. With NaN, vLLM could not compute even if the position is masked.
+With NaN instead of a number, even masked positions would spoil vLLM's results, because 0 times NaN is NaN.
 """
 
 

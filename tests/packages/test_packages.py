@@ -1,7 +1,4 @@
-"""The sdist and the wheel are complete.
-
-Each is built, installed into an empty environment, and run in this environment.
-"""
+"""The sdist and the wheel are complete: each is built, installed into an empty environment, and used there."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import pytest
 from tests.statemachine.test_flags import ROOT, _pairs
 
 HUGE_BITS = 32
-"""A number that is shifted left by at least this number of bits is a sentinel."""
+"""In the code, a number shifted left by at least this many bits is a sentinel."""
 WATCH = "of tracing: the function that is called at each move; None: not traced"
 ROUTERS = "configuration: an engine may have no routers"
 TIERS = "configuration: an engine without tiers has none"

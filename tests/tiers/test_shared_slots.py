@@ -96,7 +96,10 @@ def test_only_ranks_that_fetch_forbid_a_tier(pool: HostPool, *, fetches: bool) -
 
 
 def test_rank_fails_tier_orders_for_another_pool() -> None:
-    """The order names a slot of the scheduler's memory. The same slot of a private pool holds another chunk."""
+    """The order names a slot of the scheduler's memory.
+
+    In another pool, the slot with this number holds another chunk.
+    """
     geometry, tier = small_geometry(), HeldTier()
     caches = PagedCaches(geometry, make_caches(geometry, 8), 8)
     side = WorkerSide(RankContext(load_settings()), caches, engine=FakeEngine(), tiers=_guarded(tier))
@@ -128,7 +131,7 @@ class FillingTier(HeldTier):
 
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_rank_gives_its_tiers_the_shared_slots(*, is_shared: bool) -> None:
-    """A tier may read values straight into shared slots. A private pool is in no file, so tiers do not get it."""
+    """A tier that fills slots gets the file of shared slots. A private pool has no file, so no tier gets it."""
     geometry, tier = small_geometry(), FillingTier()
     size = geometry.slot_bytes
     shared = SharedSlots(memoryview(bytearray(geometry.slots * size)), size, 0, b"token") if is_shared else None

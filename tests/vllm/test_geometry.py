@@ -67,7 +67,10 @@ def test_chunk_tokens_are_rounded_up_to_whole_blocks_of_all_groups(given: int, u
 
 
 def test_states_need_the_attention_up_to_them() -> None:
-    """A state may lie within a chunk of attention. Without partial chunks a repeated prompt would never find it."""
+    """A state may lie within a chunk of attention.
+
+    Unless partial chunks are kept, a repeated prompt would never find such a state.
+    """
     full = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32)
     state = MambaSpec(
         block_size=32, shapes=((32,), (32,)), dtypes=(torch.float32, torch.float32), mamba_cache_mode="align"
@@ -190,7 +193,7 @@ def test_states_within_blocks_at_which_no_hit_ends_are_refused(
 def test_useless_remedy_is_not_recommended(states_back: int, remedy: str) -> None:
     """Short blocks of a window also make hashes short.
 
-    In this case the message does not recommend to change `prefix_match_unit`, because it is not set.
+    If short blocks are the reason, the message does not recommend changing `prefix_match_unit`, which is not set.
     """
     cache = copy.deepcopy(make_cache(SHAPES["window-and-states"]))
     window, states = cache.kv_cache_groups[1:]
@@ -204,7 +207,10 @@ def test_useless_remedy_is_not_recommended(states_back: int, remedy: str) -> Non
 
 
 def test_a_load_never_begins_within_a_block() -> None:
-    """VLLM shares and computes the block's beginning. So vLLM asks kvpipe only for tokens after the block's end."""
+    """If vLLM's own hit ends within a block, vLLM reports only the whole blocks to kvpipe.
+
+    So a load begins at the beginning of a block.
+    """
     trial = Trial(SHAPES["states-context-parallel"])
     try:
         assert "block_aligned_local = (" in inspect.getsource(Scheduler.schedule)
@@ -216,7 +222,7 @@ def test_a_load_never_begins_within_a_block() -> None:
 
 @pytest.mark.parametrize("tokens", [129, 161, 193])
 def test_a_prompt_is_found_as_far_as_its_last_state(tokens: int) -> None:
-    """The state may be anywhere in a block of attention."""
+    """The last state may be at any place within a block of attention."""
     trial = Trial(SHAPES["states-context-parallel"])
     watched, trial.documents[0] = Watched(trial), list(range(200))
     try:

@@ -28,9 +28,9 @@ from kvpipe.connectors.vllm.trial.shapes import SHAPES, make_configs
 from kvpipe.errors import UnsupportedError
 
 BLOCK, EXPERTS = 32, (2, 4)
-"""The number of tokens per block.
+"""`BLOCK`: the number of tokens per block.
 
-Then a pair: the number of layers, and the number of experts per token in each layer.
+`EXPERTS`: the number of layers, and the number of experts per token in each layer.
 """
 
 

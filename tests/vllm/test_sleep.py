@@ -115,7 +115,7 @@ def test_ranks_release_before_memory_is_freed_and_return_when_it_is_restored(
 
 
 def test_ranks_release_when_only_their_kv_caches_are_freed(core: _Core, worker: _Worker) -> None:
-    """In this case the weights and adapters stay in memory."""
+    """VLLM frees only the KV caches. The weights and adapters stay in memory."""
     core.sleep(0)
     core.release_kv_cache_memory()
     assert worker.take() == [*BEFORE, RELEASES, "discard"]
@@ -148,7 +148,7 @@ def test_calls_of_workers_past_the_executor_count(core: _Core, worker: _Worker) 
 def test_calls_of_workers_name_memory_as_its_allocator_does(
     core: _Core, worker: _Worker, method: str, args: tuple[Any, ...], calls: list[str]
 ) -> None:
-    """A call has one name or several. An empty name means no memory, and None means all memory.
+    """A call has one name or several. An empty list names no memory, and None names all memory.
 
     Calls of other methods are only passed on.
     """
@@ -221,9 +221,9 @@ def test_rank_follows_calls_of_its_own_engine_only(core: _Core) -> None:
 
 
 def test_a_process_that_becomes_a_snapshot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a process sleeps at level 2 while vLLM writes its memory to an image.
+    """A process of `vllm snapshot create` sleeps at level 2 while vLLM writes its memory to an image.
 
-    `vllm snapshot create` makes the executor before all other parts.
+    The refusal comes early, because the command makes the executor before all other parts.
     """
     config = copy.deepcopy(make_configs(SHAPES["sync"])[0])
     plugin.register()

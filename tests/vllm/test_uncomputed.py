@@ -18,7 +18,7 @@ from kvpipe.connectors.vllm.trial.trial import Trial
 from kvpipe.trace.log import Counters
 
 FIRST, SHORT, LAST = 29, 2, 1
-"""The lengths of three answers, minus one token. The lengths also decide the priorities."""
+"""The lengths of three answers, minus one token. A trial derives a request's priority from this length."""
 
 
 def _preempted_when_scheduled() -> Trial:

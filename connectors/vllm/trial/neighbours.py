@@ -40,7 +40,8 @@ class TrialMemory:
     def _scheduler(self, _settings: object, geometry: Geometry, engine: NodeEngine) -> DirectPool:
         size = node_slot_bytes(geometry, engine.parts)
         if self._node is None:
-            slots = geometry.pool_bytes_max // (geometry.slot_bytes * engine.parts)  # as many as the shape has
+            # the number of chunks in the shape's pool
+            slots = geometry.pool_bytes_max // (geometry.slot_bytes * engine.parts)
             self._node = DirectNode(slots, size, node_note_bytes(geometry))
         return DirectPool(self._node, STOCK)
 
