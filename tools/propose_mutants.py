@@ -116,10 +116,7 @@ class _Tests(_Ordered):
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config: pytest.Config) -> None:
-        """Record the functions that imports call.
-
-        Print no progress, because printing needs a thread that a fork does not have.
-        """
+        """Record the functions that imports call. Printing progress would need a thread, which a fork lacks."""
         config.pluginmanager.unregister(name="kvpipe-progress")
         sys.addaudithook(self._audit)
         self._trace(self._note)

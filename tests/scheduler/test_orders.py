@@ -21,11 +21,7 @@ from tests.rigs.scheduler_world import UNIT, SchedulerWorld
 
 CHUNK = 16
 NOT_THE_ENGINES = {"stats", "machines", "trace_moves", "bind", "adapter_called", "carry_out_orders"}
-"""Calls that need no turn.
-
-Most touch neither the catalog nor pins, so any thread may make them at any time. `carry_out_orders` is called by the
-thread that has borrowed the turn.
-"""
+"""Calls that need no turn. Only `carry_out_orders` touches the catalog, on the thread that borrowed the turn."""
 GIVES_BACK = {"reset"}
 """vLLM may make these calls after it has asked whether anything is pending."""
 

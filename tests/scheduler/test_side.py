@@ -94,10 +94,7 @@ def _half_leased(world: SchedulerWorld, request: Any) -> int:
 def test_a_load_that_cannot_be_planned_is_reported_as_failed(
     promise: Callable[[SchedulerWorld, Any], int], load: str, *, traced: bool
 ) -> None:
-    """VLLM expects every load that it was promised.
-
-    So a load that cannot be planned is sent with rows that no rank accepts, and fails.
-    """
+    """VLLM expects each promised load. If one cannot be planned, it is sent with rows that no rank accepts."""
     trace = Recorder(lifecycle=traced, transitions=traced, detail=traced)
     world = SchedulerWorld(ranks=2, load=load, trace=trace)
     world.publish(world.request("old", 4, shared=4))

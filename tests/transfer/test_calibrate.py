@@ -44,10 +44,7 @@ def attach(device: FakeDevice, mover: Mover | None = None, **options: int) -> Cu
 def test_fit_is_never_negative_and_right_without_noise(
     parts: tuple[float, float, float], points: list[tuple[int, int]]
 ) -> None:
-    """No part of a fitted cost is negative.
-
-    If the samples follow the cost model exactly, the fit finds the exact costs.
-    """
+    """No part of a fitted cost is negative. If samples follow the cost model exactly, the fit is exact too."""
     real = Cost(*parts)
     fitted = fit(Measurement(copies, size, real.of(copies, size)) for copies, size in points)
     assert min(fitted) >= 0
@@ -107,8 +104,7 @@ def test_the_choice_follows_from_the_costs(
     ("page_bytes", "requests", "pages", "expected"),
     [
         (64 << 10, 1, 16, Mover.DMA),  # for 1 MiB, `staged` would land the bytes too late
-        # for 8 MiB, `staged` lands the bytes as soon as `dma` does, and has read the blocks in a twelfth of the time
-        (64 << 10, 8, 16, Mover.STAGED),
+        (64 << 10, 8, 16, Mover.STAGED),  # for 8 MiB, in time, and the blocks are free 12 times as soon
         (1 << 20, 4, 16, Mover.STAGED),
         (8 << 10, 64, 1, Mover.DIRECT),
     ],
@@ -173,10 +169,7 @@ class Timed(FakeDevice):
 
 
 def test_a_staged_save_is_measured_until_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A staged save has read its blocks when the kernel ends.
-
-    Other saves have read their blocks only when the bytes have landed.
-    """
+    """A staged save has read its blocks when the kernel ends, any other save when the bytes have landed."""
     device = Timed()
     clock = SimpleNamespace(perf_counter=lambda: device.now_s, monotonic=lambda: 0.0)
     monkeypatch.setattr(calibrate, "time", clock)

@@ -85,10 +85,7 @@ def test_announced_prompt_is_in_memory_before_its_request_arrives(name: str, pol
 
 @pytest.mark.parametrize("policy", ["lru", "sessions"])
 def test_announced_chunks_use_the_room_of_their_own_quota(policy: str) -> None:
-    """Another quota has little room, because its prefetched chunks were never used.
-
-    This does not limit the announced prompt's quota.
-    """
+    """Another quota has little room, as its prefetched chunks were never used. The prompt's quota has all its room."""
     with announcing(ROOMY._replace(quotas=True, policy=policy)) as (played, clock):
         side: Any = played.trial.side
         counters, named = side.counters, side.catalog.tenants.named
@@ -336,10 +333,7 @@ def remembered(
 
 
 def test_prompt_with_the_latest_announced_time_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The numbers of remembered prompts and of their hashes are limited.
-
-    The prompt with the latest announced time is forgotten first.
-    """
+    """Remembered prompts and hashes are limited. The prompt with the latest announced time is forgotten first."""
     monkeypatch.setattr(a, "ANNOUNCED_MAX", 3)
     counters = Counters()
     all_ = Announcements(counters, hashes_max=20)

@@ -160,10 +160,7 @@ def test_tier_with_a_listing_is_notified_of_stored_chunks(monkeypatch: pytest.Mo
 
 
 def test_shares_follow_a_smaller_pool() -> None:
-    """Waiting requests and stores may use a share of the slots.
-
-    If ranks report fewer slots later, the share shrinks.
-    """
+    """Waiting requests and stores use a share of the slots. It shrinks if ranks report fewer slots later."""
     with in_play() as played:
         played.trial.side.catalog.reset()
         before, stores = played.staging._held_max, played.staging.stores._max
@@ -294,10 +291,7 @@ def test_fetches_wait_for_lanes() -> None:
 
 
 def test_failed_plan_loses_no_tier_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planning a step's orders raises an exception half way.
-
-    The orders planned before are sent, and the request continues without the other chunks.
-    """
+    """Planning orders raises half way. Planned orders are sent. The request continues without the other chunks."""
     with in_play() as played:
         played.trial.excused |= {"fetch_not_planned", "store_not_planned"}
         reserve = played.staging._reserve
@@ -390,10 +384,7 @@ def test_a_reset_before_the_weights_are_known() -> None:
 
 
 def test_offers_keep_no_engine_busy_when_stores_are_never_reported() -> None:
-    """Ranks have as many stores in flight as allowed, and no store ends.
-
-    The engine makes no steps for chunks that wait to be stored.
-    """
+    """Ranks have as many stores as allowed, and none ends. No step is made for chunks that wait to be stored."""
     with in_play() as played:
         stores, place = played.staging.stores, (0, "chunk", b"key")
         (queue,) = stores._queues

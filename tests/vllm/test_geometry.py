@@ -67,10 +67,7 @@ def test_chunk_tokens_are_rounded_up_to_whole_blocks_of_all_groups(given: int, u
 
 
 def test_states_need_the_attention_up_to_them() -> None:
-    """A state may lie within a chunk of attention.
-
-    Unless partial chunks are kept, a repeated prompt would never find such a state.
-    """
+    """If a state lies within a chunk of attention, a repeated prompt finds it only if partial chunks are kept."""
     full = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32)
     state = MambaSpec(
         block_size=32, shapes=((32,), (32,)), dtypes=(torch.float32, torch.float32), mamba_cache_mode="align"
@@ -207,10 +204,7 @@ def test_useless_remedy_is_not_recommended(states_back: int, remedy: str) -> Non
 
 
 def test_a_load_never_begins_within_a_block() -> None:
-    """If vLLM's own hit ends within a block, vLLM reports only the whole blocks to kvpipe.
-
-    So a load begins at the beginning of a block.
-    """
+    """VLLM reports only whole blocks of its own hit to kvpipe. So a load begins at the beginning of a block."""
     trial = Trial(SHAPES["states-context-parallel"])
     try:
         assert "block_aligned_local = (" in inspect.getsource(Scheduler.schedule)
