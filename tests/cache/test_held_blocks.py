@@ -64,7 +64,7 @@ def test_steps_without_a_lookup_do_not_count_towards_the_limit_of_the_wait() -> 
 
 
 def test_refused_admission_does_not_restart_the_limit_of_the_wait() -> None:
-    """VLLM may refuse an admission although there are enough blocks.
+    """vLLM may refuse an admission although there are enough blocks.
 
     Such a refusal does not restart the limit of the wait.
     """
@@ -84,7 +84,7 @@ def test_refused_admission_does_not_restart_the_limit_of_the_wait() -> None:
 
 
 def test_an_async_load_leaves_a_session_its_room() -> None:
-    """VLLM does not preempt a session that waits for input, or for its turn after a load. Such a session may grow."""
+    """vLLM does not preempt a session that waits for input, or for its turn after a load. Such a session may grow."""
     world = SchedulerWorld(load="async")
     world.publish(world.request("old", 4, shared=4))
     session, other = world.request("session", 6), world.request("other", 8, shared=4)
@@ -150,7 +150,7 @@ def test_drafts_hold_blocks_behind_the_computed_tokens() -> None:
 
 
 def test_a_state_within_its_block_may_be_copied() -> None:
-    """VLLM copies the block before a step continues in it. So the request needs one block more than its table has."""
+    """vLLM copies the block before a step continues in it. So the request needs one block more than its table has."""
     world = SchedulerWorld(windows=(None, None), states=(1,), load="async")
     request, geometry = world.request("one", 2), world.side.geometry
     world.allocate(request, null=1)

@@ -138,7 +138,7 @@ def test_a_drafter_never_reads_kv_of_another_token_ahead(way: Way, tmp_path: Pat
     ],
 )
 def test_a_draft_model_that_would_write_into_the_models_own_kv_is_refused(recipe: str, why: str) -> None:
-    """VLLM's runner V1 would give the draft model the first group's blocks. So kvpipe refuses to start the engine."""
+    """vLLM's runner V1 would give the draft model the first group's blocks. So kvpipe refuses to start the engine."""
     drafts = {"method": "draft_model", "model": str(make_model("llama")), "num_speculative_tokens": 2}
     with pytest.raises(UnsupportedError, match=why), engine(recipe, {"chunk_tokens": 192}, speculative_config=drafts):
         pass

@@ -58,7 +58,7 @@ def test_models(recipe: str, groups: int, options: dict[str, Any]) -> None:
 
 
 def test_a_cache_in_fp8_is_refused_without_avx512() -> None:
-    """VLLM refuses an fp8 cache on a processor that has neither AVX-512 nor AMX.
+    """vLLM refuses an fp8 cache on a processor that has neither AVX-512 nor AMX.
 
     Kvpipe has no effect on the refusal.
     """

@@ -47,7 +47,7 @@ def test_processor_is_reported_by_torch_and_restored_at_the_end(kind: Processor,
 
 @pytest.mark.parametrize("kind", PROCESSORS)
 def test_kernels_are_never_amx_when_lent(kind: Processor) -> None:
-    """VLLM's platform decides as on the simulated processor.
+    """vLLM's platform decides as on the simulated processor.
 
     But code that chooses a kernel sees a processor without AMX.
     """

@@ -152,7 +152,7 @@ def test_ngram_drafts() -> None:
 
 
 def test_engine_computes_with_one_thread() -> None:
-    """VLLM's attention on a CPU fails if OpenMP's number of threads changes during a step.
+    """vLLM's attention on a CPU fails if OpenMP's number of threads changes during a step.
 
     Between two engines of the tests the number may change: each engine restores the PyTorch function that vLLM has
     replaced.

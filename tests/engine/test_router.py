@@ -142,7 +142,7 @@ class Subscriber:
 
 
 def test_subscriber_knows_the_chunks_of_a_disk_tier(tmp_path: Path) -> None:
-    """VLLM's publisher announces a chunk when it is stored, and withdraws a chunk when its files were deleted.
+    """vLLM's publisher announces a chunk when it is stored, and withdraws a chunk when its files were deleted.
 
     A subscriber that starts late gets the same events from vLLM's replay.
     """

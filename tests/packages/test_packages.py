@@ -87,7 +87,7 @@ def test_doctor_finds_the_plugin(printed: str) -> None:
 
 
 def test_vllm_discovers_the_installed_connector(site: Path, printed: str) -> None:
-    """VLLM's own discovery runs the plug-in of the new environment, not of this tree."""
+    """vLLM's own discovery runs the plug-in of the new environment, not of this tree."""
     house = str(site / "kvpipe")
     wanted = [house, house, f"{house}/connectors", "kvpipe.connectors.vllm.connector"]
     assert json.dumps(wanted) in printed.splitlines()

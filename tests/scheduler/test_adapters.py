@@ -362,7 +362,7 @@ def test_digest_that_all_ranks_hold_overrides_that_of_the_files() -> None:
 
 
 def test_adapter_loaded_in_place_has_the_digest_of_its_files() -> None:
-    """VLLM loads the adapter's files in every step.
+    """vLLM loads the adapter's files in every step.
 
     The digest is certain once the ranks hold the bytes of these files.
     """
@@ -510,7 +510,7 @@ def test_a_job_of_another_adapter_is_refused() -> None:
 
 
 def test_save_is_refused_when_its_adapters_name_was_loaded_again_meanwhile() -> None:
-    """VLLM's cache knows an adapter by name and path.
+    """vLLM's cache knows an adapter by name and path.
 
     So a hit may be KV of other bytes that had the same name before.
     """

@@ -218,7 +218,7 @@ def test_chunks_behind_the_limit_are_not_stored_at_a_second_use(tokens: int | No
 
 
 def test_repeated_lookups_keep_the_prompt_that_they_want_when_its_limit_stays() -> None:
-    """VLLM repeats a lookup in each step while the request waits.
+    """vLLM repeats a lookup in each step while the request waits.
 
     All these lookups use the same description of the prompt.
     """

@@ -370,7 +370,7 @@ def test_every_call_takes_the_turn(name: str) -> None:
 
 
 def test_an_idle_engine_gives_the_turn_back_after_a_reset() -> None:
-    """VLLM's pause first asks whether anything is pending, and then resets the caches. No step follows."""
+    """vLLM's pause first asks whether anything is pending, and then resets the caches. No step follows."""
     one = Ordering()
     one.save("a", CHUNK)
     one.side.reset()

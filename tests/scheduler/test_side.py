@@ -94,7 +94,7 @@ def _half_leased(world: SchedulerWorld, request: Any) -> int:
 def test_a_load_that_cannot_be_planned_is_reported_as_failed(
     promise: Callable[[SchedulerWorld, Any], int], load: str, *, traced: bool
 ) -> None:
-    """VLLM expects each promised load. If one cannot be planned, it is sent with rows that no rank accepts."""
+    """vLLM expects each promised load. If one cannot be planned, it is sent with rows that no rank accepts."""
     trace = Recorder(lifecycle=traced, transitions=traced, detail=traced)
     world = SchedulerWorld(ranks=2, load=load, trace=trace)
     world.publish(world.request("old", 4, shared=4))
@@ -138,7 +138,7 @@ def test_other_loads_of_a_step_are_sent_beside_an_illegal_admission(load: str) -
 
 @pytest.mark.parametrize("load", ["sync", "async"])
 def test_other_loads_are_sent_when_an_admission_fails_half_way(load: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """VLLM relies on the failed admission's load, so this load is sent as a load that fails."""
+    """vLLM relies on the failed admission's load, so this load is sent as a load that fails."""
     world = SchedulerWorld(load=load)
     world.publish(world.request("old", 4, shared=4))
     request = world.request("new", 6, shared=4)
@@ -443,7 +443,7 @@ def test_a_request_that_reads_no_cache_is_not_looked_up(monkeypatch: pytest.Monk
 
 
 def test_a_request_that_reads_no_cache_waits_for_nothing() -> None:
-    """VLLM accepts neither a hit nor `LATER` for such a request, so it is admitted while the weights are unknown."""
+    """vLLM accepts neither a hit nor `LATER` for such a request, so it is admitted while the weights are unknown."""
     world = SchedulerWorld()
     request = world.request("new", 6)
     request.skip_reading_prefix_cache = True

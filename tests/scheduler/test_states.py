@@ -127,7 +127,7 @@ def test_state_is_loaded_into_one_block() -> None:
 
 @pytest.mark.parametrize("short", [1, UNIT], ids=["in-a-block", "at-another-boundary"])
 def test_load_of_fewer_tokens_than_promised_fails(short: int) -> None:
-    """VLLM allocates blocks for fewer tokens than promised, up to a boundary without a state. So the load fails."""
+    """vLLM allocates blocks for fewer tokens than promised, up to a boundary without a state. So the load fails."""
     world = _world()
     first = world.request("a", 8, extra=1)
     _run(world, first, 8)
@@ -298,7 +298,7 @@ def test_attention_up_to_a_state_is_stored_in_mid_chunk() -> None:
 
 
 def test_state_in_a_block_of_another_request_is_not_saved() -> None:
-    """VLLM may have offered the state before the step that is planned now.
+    """vLLM may have offered the state before the step that is planned now.
 
     In this step, another request may write the state's block.
     """

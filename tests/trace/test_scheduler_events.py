@@ -77,7 +77,7 @@ def test_reason_is_too_short_when_the_rest_is_too_short() -> None:
 
 
 def test_no_load_is_made_for_the_block_that_vllm_drops_of_its_own_hit() -> None:
-    """VLLM drops the last block of its own hit.
+    """vLLM drops the last block of its own hit.
 
     The next step computes this block, so no load is made for it alone. Longer hits are loaded.
     """

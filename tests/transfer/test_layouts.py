@@ -240,7 +240,7 @@ Case = tuple[str, str, str]  # case, expected layout, found layout
 
 @pytest.mark.slow
 def test_every_layout_of_vllm_has_the_expected_name() -> None:
-    """VLLM's own code makes the caches of every backend in every layout. Each cache has the expected name.
+    """vLLM's own code makes the caches of every backend in every layout. Each cache has the expected name.
 
     The code runs in another process. On a machine without a GPU, the import of some backends ends the process.
     """

@@ -236,7 +236,7 @@ def test_slots_used_on_demand_are_bounded_by_the_free_memory() -> None:
 
 
 def test_slots_are_counted_under_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """VLLM's thread and the readier's thread both increase `ready` under a lock, so no update is lost."""
+    """vLLM's thread and the readier's thread both increase `ready` under a lock, so no update is lost."""
     locked = list[bool]()
 
     class Watched(HostPool):

@@ -109,7 +109,7 @@ def test_report_is_processed_when_one_part_raises(part: str, monkeypatch: pytest
 def test_the_loads_of_a_step_are_sent_when_another_part_of_its_plan_raises(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """VLLM relies on the loads of a step. Without these loads, attention would read the old content of the blocks."""
+    """vLLM relies on the loads of a step. Without these loads, attention would read the old content of the blocks."""
     world = SchedulerWorld(load="sync")
     world.publish(world.request("old", 4, shared=4))
     request, side = world.request("new", 6, shared=4), world.side

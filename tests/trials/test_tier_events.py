@@ -177,7 +177,7 @@ def test_a_reset_withdraws_everything_and_announces_no_store_in_flight() -> None
 
 
 def test_routers_that_forget_all_blocks_learn_those_of_tiers_again() -> None:
-    """VLLM's event for a reset of its own cache names no medium, so routers forget blocks of all media."""
+    """vLLM's event for a reset of its own cache names no medium, so routers forget blocks of all media."""
     with routed() as played:
         played.run(FIRST)
         held = played.believed()

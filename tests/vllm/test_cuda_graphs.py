@@ -54,7 +54,7 @@ def test_mode_from_a_file_is_read(
 
 @pytest.mark.parametrize(("mode", "piecewise"), [("layerwise", True), ("step", False)])
 def test_a_connector_of_connectors_reports_it(mode: str, piecewise: bool) -> None:
-    """Kvpipe is one of several connectors in vLLM's MultiConnector."""
+    """kvpipe is one of several connectors in vLLM's MultiConnector."""
     child = {
         "kv_connector": "KVPipeConnector",
         "kv_connector_module_path": "kvpipe.connectors.vllm.connector",

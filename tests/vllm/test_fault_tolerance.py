@@ -1,4 +1,4 @@
-"""VLLM's fault tolerance continues after a failed step. Therefore kvpipe refuses to run with it."""
+"""vLLM's fault tolerance continues after a failed step. Therefore kvpipe refuses to run with it."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def test_a_state_is_found_within_blocks_of_attention() -> None:
 
 @pytest.mark.parametrize("shape", [name for name in SHAPES if "states" in name and name.endswith("hash-blocks")])
 def test_a_unit_of_states_is_several_hashes(shape: str) -> None:
-    """VLLM allows several hashes per block of states. A unit is still a block of states."""
+    """vLLM allows several hashes per block of states. A unit is still a block of states."""
     config, cache = copy.deepcopy(make_configs(SHAPES[shape]))
     config.cache_config.prefix_match_unit = cache.hash_block_size
     geometry = make_geometry(cache, load_settings({"chunk_tokens": 128}), dcp=SHAPES[shape].dcp)
@@ -204,7 +204,7 @@ def test_useless_remedy_is_not_recommended(states_back: int, remedy: str) -> Non
 
 
 def test_a_load_never_begins_within_a_block() -> None:
-    """VLLM reports only whole blocks of its own hit to kvpipe. So a load begins at the beginning of a block."""
+    """vLLM reports only whole blocks of its own hit to kvpipe. So a load begins at the beginning of a block."""
     trial = Trial(SHAPES["states-context-parallel"])
     try:
         assert "block_aligned_local = (" in inspect.getsource(Scheduler.schedule)
@@ -393,7 +393,7 @@ def test_quantization_of_queries_is_part_of_the_identity() -> None:
 
 
 def test_release_of_vllm_is_part_of_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
-    """VLLM's release is part of the identity, but not the build of the release."""
+    """vLLM's release is part of the identity, but not the build of the release."""
     plain = _facts()
     for found, same in (("0.99.1", False), (f"{vllm.__version__}+cpu", True)):
         monkeypatch.setattr(compat, "installed_version", lambda found=found: found)

@@ -48,7 +48,7 @@ def test_experts_that_are_returned_are_refused() -> None:
 
 
 def test_connector_that_invents_kv_is_refused() -> None:
-    """Kvpipe would store invented KV under ordinary keys, also in tiers that other engines use."""
+    """kvpipe would store invented KV under ordinary keys, also in tiers that other engines use."""
     config = _config()
     config.kv_transfer_config = KVTransferConfig(
         kv_connector="MultiConnector",

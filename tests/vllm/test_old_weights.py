@@ -163,7 +163,7 @@ def test_nothing_is_kept_of_requests_with_embeddings_of_old_weights() -> None:
 
 
 def test_embeddings_since_weights_were_doubted() -> None:
-    """VLLM may drop its embeddings before or after the doubt begins.
+    """vLLM may drop its embeddings before or after the doubt begins.
 
     In both cases, later embeddings are of the new weights. Ranks report whether weights have changed only in steps.
     """
@@ -187,7 +187,7 @@ def test_embeddings_since_weights_were_doubted() -> None:
 
 
 def test_embeddings_of_an_adapters_encoder() -> None:
-    """VLLM caches such embeddings by the adapter's name, even if the adapter's bytes change.
+    """vLLM caches such embeddings by the adapter's name, even if the adapter's bytes change.
 
     So the request's KV is not kept.
     """

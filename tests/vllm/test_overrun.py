@@ -1,4 +1,4 @@
-"""VLLM may offer a state under the key of a boundary at which no step has ended."""
+"""vLLM may offer a state under the key of a boundary at which no step has ended."""
 
 from __future__ import annotations
 

@@ -263,7 +263,7 @@ def test_keys_that_cannot_be_used_are_refused_before_weights_are_loaded(
 
 @pytest.mark.parametrize("connector", [None, "Another"])
 def test_offloading_size_gives_vllms_own_connector_when_kvpipe_is_not_configured(connector: str | None) -> None:
-    """VLLM uses its own connector for `--kv-offloading-size`, as without the plugin."""
+    """vLLM uses its own connector for `--kv-offloading-size`, as without the plugin."""
     config = _offloading(connector)
     VllmConfig._post_init_kv_transfer_config(config)
     assert config.kv_transfer_config.kv_connector == "OffloadingConnector"

@@ -90,7 +90,7 @@ def test_a_hit_ends_before_an_image_that_it_would_cut(trial: Any) -> None:
 
 
 def test_nothing_of_an_image_is_saved_that_vllm_has_cut(trial: Any) -> None:
-    """VLLM's own hit ends inside the image.
+    """vLLM's own hit ends inside the image.
 
     Another request takes room of the step, so only a part of the rest of the image is computed.
     """
@@ -120,7 +120,7 @@ def _is_of(block: Any, request: Request, blocks: int) -> bool:
 
 
 def test_sound_is_no_span() -> None:
-    """VLLM's runners let sound attend only to earlier tokens."""
+    """vLLM's runners let sound attend only to earlier tokens."""
     of = spans_of(SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=True)))  # type: ignore[arg-type]
     assert of is not None
     image, sound = (

@@ -88,7 +88,7 @@ def test_stages_that_would_not_be_followed_are_refused(changes: dict[str, Any], 
 
 
 def test_a_state_that_an_earlier_stage_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """VLLM offers the states of answers before the first stage has moved these states.
+    """vLLM offers the states of answers before the first stage has moved these states.
 
     So the setting that keeps such states is refused.
     """

@@ -1,4 +1,4 @@
-"""VLLM may give a block a key for a step that never computes the block.
+"""vLLM may give a block a key for a step that never computes the block.
 
 Kvpipe removes such blocks from vLLM's cache.
 """
