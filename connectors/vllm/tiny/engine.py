@@ -64,7 +64,8 @@ def register_kernels_once() -> None:
         type(current_platform).register_triton_kernel_overrides = classmethod(lambda _cls: None)  # type: ignore[method-assign]
 
 
-_collect = gc.collect
+_collect, _freeze = gc.collect, gc.freeze
+"""Python's own functions. `_own_garbage` replaces the attributes of `gc`."""
 
 
 @functools.cache
@@ -73,7 +74,7 @@ def _freeze_modules(_when: str) -> None:
 
     This happens only once, because parts of a later engine that a caller still holds would never be freed.
     """
-    gc.freeze()
+    _freeze()
     atexit.register(gc.unfreeze)
 
 
