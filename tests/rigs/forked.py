@@ -23,7 +23,7 @@ from unittest.mock import patch
 PRELOADED = (
     "vllm.v1.worker.cpu_worker", "vllm.v1.executor.multiproc_executor", "kvpipe.connectors.vllm.connector",
     "vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.llm", "vllm.v1.core.sched.async_scheduler",
-    "vllm.model_executor.layers.quantization.online.base", "tests.engine.frozen",
+    "vllm.model_executor.layers.quantization.online.base", "tests.rigs.frozen",
 )  # fmt: skip
 """Modules that every engine imports, some of them only at its start. The last module prepares the process for forks."""
 
