@@ -1,4 +1,4 @@
-"""The last import of the process that tests fork. The module does once the work that each fork would repeat.
+"""The import of the process that tests fork. The module does once the work that each fork would repeat.
 
 VLLM searches all objects several times when a process starts and ends. Most of these objects are modules, which never
 become garbage. After a fork each search also copies their memory. A forked process ends soon, so Python's own searches
@@ -11,11 +11,24 @@ that compute. Here the search is done once, and no fork spins.
 from __future__ import annotations
 
 import gc
+import importlib
+from typing import Final
 
-from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
-from vllm.platforms import current_platform
+MODULES: Final = (
+    "vllm.v1.worker.cpu_worker", "vllm.v1.executor.multiproc_executor", "kvpipe.connectors.vllm.connector",
+    "vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.llm", "vllm.v1.core.sched.async_scheduler",
+    "vllm.model_executor.layers.quantization.online.base",
+)  # fmt: skip
+"""Modules that every engine imports, some of them only at its start."""
 
-from kvpipe.connectors.vllm.tiny.engine import register_kernels_once
+gc.disable()  # until all imports are done: modules are no garbage, but each collection would search them
+for _name in MODULES:
+    importlib.import_module(_name)
+
+from vllm.distributed.device_communicators.shm_broadcast import SpinCondition  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
+
+from kvpipe.connectors.vllm.tiny.engine import register_kernels_once  # noqa: E402
 
 current_platform.register_triton_kernel_overrides()
 register_kernels_once()
@@ -23,5 +36,6 @@ SpinCondition.__init__.__defaults__ = (0.0,)
 
 gc.collect()
 gc.freeze()
+gc.enable()
 for _name in ("collect", "freeze", "unfreeze"):
     setattr(gc, _name, lambda *_, **__: 0)
