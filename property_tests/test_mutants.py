@@ -33,13 +33,20 @@ def bench() -> Iterator[CaseRunner]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", [name for name, mutant in MUTANTS.items() if not mutant.test])
 def test_each_mutant_is_found(name: str, bench: CaseRunner) -> None:
     """Each mutant breaks an invariant, or the invariant that the mutant names, within `TRIALS_MAX` trials."""
     verdict = judge(name, KEPT, KILLERS, bench)
     assert verdict.by, f"{name} lives: {MUTANTS[name].does}"
     remedy = f"keep a sequence: python -m {mutate.__name__} {name} --killers property_tests/killers.jsonl"
     assert verdict.trials <= TRIALS_MAX, f"{name} was found after {verdict.trials} trials; {remedy}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, mutant in MUTANTS.items() if mutant.test])
+def test_mutant_with_its_own_test_is_found(name: str) -> None:
+    """The test that the mutant names fails."""
+    assert judge(name, []).by, f"{name} lives: {MUTANTS[name].does}"
 
 
 def test_mutated_code_is_restored() -> None:

@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from kvpipe.testing.waiting import WAIT_S
-from tests.engine.forked import Forked, forks_of_this_process
+from tests.rigs.forked import Forked, forks_of_this_process
 
 
 class Child:

@@ -19,7 +19,7 @@ from typing import Any, Self
 from kvpipe.connectors.vllm.tiny.engine import DEFAULTS
 from kvpipe.connectors.vllm.tiny.models import make_model
 from kvpipe.testing.waiting import WAIT_S
-from tests.engine.forked import Forked, serve
+from tests.rigs.forked import Forked, serve
 
 START_SECONDS_MAX = 5 * WAIT_S
 ANSWER_SECONDS_MAX = 2 * WAIT_S

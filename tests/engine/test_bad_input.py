@@ -11,7 +11,7 @@ from kvpipe.connectors.vllm.tiny.engine import Engine
 from kvpipe.connectors.vllm.tiny.models import make_model
 from kvpipe.testing.waiting import WAIT_S
 from tests.engine.common import engine, prompt
-from tests.engine.forked import run_forked
+from tests.rigs.forked import run_forked
 
 pytestmark = pytest.mark.engine
 

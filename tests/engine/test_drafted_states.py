@@ -11,17 +11,20 @@ from typing import Any
 import pytest
 
 from kvpipe.connectors.vllm.tiny.engine import Engine
+from kvpipe.connectors.vllm.tiny.models import make_model
 from kvpipe.connectors.vllm.trial.processors import Processor, complete
 from kvpipe.errors import UnsupportedError
 from tests.engine import aligned_states
-from tests.engine.common import assert_clean, block_tokens, engine, prompt
+from tests.engine.common import assert_clean, engine, planned, prompt
 
 pytestmark = pytest.mark.engine
 
 DRAFTS = 3
 PROMPTS = [prompt(300, 21), prompt(576, 23)]
 ROUNDS_MAX = 8
+RECIPE = "qwen3-next-mtp"
 MTP = {"method": "mtp", "num_speculative_tokens": DRAFTS}
+OPTIONS: dict[str, Any] = {"speculative_config": MTP, "enable_prefix_caching": True, "dtype": "bfloat16"}
 
 
 class Drafting:
@@ -60,8 +63,7 @@ class Drafting:
 def drafting(kvpipe: dict[str, Any] | None, **options: Any) -> Iterator[Drafting]:
     """Yield a hybrid model's engine that drafts. vLLM keeps the state of every boundary at which a step ends."""
     aligned_states.register()
-    options = {"speculative_config": MTP, "enable_prefix_caching": True, "dtype": "bfloat16"} | options
-    with engine("qwen3-next-mtp", kvpipe, prefix_cache_retention_interval=None, **options) as live:
+    with engine(RECIPE, kvpipe, prefix_cache_retention_interval=None, **OPTIONS | options) as live:
         yield Drafting(live)
 
 
@@ -123,8 +125,9 @@ def test_hits_within_a_block() -> None:
 
     The hit ends at the same token as vLLM's own hit.
     """
-    with drafting(None) as any_engine:  # the processor's kernels decide the block size
-        block = block_tokens(any_engine.live)
+    aligned_states.register()
+    # the processor's kernels decide the block size
+    block = planned(make_model(RECIPE), None, OPTIONS).block_tokens
     hashes: dict[str, Any] = {"prefix_match_unit": block // 2}
     with drafting(None, **hashes) as plain:
         first, counts = plain.one_by_one(PROMPTS, 24), plain.take()

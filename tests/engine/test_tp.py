@@ -13,7 +13,7 @@ from kvpipe.node.catalog import NodeCatalog
 from kvpipe.node.connect import ask_status
 from kvpipe.statemachine.node_client import ATTACHED
 from tests.engine.common import assert_clean, baseline, engine, prompt, whole_blocks
-from tests.engine.forked import forked_ranks
+from tests.rigs.forked import forked_ranks
 
 pytestmark = pytest.mark.engine
 

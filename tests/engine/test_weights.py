@@ -17,7 +17,7 @@ from kvpipe.connectors.vllm.tiny.engine import DEFAULTS, Engine
 from kvpipe.connectors.vllm.tiny.models import make_model
 from kvpipe.testing.waiting import WAIT_S
 from tests.engine.common import BLOCK, assert_clean, patient, prompt, waiting, whole_blocks
-from tests.engine.forked import forks_of_this_process, run_forked
+from tests.rigs.forked import forks_of_this_process, run_forked
 
 pytestmark = pytest.mark.engine
 

@@ -64,7 +64,8 @@ def register_kernels_once() -> None:
         type(current_platform).register_triton_kernel_overrides = classmethod(lambda _cls: None)  # type: ignore[method-assign]
 
 
-_collect = gc.collect
+_collect, _freeze = gc.collect, gc.freeze
+"""Python's own functions. `_own_garbage` replaces the attributes of `gc`."""
 
 
 @functools.cache
@@ -75,7 +76,7 @@ def _freeze_modules(_when: str) -> None:
 
     This function acts only once. A second call would also exclude parts of a later engine that a caller still holds.
     """
-    gc.freeze()
+    _freeze()
     atexit.register(gc.unfreeze)
 
 

@@ -20,13 +20,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-PRELOADED = (
-    "vllm.v1.worker.cpu_worker", "vllm.v1.executor.multiproc_executor", "kvpipe.connectors.vllm.connector",
-    "vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.llm", "vllm.v1.core.sched.async_scheduler",
-    "vllm.model_executor.layers.quantization.online.base", "tests.engine.frozen",
-)  # fmt: skip
-"""Modules that every engine imports, some of them only at its start. The last module prepares the process for forks."""
-
 
 class _Process(ForkServerProcess):
     """A process with the environment at the time of its start, like a spawned process."""
@@ -63,7 +56,7 @@ def _context(made: BaseContext) -> Iterator[None]:
 
 def _forks() -> _Context:
     made = _Context()
-    made.set_forkserver_preload(list(PRELOADED))
+    made.set_forkserver_preload(["tests.rigs.frozen"])
     return made
 
 

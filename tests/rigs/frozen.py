@@ -13,11 +13,24 @@ for a second, and so slow down ranks that compute. This module does the search o
 from __future__ import annotations
 
 import gc
+import importlib
+from typing import Final
 
-from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
-from vllm.platforms import current_platform
+MODULES: Final = (
+    "vllm.v1.worker.cpu_worker", "vllm.v1.executor.multiproc_executor", "kvpipe.connectors.vllm.connector",
+    "vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.llm", "vllm.v1.core.sched.async_scheduler",
+    "vllm.model_executor.layers.quantization.online.base",
+)  # fmt: skip
+"""Modules that every engine imports, some of them only at its start."""
 
-from kvpipe.connectors.vllm.tiny.engine import register_kernels_once
+gc.disable()  # until all imports are done: modules are no garbage, but each collection would search them
+for _name in MODULES:
+    importlib.import_module(_name)
+
+from vllm.distributed.device_communicators.shm_broadcast import SpinCondition  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
+
+from kvpipe.connectors.vllm.tiny.engine import register_kernels_once  # noqa: E402
 
 current_platform.register_triton_kernel_overrides()
 register_kernels_once()
@@ -25,5 +38,6 @@ SpinCondition.__init__.__defaults__ = (0.0,)
 
 gc.collect()
 gc.freeze()
+gc.enable()
 for _name in ("collect", "freeze", "unfreeze"):
     setattr(gc, _name, lambda *_, **__: 0)
