@@ -75,10 +75,10 @@ def test_hits_are_those_of_lru_when_all_sessions_pause_alike() -> None:
 def test_each_prompt_hits_as_with_lru_before_the_proof(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompts branch, end within held chunks, or return later. Some prompts arrive at the same time."""
     monkeypatch.setattr(Duel, "_count", lambda *_: None)
-    drawn = w.coding_agents(seed, sessions=6, hours=0.25)
+    drawn = w.coding_agents(seed, sessions=6, hours=0.25, chunk_tokens=1024)
     tree = made_up(seed, 1500, branches=3, depth=7)
     tied = w.Workload("tied", 1, [one._replace(at_s=one.at_s // 4) for one in tree.prompts])
-    for workload, slots in ((drawn, 1000), (drawn, 2500), (tree, 20), (tree, 200), (tied, 40)):
+    for workload, slots in ((drawn, 250), (drawn, 625), (tree, 20), (tree, 200), (tied, 40)):
         hits = [
             [pool.serve(prompt) for prompt in workload.prompts]
             for name in ("lru", "sessions")

@@ -475,6 +475,8 @@ def _main() -> None:
 
     If importing a backend ends the child, a new child continues with the next backend.
     """
+    import vllm.v1.attention.backends.triton_attn  # noqa: F401  (children inherit the modules that all backends import)
+
     torch.set_num_threads(1)
     names = list(_answers())
     while names:
