@@ -80,6 +80,7 @@ class Holder:
         self._began = self._idle_since = time.monotonic()
         self._boot = secrets.randbits(63) | 1
         self._watched: dict[Process, int] = {}
+        self._unwatched = set[Process]()
         self._links: dict[NodeClient, HolderConnection] = {}
         if fd is not None:
             self._adopt(fd)
@@ -99,15 +100,24 @@ class Holder:
             RefusedError: the memory is not usable, or has another holder.
         """
         self._memory = NodeMemory(fd, self._boot, self._policy)
-        for keeper, client in self._memory.clients:
-            for process in list(client.processes):
-                self._watch(keeper, client, process, watch(process))
+        for process in {process for _, client in self._memory.clients for process in client.processes}:
+            self._watch(process)
 
-    def _watch(self, keeper: Keeper, client: NodeClient, process: Process, pidfd: int | None) -> None:
+    def _watch(self, process: Process) -> None:
+        """Notice the end of a process. If the holder has no descriptor for this, each step tries again."""
+        assert self._memory is not None  # noqa: S101
+        if process in self._watched:
+            return
+        try:
+            pidfd = watch(process)
+        except OSError as error:
+            if process not in self._unwatched:
+                _log.warning("process %d is not watched yet: %s", process.pid, error)
+            self._unwatched.add(process)
+            return
+        self._unwatched.discard(process)
         if pidfd is None:
-            keeper.died(client, process)
-        elif process in self._watched:
-            os.close(pidfd)
+            self._memory.died(process)
         else:
             self._watched[process] = pidfd
             self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._fired(process))
@@ -159,6 +169,8 @@ class Holder:
 
     def step(self) -> None:
         """Handle the events that have arrived, at most one event per source."""
+        for process in list(self._unwatched):
+            self._watch(process)
         wait_s = BUSY_S if self._memory is not None and self._memory.step() else BEAT_S
         for key, _ in self._selector.select(wait_s):
             if self._selector.get_map().get(key.fd) is key:  # false if an earlier call has closed the source
@@ -228,7 +240,7 @@ class Holder:
         memory, region = self._region_for(hello)
         segment, keeper = region
         client = memory.greet(region, hello, link.process)
-        self._watch(keeper, client, link.process, watch(link.process))
+        self._watch(link.process)
         link.client, link.keeper = client, keeper
         if hello.role == "scheduler":
             self._links[client] = link
