@@ -174,12 +174,24 @@ def memory_of_clients(folder: Path) -> int | None:
     An idle engine offers nothing, but /proc shows its lock and its descriptors. The result is None if /proc hides them,
     or if these processes have several memories.
     """
-    mark, found = (folder / CLIENTS).stat(), dict[int, int]()
-    for process in _locking(mark.st_ino) - {os.getpid()}:
+    mark = (folder / CLIENTS).stat()
+    return _memory_of(_locking(mark.st_ino) - {os.getpid()}, mark)
+
+
+def memory_of_holder(folder: Path) -> int | None:
+    """Return a descriptor of the memory that the folder's holder has, or None, as `memory_of_clients` does."""
+    holder = holder_of(folder)
+    return _memory_of({holder}, (folder / LOCK).stat()) if holder else None
+
+
+def _memory_of(processes: set[int], mark: os.stat_result) -> int | None:
+    """Return a descriptor of the only memory of those `processes` that have opened the file `mark`, or None."""
+    found = dict[int, int]()
+    for process in processes:
         with contextlib.suppress(OSError):
             paths = {path: str(path.readlink()) for path in Path(f"/proc/{process}/fd").iterdir()}
-            if not any(to.endswith(CLIENTS) and os.path.samestat(path.stat(), mark) for path, to in paths.items()):
-                continue  # the file of another file system
+            if not any(to.endswith(".lock") and os.path.samestat(path.stat(), mark) for path, to in paths.items()):
+                continue  # the file of another file system has the same inode number
             for path in (path for path, to in paths.items() if to.startswith(f"/memfd:{MEMORY}")):
                 fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
                 if found.setdefault(os.fstat(fd).st_ino, fd) != fd:
