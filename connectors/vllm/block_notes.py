@@ -38,9 +38,17 @@ class AnnouncedBlock(NamedTuple):
     lora_name: str | None
     session: str | None
 
+    @property
+    def adapter(self) -> tuple[str, str] | None:
+        """The name and the path of the block's adapter, which the hash covers, or None without an adapter."""
+        return next(((key[1], key[2]) for key in self.extra_keys or () if key[0] == "lora"), None)
+
 
 class _Note(msgspec.Struct, frozen=True, array_like=True):
-    """The encoded form of an `AnnouncedBlock`, without `lora_id`: each engine has its own numbers of adapters."""
+    """The encoded form of an `AnnouncedBlock`, without `lora_id`: each engine has its own numbers of adapters.
+
+    The engine that reads the note adds its own number (`KvEvents.arrived`).
+    """
 
     hash: bytes
     parent: bytes | None

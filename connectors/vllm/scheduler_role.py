@@ -182,6 +182,8 @@ class SchedulerRole:
         """Begin to track a request. `kv_transfer_params` that are not a mapping are replaced by None."""
         if not isinstance(request.kv_transfer_params, Mapping | None):
             request.kv_transfer_params = None  # vLLM's scheduler calls `get` on the parameters next
+        if self.events is not None:
+            self.events.arrived(request)
         ignore = functools.partial(self.counters.count, "limits_ignored")
         self.scheduler.on_new_request(request, hints_of(request), limits_of(request, ignore))
 

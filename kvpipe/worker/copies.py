@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Final
@@ -118,17 +119,18 @@ class Copies:
             self.loop.drain()
 
     def drain(self, fence: Callable[[Ticket, float], bool], wait_s: float) -> bool:
-        """Wait for the copies of each batch, `wait_s` seconds at most, and then abandon the copies that have not begun.
+        """Wait for all copies, `wait_s` seconds at most, and then abandon the copies that have not begun.
 
         vLLM's thread calls this between steps. `fence` is the transfer engine's method, which queues the copies that
-        the engine holds back. Returns False if a copy may still touch memory.
+        the engine holds back. Returns False if a copy may still touch memory. The loop thread has as long again to
+        handle the end of the copies.
         """
-        live: list[Batch] = []
+        live, until_s = list[Batch](), time.monotonic() + wait_s
         if not (self.loop.put(lambda: live.extend(self.live)) and self.loop.settle(wait_s)):
             return False
         for batch in live:
-            last = batch.last
-            if last.done or (fence(last, wait_s) and last.wait(wait_s)):
+            last, left_s = batch.last, until_s - time.monotonic()
+            if last.done or (left_s > 0 and fence(last, left_s) and last.wait(max(0.0, until_s - time.monotonic()))):
                 continue
             for ticket in batch.tickets.values():
                 self._abandon(ticket)

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kvpipe.testing.waiting import WAIT_S
-from tests.rigs.forked import Forked, forks_of_this_process
+from kvpipe.testing.waiting import WAIT_S, eventually
+from tests.rigs.forked import Forked, forks_of_this_process, kill_group, members
 
 
 class Child:
@@ -36,20 +36,18 @@ class Child:
         return answers, hits
 
     def kill(self) -> None:
-        """Kill the engine, as the operating system does when memory is full."""
-        self._process.kill()
-        self._process.wait()
+        """Kill all processes of the engine."""
+        kill_group(self._process)
         self._pipe.close()
 
     def close(self) -> None:
-        """Shut the engine down without killing its process."""
+        """Shut the engine down without killing a process. All processes of the engine must end."""
         self._pipe.close()
         try:
-            code = self._process.wait(WAIT_S)
+            assert self._process.wait(WAIT_S) == 0
+            assert eventually(lambda: not members(self._process.pid), every_s=0.01), members(self._process.pid)
         finally:
-            self._process.kill()
-            self._process.wait()
-        assert code == 0
+            kill_group(self._process)
 
 
 @contextmanager
