@@ -34,9 +34,8 @@ SAVE, LOAD_SYNC, LOAD_ASYNC = Kind
 class Job(NamedTuple):
     """One save or load of one request in one step. `kind` is a `Kind`.
 
-    `epoch` is the number of the request's admission. `stamps` has two words of 8 bytes for each of the job's slots in a
-    node's memory: the slot, and the generation that the slot has while the job's chunk can be found. With private pools
-    `stamps` is empty.
+    `epoch` is the number of the request's admission. With a node's memory, `stamps` has two words of 8 bytes for each
+    of the job's slots. These words are the slot, and the generation of the slot while the job's chunk can be found.
     """
 
     id: int

@@ -11,14 +11,11 @@ A digest is written only if the writer's engine computes digests, and is compare
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
-
-if TYPE_CHECKING:
-    from kvpipe.transfer.pool import SharedSlots
 
 MARK_BYTES: Final = 16
 STAMP_BYTES: Final = 16
@@ -29,6 +26,15 @@ _NO_GENERATION: Final = 0
 _Words = npt.NDArray[np.uint64]
 
 
+class MarkPlace(NamedTuple):
+    """Where the marks and parts of one rank lie in each slot of `slot_bytes` bytes. A part has `part_bytes` bytes."""
+
+    slot_bytes: int
+    marks_at: int
+    part_at: int
+    part_bytes: int
+
+
 class SlotMarks:
     """The marks of one rank. Several threads may call its methods at once, for different slots.
 
@@ -36,15 +42,13 @@ class SlotMarks:
     `Job.stamps`.
     """
 
-    def __init__(self, shared: SharedSlots, part_bytes: int) -> None:
-        """Use the marks of the part of `part_bytes` bytes in each of the `shared` slots."""
-        assert shared.marks_at is not None  # noqa: S101
-        slots = np.frombuffer(shared.memory, np.uint8)
-        slots = slots[: len(slots) // shared.slot_bytes * shared.slot_bytes].reshape(-1, shared.slot_bytes)
-        words = slots[:, shared.marks_at : shared.marks_at + MARK_BYTES].view(np.uint64)
-        self._parts = slots[:, shared.at : shared.at + part_bytes]
+    def __init__(self, memory: memoryview, place: MarkPlace, *, digests: bool) -> None:
+        """Use the marks at `place` in each slot of `memory`."""
+        slots = np.frombuffer(memory, np.uint8).reshape(-1, place.slot_bytes)
+        words = slots[:, place.marks_at : place.marks_at + MARK_BYTES].view(np.uint64)
+        self._parts = slots[:, place.part_at : place.part_at + place.part_bytes]
         self._digests, self._generations = words[:, 0], words[:, 1]
-        self.digests = shared.digests
+        self.digests = digests
         self._found: deque[tuple[int, int]] = deque()
 
     def clear(self, stamps: bytes) -> None:

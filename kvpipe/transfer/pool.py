@@ -10,7 +10,7 @@ import torch
 
 from kvpipe.errors import ConfigError
 from kvpipe.protocol.geometry import Geometry
-from kvpipe.transfer.marks import SlotMarks
+from kvpipe.transfer.marks import MarkPlace, SlotMarks
 
 
 class SlotsFile(NamedTuple):
@@ -105,7 +105,8 @@ class HostPool:
         self.base = self.flat.data_ptr()
         self.tensor = whole.view(self.slots, self.slot_bytes)[:, shared.at : shared.at + geometry.slot_bytes]
         if shared.marks_at is not None:
-            self.marks = SlotMarks(shared, self.part_bytes)
+            place = MarkPlace(shared.slot_bytes, shared.marks_at, shared.at, self.part_bytes)
+            self.marks = SlotMarks(shared.memory, place, digests=shared.digests)
 
     @property
     def with_memory(self) -> int:

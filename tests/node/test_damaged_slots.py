@@ -189,6 +189,25 @@ def test_save_is_reported_after_its_digest_is_written(engines: Engines, monkeypa
     assert all(engines.mark(slot))
 
 
+def test_load_that_lands_before_its_digests_waits_for_them(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step ends when the digests are compared, so the engine computes the tokens of the failed load."""
+    fake, landed, digest = FakeEngine(), threading.Event(), SlotMarks._digest
+    fake.waiting = Waiting.DEVICE
+    first, second = engines.add(digests=True), engines.add(fake, digests=True)
+    first.save("a")
+    hostile_write(engines.node, engines.at(engines.slot()) + 5, b"\x5a")
+    monkeypatch.setattr(SlotMarks, "_digest", lambda *slot: landed.wait(WAIT_S) and digest(*slot))
+    second.step()
+    second.world.admit(second.world.request("a", UNITS))
+    second.begin(second.world.step())
+    fake.complete_all()
+    threading.Timer(0.1, landed.set).start()
+    report = second.end()
+    assert report is not None
+    assert [one.bad for one in report.tallies.values()] == [1]
+    assert second.bad
+
+
 def test_digest_covers_a_save_that_has_failed(engines: Engines) -> None:
     """The failed save has changed bytes of a chunk whose earlier units stay."""
     fake = FakeEngine()
