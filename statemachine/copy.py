@@ -108,13 +108,14 @@ LOAD: Final = _machine(
         CONFIRMED: "every reader waits, or there is no reader; no layer has landed",
         CONFIRMED_LAYER: "every reader waits, or there is no reader; layers 0..k have landed",
         FINALIZED: "every layer had landed before it was read",
-        FAILED: "a copy failed, or a layer was read without waiting: the blocks are reported and recomputed",
+        FAILED: "a copy failed, a slot had other bytes, or a layer was read without waiting: the blocks are reported "
+                "and recomputed",
     },
     _LANDED | {
         CONFIRM: "every reader waits for its copy (end of the step of a sync load), or no reader has begun "
                  "(async load)",
         DENY: "the step ended, but an attention layer had not waited for its copy",
-        FAULT: "a copy failed, or the step was withdrawn",
+        FAULT: "a copy failed, a slot had other bytes, or the step was withdrawn",
     },
     denied=go(FAILED),
     late_fault=reject("every copy has completed already"),

@@ -42,6 +42,9 @@ class Chunk(Cursor):
         "used_s", "writers", "written",
     )  # fmt: skip
 
+    stamp: bytes = b""
+    """The chunk's stamp in a node's memory (see `Job.stamps`). In a private pool it is b""."""
+
     def __init__(
         self, machine: Compiled, group: int, slot: int, watch: Watch | None = None, tenant: Tenant = ANYBODY
     ) -> None:

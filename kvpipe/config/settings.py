@@ -101,6 +101,11 @@ class Settings(BaseSettings):
         description="With `pool: node`: use a private pool, with a warning, if the node's memory cannot be used. "
         "If false, the engine does not start in this case.",
     )
+    pool_checksums: bool = Field(
+        default=False,
+        description="With `pool: node`: write a checksum of each saved chunk, and compare it with each load. Engines "
+        "of one memory may differ ([cost](docs/node-pool.md#damaged-chunks)).",
+    )
     keep_s: Annotated[int, BeforeValidator(no_bool), Field(ge=0, le=31_536_000)] = Field(
         600,
         description="With `pool: node`: seconds for which the node's memory is kept after the last engine has ended. "

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 from kvpipe.statemachine import node_slot as m
 
 MAGIC: Final = b"kvpipe01"
-VERSION: Final = 3
+VERSION: Final = 4
 """The version of the memory and of the messages. Other versions are refused."""
 PAGE_BYTES: Final = 4096
 KEY_BYTES_MAX: Final = 64

@@ -26,10 +26,10 @@ class SharedChunk(Chunk):
     """A chunk in a slot of a node's memory.
 
     `generation` is the slot's generation when the chunk was published, or `UNPUBLISHED`. `stamp` joins the slot and the
-    generation for `NodeLeases.pin`. No units are added to a `sealed` chunk. `answered_at` is the journal's position at
-    the time of the answer to the chunk's report. Before the answer `answered_at` is None. `saved_for` is the request
-    that has saved the last landed units, and the number of units of the request's prefix before the chunk. It is None
-    if the chunk needs no note.
+    generation for `NodeLeases.pin` and `Job.stamps`. A chunk that will be published has its stamp already. No units are
+    added to a `sealed` chunk. `answered_at` is the journal's position at the time of the answer to the chunk's report.
+    Before the answer `answered_at` is None. `saved_for` is the request that has saved the last landed units, and the
+    number of units of the request's prefix before the chunk. It is None if the chunk needs no note.
     """
 
     __slots__ = ("answered_at", "generation", "saved_for", "sealed", "stamp")

@@ -34,7 +34,8 @@ SAVE, LOAD_SYNC, LOAD_ASYNC = Kind
 class Job(NamedTuple):
     """One save or load of one request in one step. `kind` is a `Kind`.
 
-    `epoch` is the number of the request's admission.
+    `epoch` is the number of the request's admission. With a node's memory, `stamps` has two words of 8 bytes for each
+    of the job's slots. These words are the slot, and the generation of the slot while the job's chunk can be found.
     """
 
     id: int
@@ -42,6 +43,7 @@ class Job(NamedTuple):
     request: str
     epoch: int
     rows: bytes
+    stamps: bytes = b""
 
     def table(self) -> npt.NDArray[np.int32]:
         """Return the rows as an int32 array of shape (n, 4): group, slot, page, block."""
@@ -70,7 +72,8 @@ class TierOrder(NamedTuple):
     A tier order is not bound to the step. With `stores`, the chunk is copied to the tier, otherwise from the tier.
     `tier` is the tier's index in the configuration. `chunk` is the chunk's name in the tier. `split` is the number of
     the chunk's parts in the tier, or 0 if each rank has a part of its own (`kvpipe.tiers.parts`). `space` is the
-    chunk's namespace in the tier. If `space` is empty, the namespace of the plan is used.
+    chunk's namespace in the tier. If `space` is empty, the namespace of the plan is used. `stamp` is explained in
+    `Job.stamps`.
     """
 
     id: int
@@ -82,6 +85,7 @@ class TierOrder(NamedTuple):
     chunk: bytes
     split: int = 0
     space: str = ""
+    stamp: bytes = b""
 
 
 class Claim(NamedTuple):
@@ -167,6 +171,8 @@ class Report:
     """By rank: the changed adapters. By vLLM's number of an adapter: its digest, or b"" if the adapter was removed."""
     step: int = 0
     """The step in which the ranks held the adapters in `adapters`."""
+    damaged: dict[int, int] = field(default_factory=dict)
+    """By slot of a node's memory: the generation of a chunk whose bytes have changed. Its slot must not be used."""
 
     def add(self, other: Report) -> None:
         """Add another rank's report of the same step to this report."""
@@ -175,6 +181,7 @@ class Report:
         self.ready |= other.ready
         self.weights |= other.weights
         self.adapters |= other.adapters
+        self.damaged |= other.damaged
         self.step = min(self.step, other.step)
         self.rate = min(self.rate or other.rate, other.rate or self.rate)
         for tier, rate in other.tier_rates.items():

@@ -473,7 +473,7 @@ class Staging(Subscriber):
         piece = self._catalog.write(chunk, units - base, key, keep=keep, base=base, before=follows)
         space, split = lookup.elsewhere.get(place, ("", self.finder.split(group)))
         at = lookup.found[place], chunk.slot, group, units - base
-        order = TierOrder(self._new_id(), False, *at, name, split, space)  # noqa: FBT003
+        order = TierOrder(self._new_id(), False, *at, name, split, space, chunk.stamp)  # noqa: FBT003
         transfer = TierFetch(self.transfer_machine, order, lookup.space, self.watch_transfer, piece)
         self._transfers[order.id] = self._fetching[group, key] = transfer
         self._fetches[order.tier] += 1

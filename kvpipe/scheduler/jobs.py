@@ -6,7 +6,7 @@ import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from kvpipe.cache.chunks import Owner, Piece
+from kvpipe.cache.chunks import Chunk, Owner, Piece
 from kvpipe.protocol.messages import LOAD_SYNC, SAVE, Job, Kind, Tally
 from kvpipe.scheduler.in_flight import JobInFlight
 from kvpipe.scheduler.records import Tracked
@@ -56,16 +56,17 @@ class Jobs:
 
     def save(self, tracked: Tracked, rows: list[int], pieces: tuple[Piece, ...], first_unit: int) -> JobInFlight:
         """Begin a save of `pieces`, from unit `first_unit` of the prefix on. `rows` are made by `messages.rows_of`."""
-        return self._begin(_SAVE, tracked, rows, None, pieces, first_unit)
+        return self._begin(_SAVE, tracked, rows, None, pieces, first_unit, chunks=[piece.chunk for piece in pieces])
 
     def load(
-        self, kind: Kind, tracked: Tracked, rows: list[int], owner: Owner, *, tokens: int = 0, leases: int = 0
-    ) -> JobInFlight:
-        """Begin a load of `tokens` tokens for `owner`, which holds `leases` leases.
+        self, kind: Kind, tracked: Tracked, rows: list[int], owner: Owner, *, tokens: int = 0,
+        chunks: Sequence[Chunk] = (),
+    ) -> JobInFlight:  # fmt: skip
+        """Begin a load of `tokens` tokens for `owner`, which leases `chunks`.
 
         A load with 0 tokens fails on every rank.
         """
-        load = self._begin(int(kind), tracked, rows, owner, tokens=tokens, leases=leases)
+        load = self._begin(int(kind), tracked, rows, owner, tokens=tokens, chunks=chunks)
         tracked.load_job_id = load.job.id
         self.sync_loads += kind == LOAD_SYNC
         return load
@@ -79,10 +80,11 @@ class Jobs:
         pieces: tuple[Piece, ...] = (),
         first_unit: int = 0,
         tokens: int = 0,
-        leases: int = 0,
+        chunks: Sequence[Chunk] = (),
     ) -> JobInFlight:
-        packed = struct.pack(f"<{len(rows)}i", *rows)
-        job = Job(self.new_id(), kind, tracked.request.request_id, tracked.life.epoch, packed)
+        packed, stamps = struct.pack(f"<{len(rows)}i", *rows), b"".join([chunk.stamp for chunk in chunks])
+        job = Job(self.new_id(), kind, tracked.request.request_id, tracked.life.epoch, packed, stamps)
+        leases = 0 if owner is None else len(chunks)
         begun = JobInFlight(self.machine, job, tracked, owner, pieces, first_unit, tokens, leases)
         self._tracer.begun(begun)  # first, because a job is not in flight if this call raises
         self.in_flight[job.id] = begun

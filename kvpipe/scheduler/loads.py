@@ -110,7 +110,7 @@ class Loading:
             blocks = [[block.block_id for block in table if not block.is_null] for table in tables]
             rows = list(chain.from_iterable(starmap(_broken, enumerate(blocks))))
         self._recovery.planned(rows[3::4])
-        self._due.append(self._jobs.load(kind, tracked, rows, owner, tokens=external_tokens, leases=len(chunks)))
+        self._due.append(self._jobs.load(kind, tracked, rows, owner, tokens=external_tokens, chunks=chunks))
         if waits:
             self._requests.waiting[request.request_id] = request
         elif self.stall is not None:

@@ -21,6 +21,7 @@ from kvpipe.features.pins import PromptPins
 from kvpipe.features.prefetch import Prefetching
 from kvpipe.node.catalog import NodeCatalog
 from kvpipe.node.prefixes import NodePrefixes
+from kvpipe.node.shared import SharedChunk
 from kvpipe.protocol.engine import LookupAnswer
 from kvpipe.protocol.geometry import Geometry
 from kvpipe.protocol.limits import NO_LIMITS, RequestLimits
@@ -364,6 +365,7 @@ class SchedulerSide:
             self._alone("weighed", self.weighed, report.weights)
         if self.loading.stall is not None and report.rate:
             self.loading.stall.rate = report.rate
+        self._alone("damaged", self._forget_damaged, report.damaged)  # before failed loads are looked up again
         for job_id, tally in sorted(report.tallies.items()):  # pieces of a chunk land in the order of their jobs
             try:
                 if not self.jobs.reported(job_id, tally):
@@ -380,6 +382,13 @@ class SchedulerSide:
         # now, so that the next step's lookups find the reported chunks
         if self.node is not None and self.node.pending_reports:
             self._poll_node(self.node.poll)
+
+    def _forget_damaged(self, damaged: dict[int, int]) -> None:
+        """Evict the chunks of damaged slots of a node's memory. `damaged` has the chunks' generations by slot."""
+        for slot, generation in damaged.items():
+            chunk = self.catalog.at(slot)
+            if isinstance(chunk, SharedChunk) and chunk.generation == generation and self.catalog.evict(chunk):
+                self.counters["damaged_chunks_evicted"] += 1
 
     def slots_ready(self, ready: dict[int, int]) -> None:
         """Update the number of usable slots by rank.

@@ -250,7 +250,7 @@ class Storing(Subscriber):
             return
         chunk, tier, name = offer.chunk, place[0], chunk_name(offer.key)
         at = tier, chunk.slot, chunk.group, offer.units
-        order = TierOrder(self._new_id(), True, *at, name, self._split(chunk.group))  # noqa: FBT003
+        order = TierOrder(self._new_id(), True, *at, name, self._split(chunk.group), "", chunk.stamp)  # noqa: FBT003
         owner = Owner(STORES, order.id)
         try:
             self._catalog.lease(owner, [chunk])

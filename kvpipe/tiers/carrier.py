@@ -68,16 +68,9 @@ class Carrier(TierThread[_QueuedOrder]):
     """Carries chunks between tiers and the slots of one rank."""
 
     def __init__(
-        self,
-        tiers: Sequence[GuardedTier],
-        geometry: Geometry,
-        pool: HostPool,
-        parts: RankParts,
-        *,
-        counters: Counters,
-        cpus: frozenset[int] = frozenset(),
-        trace: Recorder = OFF,
-    ) -> None:
+        self, tiers: Sequence[GuardedTier], geometry: Geometry, pool: HostPool, parts: RankParts, *,
+        counters: Counters, cpus: frozenset[int] = frozenset(), trace: Recorder = OFF,
+    ) -> None:  # fmt: skip
         """Start the thread, bound to `cpus` if any are given. `geometry`, `pool` and `parts` belong to this rank."""
         rank, ranks = parts.rank, parts.ranks
         self.machine, self._fetches = m.CARRY.compile(), parts.fetches
@@ -244,13 +237,14 @@ class Carrier(TierThread[_QueuedOrder]):
     async def _fetch(self, tier: GuardedTier, order: TierOrder, space: str) -> tuple[str, int]:
         """Fetch a chunk into its slot. Returns (reason for a miss, or ""; bytes read)."""
         bodies, (slot, group, units) = self._bodies, (order.slot, order.group, order.units)
+        bodies.clear_mark(order)
         if order.split not in {BOUND, self._split[group]}:
             return await self._fetch_parts(tier, order, space)
         whole = bodies.whole(units)
         body = bodies.of(slot, group, units) if whole else pages(bodies.size(group, units))
         move: Callable[[], object] = bool if whole else functools.partial(bodies.scatter, body, slot, group, units)
         found = await self._ask(tier, [self._key(order, space)], [body])
-        return await self._check(tier, found, units, [body], [move]), body.nbytes
+        return await self._check(tier, found, order, [body], [move]), body.nbytes
 
     async def _fetch_parts(self, tier: GuardedTier, order: TierOrder, space: str) -> tuple[str, int]:
         """Fetch all parts of a chunk of another split that share KV heads with this rank. Returns as `_fetch` does."""
@@ -266,7 +260,7 @@ class Carrier(TierThread[_QueuedOrder]):
         got = await self._ask(tier, keys, bodies)
         self._other_faults.pop(which, None)
         moves = [self._mover(body, order, one) for body, one in zip(bodies, wanted, strict=True)]
-        why = await self._check(tier, got, order.units, bodies, moves)
+        why = await self._check(tier, got, order, bodies, moves)
         if why:
             return why, 0
         self._spare.extend(bodies)
@@ -305,19 +299,21 @@ class Carrier(TierThread[_QueuedOrder]):
         return found
 
     async def _check(
-        self, tier: GuardedTier, found: Sequence[_Got], units: int, bodies: Sequence[memoryview], moves: Sequence[_Fill]
-    ) -> str:
+        self, tier: GuardedTier, found: Sequence[_Got], order: TierOrder, bodies: Sequence[memoryview],
+        moves: Sequence[_Fill],
+    ) -> str:  # fmt: skip
         """Check and decrypt values, then run their `moves`. Returns the reason why a value is unusable, or ""."""
         whys = ["" if got.read is Read.HIT else got.read.value for got in found]
 
         def work() -> None:
             for at, (got, body, move) in enumerate(zip(found, bodies, moves, strict=True)):
                 try:
-                    tier.sealer.unseal(got.name, units, got.header, body)
+                    tier.sealer.unseal(got.name, order.units, got.header, body)
                 except DamagedError as error:
                     whys[at] = f"damaged: {error}"
                     return
                 move()
+            self._bodies.write_mark(order)
 
         if not any(whys):
             await blocking(self._threads, work)
@@ -336,6 +332,9 @@ class Carrier(TierThread[_QueuedOrder]):
             await self._mark(tier, order.tier, space)
         if not writes(order.split, self._rank, self._ranks, order.chunk):
             return "", 0
+        if order.stamp and (why := await blocking(self._threads, functools.partial(self._bodies.damage, order))):
+            self.counters.fault("slot_damaged", order=order.id, why=why)
+            return why, 0
         if order.split not in {BOUND, self._split[order.group]}:
             return await self._store_parts(tier, order, space)
         body = self._bodies.gather(order.slot, order.group, order.units)

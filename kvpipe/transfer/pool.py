@@ -10,6 +10,7 @@ import torch
 
 from kvpipe.errors import ConfigError
 from kvpipe.protocol.geometry import Geometry
+from kvpipe.transfer.marks import MarkPlace, SlotMarks
 
 
 class SlotsFile(NamedTuple):
@@ -29,7 +30,8 @@ class SharedSlots(NamedTuple):
 
     `token` names the memory. `saves` is False if another rank saves the same bytes to the same part. `with_memory`
     returns the number of slots, from the first slot on, that have memory. If `with_memory` is None, all slots have
-    memory. `file` is None if no other process can map the slots.
+    memory. `file` is None if no other process can map the slots. The mark of this rank's part begins at byte `marks_at`
+    of each slot, or slots have no marks. `digests` says whether marks have digests (see `SlotMarks`).
     """
 
     memory: memoryview
@@ -39,6 +41,8 @@ class SharedSlots(NamedTuple):
     saves: bool = True
     with_memory: Callable[[], int] | None = None
     file: SlotsFile | None = None
+    marks_at: int | None = None
+    digests: bool = False
 
 
 class HostPool:
@@ -50,7 +54,7 @@ class HostPool:
     not known, or if any core may be used, `near` is empty.
 
     Engines may share slots (`shared`). A shared slot has `part_bytes` bytes of this rank, and may also have parts of
-    other ranks and a note. `token` is b"" for a private pool.
+    other ranks, marks and a note. `token` is b"" for a private pool. `marks` is None if slots have no marks.
     """
 
     def __init__(self, geometry: Geometry, shared: SharedSlots | None = None) -> None:
@@ -63,6 +67,7 @@ class HostPool:
         self.near: frozenset[int] = frozenset()
         self.token, self._with_memory = (b"", None) if shared is None else (shared.token, shared.with_memory)
         self.part_bytes = geometry.slot_bytes
+        self.marks: SlotMarks | None = None
         if shared is not None:
             self._share(geometry, shared)
             return
@@ -99,6 +104,9 @@ class HostPool:
         self.flat = torch.frombuffer(shared.memory, dtype=torch.uint8, offset=shared.at)
         self.base = self.flat.data_ptr()
         self.tensor = whole.view(self.slots, self.slot_bytes)[:, shared.at : shared.at + geometry.slot_bytes]
+        if shared.marks_at is not None:
+            place = MarkPlace(shared.slot_bytes, shared.marks_at, shared.at, self.part_bytes)
+            self.marks = SlotMarks(shared.memory, place, digests=shared.digests)
 
     @property
     def with_memory(self) -> int:

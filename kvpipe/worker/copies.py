@@ -24,11 +24,13 @@ from kvpipe.trace import events as e
 from kvpipe.trace.durations import LOAD, MEMORY, STORE
 from kvpipe.transfer.base import QUIET, Ticket
 from kvpipe.worker.batch import Batch
+from kvpipe.worker.checks import CHANGED, SlotChecks
 from kvpipe.worker.context import RankContext
 
 OPENED: Final = "opened"
 SUBMITTED: Final = "submitted"
-"""`OPENED` and `SUBMITTED` are events of a whole batch. All other events are events of the jobs' machine."""
+CHECKED: Final = "checked"
+"""`OPENED`, `SUBMITTED` and `CHECKED` are events of a whole batch. All other events are events of the jobs' machine."""
 SLOWER_SHARE: Final = 1 / 16
 RATE_BYTES: Final = 256 << 20
 """The sums of bytes and time are halved when the sum of bytes exceeds this number, so that older loads count less."""
@@ -84,9 +86,16 @@ class Copies:
     """The cursors of one rank's jobs. vLLM's thread takes the outcomes of jobs from `outbox`."""
 
     def __init__(
-        self, context: RankContext, geometry: Geometry, abandon: Callable[[Ticket], bool], *, saves: bool = True
-    ) -> None:
-        """Make the loop thread. `abandon` is the transfer engine's method. Without `saves`, saves copy nothing."""
+        self, context: RankContext, geometry: Geometry, abandon: Callable[[Ticket], bool], *, saves: bool = True,
+        checks: SlotChecks | None = None,
+    ) -> None:  # fmt: skip
+        """Make the loop thread. `abandon` is the transfer engine's method. Without `saves`, saves copy nothing.
+
+        Without `checks`, slots have no marks.
+        """
+        self._checks = checks
+        if checks is not None:
+            checks.on_checked = self._checked
         self.counters, self.trace, self._abandon, self._saves = context.counters, context.trace, abandon, saves
         groups = geometry.groups
         self._layers = [(group, groups[group].layers[index].page_bytes) for group, index in geometry.layers]
@@ -118,6 +127,11 @@ class Copies:
         if ticket.failed or batch.last is ticket:
             self.loop.drain()
 
+    def _checked(self, batch: Batch) -> None:
+        """Send the news that the digests' thread has read the slots of `batch`. The digests' thread calls this."""
+        self.loop.put((CHECKED, batch, ""), wake=False)
+        self.loop.drain()
+
     def drain(self, fence: Callable[[Ticket, float], bool], wait_s: float) -> bool:
         """Wait for all copies, `wait_s` seconds at most, and then abandon the copies that have not begun.
 
@@ -145,7 +159,8 @@ class Copies:
             batch = item.batch
             assert isinstance(batch, Batch)  # noqa: S101  (the pipeline makes all tickets)
             batch.moved_ns = item.done_ns
-            self._landed(batch, item)
+            if self._checks is None or not self._checks.holds(batch, item, layers=len(self._layers)):
+                self._landed(batch, item)
         else:
             event, batch, why = item
             self._news(batch, event, why)
@@ -154,6 +169,12 @@ class Copies:
     def _news(self, batch: Batch, event: str, why: str) -> None:
         if event == SUBMITTED:
             batch.closed = True
+            return
+        if event == CHECKED:
+            if batch.held is not None:
+                self._landed(batch, batch.held)
+            if batch.checked is not None:
+                batch.checked.set()  # last: vLLM's thread may wait for this, and then settles its step
             return
         if event == OPENED:
             machine = self.machines[batch.kind is not Kind.SAVE]
@@ -167,6 +188,9 @@ class Copies:
             self.fire(batch, job, event, why)
 
     def _landed(self, batch: Batch, ticket: Ticket) -> None:
+        failed, checks = ticket.failed, self._checks
+        if checks is not None and ticket.ordinal + len(ticket.layers) == len(self._layers):
+            failed |= checks.failed(batch)
         took_ns = ticket.done_ns - ticket.born_ns
         if self._saves or batch.kind is not Kind.SAVE:
             self._count(batch, ticket, took_ns)
@@ -175,11 +199,13 @@ class Copies:
             for layer in ticket.layers:
                 self.trace.put(e.LayerCopied(
                     ticket.born_ns, *header, kind=batch.kind.name.lower(), layer=layer,
-                    jobs=[job.id for job in batch.jobs], took_ns=took_ns, failed=sorted(ticket.failed),
+                    jobs=[job.id for job in batch.jobs], took_ns=took_ns, failed=sorted(failed),
                 ))  # fmt: skip
         for job in batch.jobs:
             if job.id in ticket.failed:
                 self.fire(batch, job, m.FAULT, f"the copy of layer {ticket.layer} failed")
+            elif job.id in failed:
+                self.fire(batch, job, m.FAULT, CHANGED)
             else:
                 self._land(batch, job, range(ticket.ordinal, ticket.ordinal + len(ticket.layers)))
 
@@ -259,8 +285,11 @@ class Copies:
                 self.counters.fault("job_failed", job=job.id, request=job.request, state=edge.to.name, why=why)
 
     def put_outcomes(self, batch: Batch) -> None:
-        """Put the outcomes of ended jobs into the outbox, once no copy can touch the slots or blocks of these jobs."""
-        if batch.closed and batch.settled:
+        """Put the outcomes of ended jobs into the outbox, once no copy can touch the slots or blocks of these jobs.
+
+        The outcomes of saves wait until the marks of the saves' slots are written.
+        """
+        if batch.closed and batch.settled and (self._checks is None or self._checks.is_marked(batch)):
             if batch in self.live and all(cursor.state.final for cursor in batch.cursors.values()):
                 del self.live[batch]
                 if batch.first_ns:

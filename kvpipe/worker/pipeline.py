@@ -26,6 +26,7 @@ from kvpipe.transfer.base import DONE, Ticket, TransferEngine
 from kvpipe.worker.async_loads import AsyncLoads
 from kvpipe.worker.batch import NO_BATCH, Batch
 from kvpipe.worker.caches import EVERY_HOOK, Hooks
+from kvpipe.worker.checks import SlotChecks
 from kvpipe.worker.context import RankContext
 from kvpipe.worker.copies import OPENED, SUBMITTED, Copies
 from kvpipe.worker.limits import PLANNED_TO_FAIL, Limits
@@ -52,14 +53,16 @@ class Pipeline:
         blocks: int = BLOCKS_MAX,
         slots_ready: Callable[[], int] | None = None,
         saves: bool = True,
+        checks: SlotChecks | None = None,
     ) -> None:
         """Start the loop thread. `engine` must be attached already. `hooks` has the numbers of layers.
 
         `blocks` is the number of paged blocks. `slots_ready()` returns the number of usable slots. Without
         `slots_ready`, all slots are usable. A copy's jobs fail after a wait of `wait_ms_max` (a setting). Without
-        `saves`, this rank's saves copy nothing, because another rank saves the same bytes.
+        `saves`, this rank's saves copy nothing, because another rank saves the same bytes. Without `checks`, slots have
+        no marks.
         """
-        self.counters, self._hooks, self._saves = context.counters, hooks, saves
+        self.counters, self._hooks, self._saves, self._checks = context.counters, hooks, saves, checks
         self.waited_ns = 0  # the time that vLLM's thread has waited for copies
         self._engine, self._trace, self._wait_s = engine, context.trace, context.settings.wait_ms_max / 1000
         self._limits = Limits(geometry.pages_per_chunk, blocks, slots_ready or (lambda: geometry.slots))
@@ -73,7 +76,7 @@ class Pipeline:
         self._save = self._sync = self._async = NO_BATCH  # the open step's saves, sync loads and async loads
         self._unfenced = NO_BATCH  # the last step's saves, which may still read blocks
         self._computes = True  # whether the open step computes any tokens
-        self.copies = Copies(context, geometry, engine.abandon, saves=saves)
+        self.copies = Copies(context, geometry, engine.abandon, saves=saves, checks=checks)
         self.copies.loop.start(Watchdog(self.copies, engine.abandon, context.settings.stuck_ms_max).run)
         self._landed = self.copies.completed  # the sink of all tickets
         self.outcomes = outcomes = Outcomes(self.copies)
@@ -111,7 +114,9 @@ class Pipeline:
         self.step.fire(m.PLAN)
         self._computes = plan.computes
         by_kind: dict[int, list[Job]] = {}
-        refused = self._limits.refused(plan.jobs)
+        wrong = refused = self._limits.refused(plan.jobs)
+        if self._checks is not None:
+            refused = self._checks.refused(plan.jobs, wrong)
         for place, job in enumerate(plan.jobs):
             if place not in refused:
                 by_kind.setdefault(job.kind, []).append(job)
@@ -119,10 +124,12 @@ class Pipeline:
         self._sync = self._open(Kind.LOAD_SYNC, by_kind, plan.step)
         self._async = self._open(Kind.LOAD_ASYNC, by_kind, plan.step)
         for batch in (self._save, self._sync, self._async):
+            if batch.jobs and self._checks is not None:
+                self._checks.begin(batch)
             if batch.jobs and (batch.kind is not Kind.SAVE or batch.traced):  # the trace needs the plan's mover
                 self._engine.prepare(batch.plan)
         for place, why in refused.items():
-            self._refuse(plan.jobs[place], why)
+            self._refuse(plan.jobs[place], why, poisoned=place in wrong)
 
     def start_loads(self, forward: object = None) -> None:
         """Submit every layer of the step's loads. Wait for the sync loads of layers without a hook.
@@ -199,6 +206,8 @@ class Pipeline:
         if self.step.fire(m.SHUTDOWN).moves:
             with ExitStack() as always:
                 always.callback(self.copies.loop.stop)
+                if self._checks is not None:
+                    always.callback(self._checks.stop)
                 always.callback(self._engine.shutdown)
                 self._withdraw()
 
@@ -214,8 +223,8 @@ class Pipeline:
 
     # ---- its parts ------------------------------------------------------------------------------------------------
 
-    def _refuse(self, job: Job, why: str) -> None:
-        if why is not PLANNED_TO_FAIL:
+    def _refuse(self, job: Job, why: str, *, poisoned: bool) -> None:
+        if poisoned and why is not PLANNED_TO_FAIL:
             self.counters.fault("poisoned_plan", job=job.id, why=why)
         self.outcomes.refuse([job], why)
         if job.kind not in {Kind.SAVE, Kind.LOAD_ASYNC}:
@@ -317,6 +326,7 @@ class Pipeline:
         elif was == m.GIVEN_UP:
             self.copies.put(copy_m.DENY, batch, TIMED_OUT)
         elif len(batch.waited) == len(self._layers):
+            self._await_checks(batch)
             # This is rare. A failed load must be reported to the engine in this step, so wait for the last copy.
             if any(map(_failed, batch.tickets.values())) and not batch.last.wait(self._wait_s):
                 self._give_up(batch, TIMED_OUT)
@@ -331,6 +341,17 @@ class Pipeline:
             if not batch.last.done:
                 self._engine.guard_read(batch.last, self._wait_s)
         self._settle()
+
+    def _await_checks(self, batch: Batch) -> None:
+        """Wait until the digests of a batch of sync loads are compared, because their failure ends in this step."""
+        if self._checks is None:
+            return
+        if not self._timed(self._checks.wait, batch.last):
+            self._give_up(batch, TIMED_OUT)
+        elif batch.damaged:
+            self._fail_step_saves()
+            if not batch.last.wait(self._wait_s):
+                self._give_up(batch, TIMED_OUT)
 
     def _end(self, was: str) -> None:
         """End the saves of a step that was in state `was`. Before, end the step's loads if they were not settled."""

@@ -22,6 +22,7 @@ from kvpipe.transfer.pool import HostPool, SharedSlots
 from kvpipe.transfer.ready import DEMAND_BYTES_MAX, SHARE_OF_A_BUSY_CORE, SHARE_OF_PINNING, Manners, Readier
 from kvpipe.worker.adapters import HeldAdapters, marked_broken
 from kvpipe.worker.caches import PagedCaches
+from kvpipe.worker.checks import SlotChecks
 from kvpipe.worker.context import RankContext
 from kvpipe.worker.engines import EngineOptions, make_engine
 from kvpipe.worker.outcomes import REPORTED_EARLY
@@ -123,7 +124,9 @@ class WorkerSide:
         )
 
     def _make_pipeline(self, engine: TransferEngine, caches: PagedCaches, *, saves: bool) -> Pipeline:
-        pool = self._pool
+        pool, context = self._pool, self.context
+        marks = pool.marks
+        checks = None if marks is None else SlotChecks(marks, context.counters, saves=saves, cpus=context.cpus)
         return Pipeline(
             self.context,
             engine,
@@ -132,6 +135,7 @@ class WorkerSide:
             blocks=caches.blocks,
             slots_ready=lambda: pool.ready,
             saves=saves,
+            checks=checks,
         )
 
     def _make_readier(self, engine: TransferEngine, device: str) -> Readier:
@@ -284,8 +288,10 @@ class WorkerSide:
         unreadable, rates = (carrier.unreadable, carrier.rates) if carrier is not None else (frozenset[int](), {})
         self._loading.clear()  # the engine already has this step's bad blocks, so failures from now on count as late
         news, weighed, tallies = self._news(), self._weighed, self._take_tallies()  # last: errors would lose tallies
+        damaged = self._pool.marks.take_found() if self._pool.marks is not None else {}  # after the tallies' checks
         self._weighed, self._ready_reported, self._unreadable = {}, ready, unreadable
-        if not (tallies or self.lost or weighed or news or ready != was_ready or unreadable != were_unreadable):
+        changed = self.lost or ready != was_ready or unreadable != were_unreadable
+        if not (tallies or damaged or weighed or news or changed):
             return None
         rank = self.context.rank
         return Report(
@@ -298,6 +304,7 @@ class WorkerSide:
             weights=weighed,
             adapters={rank: news} if news else {},
             step=self.adapters.step,
+            damaged=damaged,
         )
 
     def _news(self) -> dict[int, bytes]:

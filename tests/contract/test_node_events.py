@@ -72,7 +72,7 @@ class NotedEngine:
 @pytest.fixture
 def node() -> Iterator[DirectNode]:
     """Return a memory without engines."""
-    size = node_note_bytes(GEOMETRY)
+    size = node_note_bytes(GEOMETRY, 1)
     made = DirectNode(SLOTS, size + 64, size)
     yield made
     made.close()
