@@ -38,7 +38,7 @@ from kvpipe.node.messages import (
 )
 from kvpipe.node.processes import LOG, SOCKET, checked_folder, has_clients, lock_folder, peer_of, watch
 from kvpipe.node.segment import create
-from kvpipe.statemachine.core import IllegalTransition
+from kvpipe.statemachine.cursors import IllegalTransition
 
 BEAT_S: Final = 0.25
 """The longest interval, in seconds, at which the holder advances its clock."""
