@@ -15,7 +15,7 @@ from types import FunctionType
 from typing import Any, NamedTuple, Protocol
 
 
-class Table(Protocol):
+class CompilableTable(Protocol):
     """The parts of a table that are compiled. `core.Machine` and `PlainTable` have these parts."""
 
     @property
@@ -54,20 +54,20 @@ class PlainCell(NamedTuple):
     to: str = ""
     why: str = ""
 
+    @classmethod
+    def go(cls, to: str) -> PlainCell:
+        """Return a cell that moves to state `to`."""
+        return cls("go", to)
 
-def go(to: str) -> PlainCell:
-    """Return a cell that moves to state `to`."""
-    return PlainCell("go", to)
+    @classmethod
+    def stay(cls, why: str) -> PlainCell:
+        """Return a cell that changes nothing, for the reason `why`."""
+        return cls("stay", why=why)
 
-
-def stay(why: str) -> PlainCell:
-    """Return a cell that changes nothing, for the reason `why`."""
-    return PlainCell("stay", why=why)
-
-
-def reject(why: str) -> PlainCell:
-    """Return a cell whose event is illegal, for the reason `why`."""
-    return PlainCell("reject", why=why)
+    @classmethod
+    def reject(cls, why: str) -> PlainCell:
+        """Return a cell whose event is illegal, for the reason `why`."""
+        return cls("reject", why=why)
 
 
 class PlainTable(NamedTuple):
@@ -129,7 +129,7 @@ class State:
 class Compiled:
     """The states of a machine for one owner and a number of layers. One thread at a time may fire the cursors."""
 
-    def __init__(self, machine: Table, layers: int) -> None:
+    def __init__(self, machine: CompilableTable, layers: int) -> None:
         """Build every state, then every edge."""
         self.machine, self.layers = machine, layers
         self.states: dict[str, State] = {}

@@ -7,7 +7,9 @@ is the client's last process.
 
 from __future__ import annotations
 
-from kvpipe.statemachine.cursors import PlainTable, go, reject, stay
+from kvpipe.statemachine.cursors import PlainCell, PlainTable
+
+go, reject, stay = PlainCell.go, PlainCell.reject, PlainCell.stay
 
 DETACHED, ATTACHED, ENDING, GONE = "DETACHED", "ATTACHED", "ENDING", "GONE"
 

@@ -6,7 +6,9 @@ written". The client's machine node_grant has this state.
 
 from __future__ import annotations
 
-from kvpipe.statemachine.cursors import PlainTable, go, reject, stay
+from kvpipe.statemachine.cursors import PlainCell, PlainTable
+
+go, reject, stay = PlainCell.go, PlainCell.reject, PlainCell.stay
 
 FREE, GRANTED, PUBLISHED, EVICTING, QUARANTINE = "FREE", "GRANTED", "PUBLISHED", "EVICTING", "QUARANTINE"
 
