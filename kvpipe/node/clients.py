@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvpipe.node.layout import ClientRow, Process
-from kvpipe.statemachine.core import Compiled, Cursor, Watch
+from kvpipe.statemachine.cursors import Compiled, Cursor, Watch
 
 
 class NodeChunk:

@@ -47,7 +47,7 @@ from kvpipe.node.processes import (
     watch,
 )
 from kvpipe.node.segment import create
-from kvpipe.statemachine.core import IllegalTransition
+from kvpipe.statemachine.cursors import IllegalTransition
 
 BEAT_S: Final = 0.25
 """The longest interval, in seconds, at which the holder advances its clock."""

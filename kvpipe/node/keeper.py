@@ -30,7 +30,7 @@ from kvpipe.node.slots import NEVER, RegionSlots
 from kvpipe.node.usage import NodeUsage, usage_of
 from kvpipe.statemachine import node_client as c
 from kvpipe.statemachine import node_slot as m
-from kvpipe.statemachine.core import Cursor, IllegalTransition, Watch
+from kvpipe.statemachine.cursors import Cursor, IllegalTransition, Watch
 
 STOCK_SHARE: Final = 4
 """The unused stocks of all clients together may hold 1 / `STOCK_SHARE` of the slots."""
