@@ -97,6 +97,7 @@ FLAGS: dict[str, dict[str, str]] = {
         "CudaEngine._lost": "a latch: the device's context is dead",
         "GuardedEngine._lost": "a latch: the engine has raised, and gets no further copies",
         "SharedSlots.digests": "configuration",
+        "SlotMarks.digests": "configuration",
         "SharedSlots.saves": "of the engine: whether this rank saves the bytes that all ranks share",
         "HostPool.huge_pages": "content: whether the system has granted huge pages",
         "Launch.saving": "content: a direction",
