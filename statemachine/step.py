@@ -1,8 +1,8 @@
 """The step machine follows one rank's open step. The calls of vLLM's model runner are its events.
 
 A call may be missing or repeated. The cell (IDLE, step_end) is a stay, because vLLM calls `wait_for_save` in every
-step, even without a save, and perhaps twice. The number of calls does not affect a job. A step confirms a save if all
-layers were submitted, and confirms a sync load if attention has waited for all layers.
+step, even without a save, and perhaps twice. A repeated call of `wait_for_save` does not change how a job ends. A step
+confirms a save if all layers were submitted, and confirms a sync load if attention has waited for all layers.
 
 Two hooks are not events. `save_kv_layer` submits the copy of one layer once and changes no state. In every state,
 `handle_preemptions` makes later writes wait for the last step's saves. A layer hook fires no event if the step copies

@@ -171,8 +171,8 @@ def has_clients(folder: Path) -> bool:
 def memory_of_clients(folder: Path) -> int | None:
     """Return a descriptor of the memory that processes with the folder's mark have, or None.
 
-    An idle engine offers nothing, but /proc shows its lock and its descriptors. The result is None if /proc hides them,
-    or if these processes have several memories.
+    An idle engine does not send its descriptor of the memory, but /proc shows the lock and the descriptors of every
+    process. The result is None if /proc hides the descriptors, or if these processes have several memories.
     """
     mark = (folder / CLIENTS).stat()
     return _memory_of(_locking(mark.st_ino) - {os.getpid()}, mark)

@@ -111,7 +111,7 @@ class Events:
                 setattr(self, name, (self._of_all if name == "reset" else self._of_one)(calls))
 
     def _of_one(self, calls: Sequence[Callable[[Any, Any], object]]) -> Callable[[Any, Any], object]:
-        """Return an event of one request. The event has named arguments, because `*args` would take 0.2 us longer."""
+        """Return an event of one request. The two parameters are fixed, because `*args` takes 0.2 us longer."""
 
         def event(subject: object, news: object) -> None:
             for call in calls:

@@ -92,7 +92,7 @@ class Jobs:
 
     @property
     def awaited(self) -> bool:
-        """Whether ranks may report on jobs soon, by the rule of `reported.awaited`."""
+        """Whether ranks may report on a job soon: the newest job was sent less than `_patience_s` seconds ago."""
         return awaited(self.in_flight, self._patience_s)
 
     @property

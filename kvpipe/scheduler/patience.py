@@ -23,8 +23,8 @@ class Patience:
     def __init__(self, token_bytes: float, lookup_ms_max: int, lookup_slow_ms_max: int) -> None:
         """Start without measurements.
 
-        `token_bytes` is the size of a token's KV on a rank, in groups that are read whole. The other parameters are
-        settings with the same names.
+        `token_bytes` is the number of bytes that a rank reads from a tier for one token. It covers only groups whose
+        whole prefix is loaded (full attention). The other parameters are settings with the same names.
         """
         self.lookup_s_max = lookup_ms_max / 1000
         self._slow_s_max = min(lookup_ms_max, lookup_slow_ms_max) / 1000

@@ -107,8 +107,9 @@ class Saving:
     def _urgent(self, tracked: Tracked, end: int, states: Container[str]) -> bool:
         """Whether the request's save cannot wait until a later step, for one of three reasons.
 
-        The engine offers a state once. The next step may free blocks that have left a window after `end` tokens. A part
-        of the prompt may be unsaved, because its keys were not known yet or its save has failed.
+        First, the engine offers a recurrent state in one step only. Second, the next step may free blocks, because
+        their tokens are outside the sliding window once `end` tokens are computed. Third, part of the prompt is not
+        saved yet.
         """
         first = tracked.saving.saved_units * self._unit
         if tracked.request.request_id in states or first + self._unit <= tracked.request.num_prompt_tokens:

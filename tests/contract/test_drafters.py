@@ -134,9 +134,9 @@ def _source(path: Path, name: str, owner: str = "") -> str:
 
 
 def check_stages(folder: Path) -> None:
-    """Check that the last stage drafts in its step.
+    """Check that the last pipeline stage computes a step's drafts in this step.
 
-    Other stages get the drafts before a later step, except for ended requests.
+    The other pipeline stages receive these drafts in a later step, but not the drafts of ended requests.
     """
     runner = folder / "v1/worker/gpu/model_runner.py"
     made = _source(runner, "__init__", "GPUModelRunner")

@@ -1,6 +1,6 @@
-"""Thousands of chunks of one block each.
+"""The scheduler side does the same work per request, however many chunks the pool holds.
 
-The scheduler side's work per request does not depend on the number of chunks.
+The pool has 2,000 slots, and each chunk has only one block.
 """
 
 from __future__ import annotations

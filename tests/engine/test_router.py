@@ -101,7 +101,7 @@ def test_prompt_that_shares_part_of_a_chunk_hits_the_announced_blocks() -> None:
 
 
 class Subscriber:
-    """A router beside an engine that publishes with vLLM's own publisher over ZMQ."""
+    """A router that receives the KV events of one engine. vLLM's own publisher sends the events over ZMQ."""
 
     def __init__(self, folder: Path) -> None:
         """Subscribe to the sockets in `folder`."""

@@ -42,7 +42,7 @@ ASKED: list[tuple[str, str, str, Any]] = [
 
 @pytest.fixture(params=[False, True], ids=["serving", "idle"])
 def asked(managed: Managed, request: pytest.FixtureRequest) -> Managed:
-    """Yield an engine that serves, or an idle engine. Orders wait for a step of an engine that serves."""
+    """Yield a busy engine, or an idle engine. A busy engine carries out orders only in a step."""
     managed.save("a", 4, salt="a")
     managed.engine.wait_s_max = 0.01
     if not request.param:

@@ -204,7 +204,7 @@ def test_view_fits_the_terminal(managed: Managed, size: tuple[int, int]) -> None
 
 
 def test_rates_cover_the_last_seconds(managed: Managed) -> None:
-    """Rates cover the last seconds only. After a restart, an engine has no rates before its second answer."""
+    """Rates cover the last seconds only. They need two answers, so `top` shows no rates directly after a restart."""
     engine = seen.SeenEngine(managed.address)
     old = {"hit_tokens": {"memory": 1000}, "missed_tokens": {"not_saved": 0}, "evicted": 5}
     new = {"hit_tokens": {"memory": 1000, "disk": 25}, "missed_tokens": {"not_saved": 50, "evicted": 25}, "evicted": 25}

@@ -58,7 +58,11 @@ def test_reset_drops_only_held_chunks_at_once(worlds: Worlds) -> None:
 
 
 def test_reset_before_an_earlier_one_is_swept_forgets_everything(worlds: Worlds) -> None:
-    """Between the two resets the engine gets its old weights back, so it finds the same chunks again."""
+    """A reset forgets all chunks, even while an earlier sweep of old chunks is not finished.
+
+    A change of weights has begun this sweep. Then the old weights came back, so the engine finds its chunks again until
+    the reset.
+    """
     first = worlds.start()
     first.catalog.sweep_slots = 1
     one = first.request("one", 8, shared=8)

@@ -49,7 +49,7 @@ def test_saved_chunks_are_found_in_the_first_step_after_their_publication(tiered
 
 
 def test_reports_that_the_holder_answers_while_a_step_runs_are_read_with_its_report(tiered: TieredWorlds) -> None:
-    """The next step's lookup finds the chunks, although the running step was planned before the answer."""
+    """If the holder answers during a step, the next lookup finds the published chunks. The step was planned before."""
     world = tiered.start()
     request = world.in_tier("a", 8)
     world.want(request)

@@ -61,7 +61,10 @@ def test_region_gets_no_memory_that_was_used_later(world: RegionsWorld) -> None:
 
 
 def test_regions_with_equal_need_get_memory_in_turn(world: RegionsWorld) -> None:
-    """Without turns, regions that have no chunk to evict would get memory in the order of their numbers."""
+    """Two regions that both lack memory get it alternately.
+
+    Otherwise the region with the lower number would get all of it.
+    """
     _busy(world)
     before = _grown(world)
     for _ in range(6):

@@ -311,9 +311,9 @@ def test_no_redirect_leads_to_another_host(status: str, scheme: str, variables: 
 
 
 def test_private_store_cannot_redirect_to_a_host_of_the_cloud() -> None:
-    """The cloud may provide keys.
+    """The client of a private store may get its credentials from the cloud.
 
-    So the client connects to the hosts that provide keys, but to no other host of the cloud.
+    So the client may connect to the cloud's hosts that provide credentials, but to no other host of the cloud.
     """
     made = Client(
         {

@@ -114,7 +114,7 @@ def _fields() -> set[str]:
 
 
 def test_every_method_has_its_threads() -> None:
-    """Each method runs on the loop's thread, on the owner's thread, or on both."""
+    """For each method, the call graph shows which threads run it: the loop's thread, the owner's thread, or both."""
     for kind in ("Finder", "Carrier"):
         loop, owner = _roots(kind)
         reached = _reached(kind, loop).keys() | _reached(kind, owner, loop).keys() | {"__init__"}

@@ -77,7 +77,7 @@ class Rig:
 
 @pytest.mark.parametrize("how", ["ahead", "start"])
 def test_slots_become_ready_in_order(how: ready.How) -> None:
-    """Slots become ready in order, after they are resident and claimed.
+    """Slots become ready in order, after their memory is resident and `claim` has been called for it.
 
     With `start` all slots are ready when `begin` returns.
     """

@@ -360,7 +360,7 @@ def test_one_prompt_is_remembered_once() -> None:
 
 
 def test_announced_prompts_have_their_turns_in_the_order_of_their_times() -> None:
-    """Announcements have their turns in the order of their times. Announcements with a time in the past come last."""
+    """The announcement with the earliest time is served first. Announcements whose time has passed are served last."""
     all_ = Announcements(Counters())
     for name, pause_s in (("late", 50), ("soon", 110), ("then", 111), ("long", 1000)):
         all_.add(remembered(name, pause_s))

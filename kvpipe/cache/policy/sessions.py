@@ -56,7 +56,7 @@ class Sessions:
         self._lost = 0  # the number of chunks of running requests that were evicted or are orphans
         untracked(self._chains)
 
-    # ---- the policy's calls --------------------------------------------------------------------------------------
+    # ---- methods that the catalog calls ----------------------------------------------------------------------------
 
     def request(self, now_s: float, *, over: bool) -> None:
         """See `SessionPolicy.request`."""

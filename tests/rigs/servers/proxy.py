@@ -19,7 +19,7 @@ CHUNK_BYTES = 64 << 10
 
 
 class Proxy:
-    """Forwards connections from its own port to `port` of loopback, in a thread. Use the proxy with `with`.
+    """Forwards connections from its own `port` to `target_port` of loopback, in a thread. Use the proxy with `with`.
 
     A changed attribute applies to all later data, also of open connections. `latency_s`: the delay of each packet
     of data. `rate_bytes_s`: the limit in bytes per second, for each direction of each connection; None: no limit.

@@ -163,8 +163,8 @@ def judge(
 ) -> Verdict:
     """Try the sequence that is `known` to find a mutant, and then cases of the default profile, until a case finds it.
 
-    `bench` is an entered runner for all cases that a process judges. If `bench` is None, a new runner is made. At last,
-    a shorter sequence that finds the mutant is sought, for at most `shrink_seconds`.
+    `bench` runs the cases, and its context has been entered. If `bench` is None, `judge` makes a runner for this
+    mutant. When a case has found the mutant, `judge` seeks a shorter sequence for at most `shrink_seconds`.
     """
     began, trials, steps = time.monotonic(), 0, 0
     mutant = MUTANTS[name]
