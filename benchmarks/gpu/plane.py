@@ -33,7 +33,7 @@ class Limit:
         self.both = 2 * size / GB / (gpu.median_ms(lambda: self.run(*Direction), REPEATS) / 1e3)
 
     def run(self, *directions: Direction) -> tuple[Any, Any]:
-        """Copy in each of `directions`, on separate streams, and return the marks before and after the copies."""
+        """Copy in each of `directions`, on separate streams. Return the events before and after the copies."""
         self.gpu.sync()
         begin = self.gpu.mark()
         for d in directions:
@@ -125,7 +125,7 @@ class Forward:
         self.y @ down
 
     def run(self, before: Callable[[int], object], after: Callable[[int], object]) -> tuple[Any, Any]:
-        """Run all layers, with a hook before and after each layer, and return the marks before and after all layers."""
+        """Run all layers, with a hook before and after each layer. Return the events before and after all layers."""
         begin = self.gpu.mark()
         for number in range(self.layers):
             before(number)
@@ -135,7 +135,7 @@ class Forward:
 
 
 def nothing(_: int) -> None:
-    """Do nothing. This is a hook without work."""
+    """Do nothing, as a hook that takes no time."""
 
 
 def paired(gpu: Gpu, plain: Callable[[], tuple[Any, Any]], loaded: Callable[[], tuple[Any, Any]], pairs: int) -> float:

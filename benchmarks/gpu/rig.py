@@ -62,7 +62,7 @@ class Gpu:
         return shape._replace(layers=SIMULATED_LAYERS, page_bytes=shape.page_bytes // SIMULATED_SHRINKS)
 
     def mark(self) -> Any:
-        """Return a mark: a point in time on the compute stream."""
+        """Return a CUDA event on the compute stream, or the time in seconds if the device is simulated."""
         if self.simulated:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -70,7 +70,7 @@ class Gpu:
         return event
 
     def ms(self, begin: Any, end: Any) -> float:
-        """Return the milliseconds between two marks."""
+        """Return the milliseconds between two results of `mark`."""
         if self.simulated:
             return float((end - begin) * 1e3)
         end.synchronize()
@@ -108,7 +108,7 @@ class Gpu:
             self.device.compute.put(lambda: (work(), None)[1])
 
     def median_ms(self, run: Callable[[], tuple[Any, Any]], repeats: int) -> float:
-        """Return the median milliseconds between the two marks that `run` returns, after one warm-up."""
+        """Return the median milliseconds between the two events that `run` returns, after one warm-up."""
         run()
         return median(self.ms(*run()) for _ in range(repeats))
 
@@ -191,7 +191,7 @@ class Rig:
         assert ticket.wait(COMPLETE_S_MAX), "a ticket never completed"
 
     def copy(self, *plans: CopyPlan) -> tuple[Any, Any]:
-        """Copy every layer of all plans in parallel, and return the marks before and after."""
+        """Copy every layer of all plans in parallel, and return an event before and an event after the copies."""
         self.gpu.sync()
         begin = self.gpu.mark()
         for plan in plans:

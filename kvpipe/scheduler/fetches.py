@@ -94,7 +94,7 @@ class Staging(Subscriber):
         self._per_chunk = geometry.units_per_chunk
         self._fetches_max = [tier.spec.lanes * ORDERS_PER_LANE for tier in finder.tiers]
         self._fetches = [0] * len(self.names)  # fetches that the ranks carry out, by tier
-        self._leased = 0  # chunks that stages lease
+        self._leased = 0  # the number of chunks that stages lease
         self._unpublished = UnpublishedFetches(context.catalog)
         self._due: list[TierOrder] = []
         self._transfers: dict[int, TierStore | TierFetch] = {}

@@ -1,6 +1,6 @@
-"""Chunks that are in memory ahead of requests count once.
+"""Each chunk that is kept for an announced request counts once.
 
-The share of these that requests use limits the room for more.
+The share of such chunks that requests use limits how many more may be kept.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def test_hits_are_those_of_lru_when_all_sessions_pause_alike() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_each_prompt_hits_as_with_lru_before_the_proof(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prompts branch, end within held chunks, or return later. Some prompts arrive at the same time."""
+    """The prompts branch, end within held chunks, or are sent again later. Some prompts arrive at the same time."""
     monkeypatch.setattr(Duel, "_count", lambda *_: None)
     drawn = w.coding_agents(seed, sessions=6, hours=0.25, chunk_tokens=1024)
     tree = made_up(seed, 1500, branches=3, depth=7)
@@ -192,7 +192,7 @@ def test_a_chain_that_is_split_is_two(size: int) -> None:
 def test_chunk_that_a_prompt_evicts_of_itself_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pool is smaller than a conversation.
 
-    LRU's shadow follows the chunks that LRU would hold, even while the learnt order chooses the victims.
+    LRU's shadow records the chunks that LRU would hold, even while the learnt order chooses the victims.
     """
     draw, at_s, sizes, prompts = random.Random(1), 0.0, dict[int, int](), list[tuple[float, str, int]]()
     for _ in range(2000):

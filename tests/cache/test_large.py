@@ -1,4 +1,4 @@
-"""Mappings that are divided into pieces behave like a dict and an `OrderedDict`, and no piece is large."""
+"""Mappings that consist of many small dicts behave like a dict and an `OrderedDict`."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_no_piece_is_large() -> None:
 
 
 def test_empty_piece_releases_its_memory() -> None:
-    """Each piece releases its memory when its last entry is removed, so no single call has to release all memory."""
+    """Each small dict releases its memory with its last entry, so no single call has to release all memory."""
     shards, empty = Shards[int](), sys.getsizeof(Shard())
     keys = [hashlib.sha256(i.to_bytes(4)).digest() for i in range(20_000)]
     shards.update(dict.fromkeys(keys, 1))

@@ -1,4 +1,4 @@
-"""The suite of policies finds bugs: each claim of the suite fails for a policy with the bug that the claim is about."""
+"""Each check of the suite of policies fails for a policy that has the bug for which the check was written."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ BUGS: list[tuple[Callable[[Callable[[int], Policy]], None], Callable[[int], Poli
 
 @pytest.mark.parametrize(("claim", "policy"), BUGS, ids=lambda one: one.__name__)
 def test_a_claim_can_fail(claim: Callable[[Callable[[int], Policy]], None], policy: Callable[[int], Policy]) -> None:
-    """A policy with one bug fails the claim that is about this bug."""
+    """A policy with one bug fails the check that should find this bug."""
     claim(Lru)
     with pytest.raises((AssertionError, ValueError)):
         claim(policy)
 
 
 def test_every_claim_is_tried() -> None:
-    """The list above has a policy with a bug for each claim of the suite."""
+    """For each check of the suite, the list above has a policy with a bug."""
     assert {claim.__name__ for claim, _ in BUGS} == {name for name in dir(SUITE) if name.startswith("test_")}

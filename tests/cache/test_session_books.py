@@ -155,7 +155,7 @@ def test_most_places_of_evicted_chunks_are_removed() -> None:
 
 @pytest.mark.parametrize("saved_first", [False, True])
 def test_places_of_evicted_chunks_are_no_chain(*, saved_first: bool) -> None:
-    """If only places of evicted chunks follow the shared prefix, the next prompt continues the same chain."""
+    """If all chunks after the shared prefix were evicted, the next prompt continues the same chain."""
     policy, (a, b, c, d) = Sessions(SLOTS), (Item("a"), Item("b", "a"), Item("c", "b"), Item("d", "c"))
     for item in (a, b, c, d):
         policy.insert(item, hit=False)

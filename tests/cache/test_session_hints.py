@@ -23,7 +23,7 @@ class Clients:
     def serve(self, *prompt: str) -> list[Item]:
         """Serve a prompt some seconds later.
 
-        Return its chunks in the order of the report of its end: the last chunk first.
+        Return the prompt's chunks, the last chunk first.
         """
         self.now_s += 10
         there = [name for name in prompt if name in self.items]

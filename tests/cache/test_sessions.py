@@ -78,7 +78,7 @@ def test_kinds_are_octaves_of_the_usual_pause() -> None:
 
 
 class _World:
-    """Prompts of sessions, which end at once, in a pool with some slots."""
+    """A pool of a few slots that serves prompts of sessions. Each request ends at once."""
 
     def __init__(self, policy: Policy) -> None:
         self.now_s, self.requests = 0.0, 0

@@ -172,7 +172,10 @@ def test_values_of_the_named_key_are_judged_beside_others(cache: Stated, disk: s
 
 
 def test_damage_under_the_right_key_is_damage(cache: Stated, disk: str) -> None:
-    """Torn values and zeros are deleted. So is a value that has the key's name in its header, but does not decrypt."""
+    """Torn values and zeros are deleted.
+
+    A value whose header names the key, but that does not decrypt, is deleted, too.
+    """
     flip(file_of(disk, KEYS[0]), HEADER_BYTES)
     file_of(disk, KEYS[1]).write_bytes(bytes(HEADER_BYTES + BODY))
     with file_of(disk, KEYS[2]).open("r+b") as torn:

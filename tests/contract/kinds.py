@@ -1,4 +1,4 @@
-"""Lists every kind of cache that vLLM defines: kvpipe's answer, the evidence, the stored bytes and their cost.
+"""Lists every kind of cache that vLLM defines, whether kvpipe stores it, the evidence, and the bytes that are stored.
 
 Run `python -m tests.contract.kinds` to write the page. `python -m tests.engine.costs` measures the bytes on the page.
 """
@@ -24,7 +24,7 @@ _STATE: Final = "the page of a boundary: nothing per token, `state` per boundary
 
 
 class Answer(NamedTuple):
-    """The answer of kvpipe to one kind of cache, with the evidence and the stored pages."""
+    """Whether kvpipe stores or refuses one kind of cache, with the evidence and the stored pages."""
 
     answer: str
     rests_on: str
@@ -78,7 +78,7 @@ KINDS: Final[dict[str, Answer]] = {
     "HiSparseResidentSpec": Answer(REFUSED, "as for `HiSparseHotSpec`"),
     "AttentionSpec": Answer(INSIDE, "only a base class of other kinds"),
 }
-"""The answers, by the name of vLLM's class."""
+"""kvpipe's decision on each kind, by the name of vLLM's class."""
 
 STATES: Final[dict[str, Answer]] = {
     "MAMBA2": Answer(STORED, "engine: `granite-hybrid`, `falcon-h1`", _STATE),
@@ -95,7 +95,7 @@ STATES: Final[dict[str, Answer]] = {
     "LINEAR": Answer(REFUSED, "not tested; a gated delta net works"),
     "CUSTOM": Answer(REFUSED, "a plugin may register any kind of state; Mamba 2 works"),
 }
-"""The answers for recurrent states, by vLLM's name for the kind of state (`MambaSpec.mamba_type`)."""
+"""kvpipe's decision on each kind of recurrent state, by vLLM's name for the kind (`MambaSpec.mamba_type`)."""
 
 
 def specifications(folder: Path) -> set[str]:

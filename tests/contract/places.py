@@ -1,7 +1,7 @@
 """Finds, by `ast`, the places in vLLM's sources that exclude a prefix cache, because answers would be wrong.
 
-`PLACES` has kvpipe's answer to each place. If a release has a place that is not in `PLACES`, a test fails until a
-developer has read the code and added an answer.
+`PLACES` says how kvpipe treats each place. If a release has a place that is not in `PLACES`, a test fails until a
+developer has read the code and added an entry.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PLACES: Final[dict[str, str]] = {
     f"{_CACHE}:SlidingWindowMLASpec.prefix_cacheable": _SPEC,
     f"{_CACHE}:UniformTypeKVCacheSpecs.prefix_cacheable": _SPEC,
 }
-"""The answer of kvpipe to each place, by file and function."""
+"""For each place, by file and function: how kvpipe treats it."""
 
 
 def scan(folder: Path) -> dict[str, int]:

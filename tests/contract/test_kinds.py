@@ -1,4 +1,4 @@
-"""kvpipe has an answer to every kind of cache of every supported vLLM, and an engine gets that answer."""
+"""kvpipe stores or refuses each kind of cache of every supported vLLM, as the page of kinds says."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _subclasses(kind: type[object]) -> set[str]:
 
 
 def _answer(spec: KVCacheSpec) -> str:
-    """Return the answer to an engine that has full attention beside `spec`."""
+    """Return kvpipe's decision on an engine that has full attention beside `spec`."""
     full = interface.FullAttentionSpec(**PLAIN)
     groups = [KVCacheGroupSpec(["full"], full), KVCacheGroupSpec(["other"], spec)]
     try:

@@ -126,7 +126,7 @@ def test_an_adapter_changes_in_a_running_engine(tmp_path: Path, right: Answers) 
         wording(ONE, 0)
         wording(ONE, HELD)
         make_adapter(a, TWO)
-        wording(ONE, HELD)  # vLLM has the adapter in memory
+        wording(ONE, HELD)  # vLLM still uses the old bytes, which it has in memory
         live.llm.llm_engine.add_lora(_adapter("a", 1, a, load_inplace=True))
         wording(TWO, 0)
         wording(TWO, HELD)

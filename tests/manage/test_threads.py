@@ -200,7 +200,10 @@ class WatchedSide:
         self.began = True
 
     def _wait_at_most(self, seconds: float) -> None:
-        """Set the time for which operators wait for an order. This access is the test's own, so it is not recorded."""
+        """Set the time for which operators wait for an order.
+
+        The test itself writes this attribute, so the write is not recorded.
+        """
         self.began = False
         self.managed.engine.wait_s_max = seconds
         self.began = True

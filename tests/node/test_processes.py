@@ -71,7 +71,10 @@ def test_chunks_survive_a_holder(short_path: Path, sent: signal.Signals) -> None
 
 
 def test_next_holder_adopts_the_memory_of_an_idle_engine(short_path: Path) -> None:
-    """The idle engine offers nothing. A new engine finds its chunks, and it continues when it takes steps again."""
+    """An idle engine does not send its memory to the new holder, so the holder opens the memory itself.
+
+    A new engine finds the chunks, and the idle engine continues with its next step.
+    """
     with processes(short_path) as node:
         idle = node.start(1)
         assert idle.busy.recv() == "busy"

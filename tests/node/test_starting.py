@@ -58,7 +58,7 @@ def test_one_engine_starts_the_holder_when_several_have_lost_it(folder: Path, mo
 
 
 NEEDED = {"kvpipe", "msgspec", "typing_extensions"}
-"""The packages of a holder. The last one is imported by msgspec. A further one would delay a save after a death."""
+"""The packages that a holder imports. msgspec imports the last package. A further package would delay the start."""
 IMPORTED = """
 import sys
 import kvpipe.node.holder

@@ -1,4 +1,4 @@
-"""The batches of an engine's stock have an order, and are made in a time that does not grow with what waits."""
+"""An engine's stock sends batches in order. The time to make a batch does not depend on the number of waiting items."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def stock_of(*slots: int) -> Stock:
 
 
 def test_eviction_is_sent_with_the_report_of_its_chunk_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More reports wait than one batch has. The holder ignores the eviction of a chunk that is not published."""
+    """More reports wait than fit into one batch. The holder ignores the eviction of a chunk that is not published."""
     monkeypatch.setattr("kvpipe.node.stock.BATCH_MAX", 2)
     stock = stock_of(0, 1, 2)
     for slot in range(3):
@@ -41,7 +41,7 @@ def test_eviction_is_sent_with_the_report_of_its_chunk_and_not_before(monkeypatc
 
 @pytest.mark.parametrize("waiting", ["reports", "evictions", "_used"])
 def test_batch_copies_only_what_it_sends(waiting: str) -> None:
-    """An operator may evict all chunks at once, and the next steps send them."""
+    """An operator may evict all chunks at once. Then several steps send the evictions."""
     stock = stock_of(*(range(MANY) if waiting == "reports" else ()))
     if waiting == "reports":
         for slot in range(MANY):

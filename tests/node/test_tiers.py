@@ -195,7 +195,7 @@ def test_failed_fetch_returns_its_slot(tiered: TieredWorlds) -> None:
 
 
 def test_fetches_wait_for_slots_when_the_stock_is_empty(tiered: TieredWorlds) -> None:
-    """The holder grants more slots in the next steps. All requests get their whole hits, and no stage gives way."""
+    """The holder grants more slots in the next steps. All requests get their whole hits, and no stage ends early."""
     world = tiered.start(stock=2)
     asked = [world.in_tier(name, 12) for name in "ab"]
     stages = [world.want(request) for request in asked]

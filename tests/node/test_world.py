@@ -13,7 +13,7 @@ MOVES = 1000
 
 
 class CountingWorld(NodeWorld):
-    """A world that adds up what all its holders have counted."""
+    """A world that adds up the counters of all its holders."""
 
     def __init__(self, total: Counter[str]) -> None:
         self._total = total

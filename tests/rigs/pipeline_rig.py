@@ -44,7 +44,7 @@ def plan(*jobs: Job) -> StepPlan:
 
 
 def small_geometry() -> Geometry:
-    """Two groups, three layers, four slots."""
+    """Return a geometry of two groups and three layers, for four slots."""
     first = Group((Layer("a", 64), Layer("b", 64)), block_tokens=4)
     second = Group((Layer("c", 128),), block_tokens=8)
     return Geometry((first, second), chunk_tokens=16, pool_bytes_max=4 * 4096)

@@ -95,7 +95,7 @@ def layout_and_plan(page_bytes: int, requests: int, pages: int, *, adjacent: boo
 def test_the_choice_follows_from_the_costs(
     page_bytes: int, requests: int, pages: int, adjacent: bool, expected: Mover
 ) -> None:
-    """Few large copies use DMA, scattered pages of whole chunks a bay, and single pages the kernel."""
+    """Few large copies use DMA. Scattered pages of whole chunks use a bay. Single pages use the kernel."""
     layout, plan = layout_and_plan(page_bytes, requests, pages, adjacent=adjacent)
     assert choose(LOADS, layout, plan) is expected
 

@@ -61,7 +61,10 @@ class Rig:
         )
 
     def claim(self, address: int, size: int) -> bool:
-        """Record the first slot and the number of claimed slots. All claimed slots must be resident."""
+        """Stand in for `TransferEngine.claim`: record the first slot and the number of slots.
+
+        All these slots must be resident.
+        """
         self.claimed.append(((address - self.pool.base) // SLOT, size // SLOT))
         return not self.refuses
 
@@ -91,7 +94,7 @@ def test_slots_become_ready_in_order(how: ready.How) -> None:
 
 
 def test_no_slot_is_touched_if_pages_are_mapped_on_use() -> None:
-    """With `use` every slot counts as ready at once. Every slot is still claimed."""
+    """With `use` every slot counts as ready at once. `claim` is still called for every slot."""
     with Rig() as rig:
         rig.readier.begin("use")
         assert rig.pool.ready == 64
@@ -167,9 +170,8 @@ def test_readier_pauses_on_cores_of_the_forward(busy: bool, monkeypatch: pytest.
 
 @pytest.mark.parametrize("busy", [True, False])
 def test_readier_rests_after_each_claim_while_the_engine_is_busy(busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread pauses after each claim, because pinning delays every launch.
-
-    After the last claim the thread does not pause.
+    """The thread pauses after each call of `claim`, because pinning delays every launch. It does not pause after the
+    last call.
     """
     rests: list[float] = []
     with Rig(manners=Manners(claim_share=0.05, busy=lambda: busy)) as rig:
@@ -256,9 +258,8 @@ def test_slots_are_counted_under_a_lock(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_slots_that_cannot_be_claimed_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots that cannot be claimed are not used. `start` does not wait for them.
-
-    These slots are used after a later claim succeeds.
+    """Slots are not used while `claim` returns False for them, and `start` does not wait for them. The slots are used
+    after a later call of `claim` has returned True.
     """
     monkeypatch.setattr(ready, "SHORT_S", 0.001)
     with Rig(piece_slots=16) as rig:

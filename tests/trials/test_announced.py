@@ -182,7 +182,7 @@ def test_reset_forgets_announced_prompts(how: str) -> None:
 
 
 def test_announced_prompts_have_no_turns_while_loads_are_off() -> None:
-    """While loads are switched off, announcements do not make the engine step. After that the turns continue."""
+    """While loads are switched off, announcements do not make the engine step. Afterwards, they have turns again."""
     with announcing() as (played, clock):
         side: Any = played.trial.side
         clock.now_s += PAUSE_S

@@ -150,9 +150,8 @@ def test_a_step_that_computes_nothing_waits_for_a_load() -> None:
 
 
 def test_stages_do_not_wait() -> None:
-    """A stage has nothing to compute while another stage still computes the step before.
-
-    The next step needs both stages, so no stage may wait for a load.
+    """A pipeline stage has nothing to compute while another stage computes the previous step. The next step needs both
+    stages, so no stage may wait for a load.
     """
     facts = EngineFacts(hash_tokens=4, ranks=2, saves=True, loads=True, waits_idle=True)
     plans = []
@@ -167,7 +166,7 @@ def test_stages_do_not_wait() -> None:
 
 @pytest.mark.parametrize("load", ["auto", "async"])
 def test_stages_load_between_steps(load: str) -> None:
-    """Stages load only between steps.
+    """Pipeline stages load only between steps.
 
     If a load within a step failed, vLLM would compute and use further steps before it learned of the failure.
     """

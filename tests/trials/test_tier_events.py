@@ -82,7 +82,7 @@ class Routed:
 
     @property
     def known(self) -> TierBlocks:
-        """The chunks of each tier that the engine believes the router to know."""
+        """By tier: the chunks that a router knows, according to the engine."""
         assert self.trial.side.staging is not None
         blocks = self.trial.side.staging.tier_blocks
         assert blocks is not None

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from kvpipe.connectors.vllm.trial.trial import DRAIN_STEPS_MAX
 
 LawCheck = Callable[[Any], Iterator[str]]
-"""A check. It is called with a `Watched` and yields a sentence for each violation.
+"""A check of a law: a function that gets a `Watched`, and yields a sentence for each violation.
 
 The argument has the type Any, because the module of `Watched` imports this module.
 """

@@ -99,7 +99,7 @@ class Steps(Arrivals):
         self._finish()
 
     def _finish(self) -> None:
-        """Run the other stages of the oldest step that the first stage has run."""
+        """Run the remaining pipeline stages of the oldest step whose first stage has run."""
         if self._begun:
             step, drafts, ran = self._begun.popleft()
             ran += [one.execute(step, drafts) for one in self.runners[len(ran) :]]

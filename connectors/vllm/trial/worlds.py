@@ -94,7 +94,7 @@ AXES: Final[dict[str, dict[str, dict[str, Any]]]] = {
         "every-step": {"save_steps": 1},
     },
 }
-"""The fields of a shape that each value sets. The first value of an axis is the simplest."""
+"""By axis and value: the fields of a shape that the value sets. The first value of an axis is the simplest."""
 
 _STAGED, _DIVIDED = "pipeline pipeline-of-context", "context pipeline-of-context"
 _STATEFUL = "states states-within-blocks exported-states window-and-states"

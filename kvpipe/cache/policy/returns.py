@@ -17,7 +17,10 @@ LEFT: Final = PACES - 1  # the kind of chains behind a point where requests ende
 SILENT: Final = PACES
 """The first kind of waits without a hint. Each class of answers (`answer_class`) has `PACES` kinds from here on."""
 ANSWERS_TOKENS: Final = (128, 1024)
-"""Each of these lengths in tokens begins a class of answers. They were about the best of five simulated choices."""
+"""Each of these lengths in tokens begins a class of answers.
+
+Of five simulated choices, these lengths were about the best.
+"""
 RESUMES: Final = SILENT + (2 + len(ANSWERS_TOKENS)) * PACES  # the first kind of resume hints: one kind per octave
 RETAINS: Final = RESUMES + 15  # the first kind of retain hints: one kind per two octaves of the retained time
 DEMOTED: Final = RETAINS + 8

@@ -221,7 +221,7 @@ class Client:
         try:
             answer = await self._try({_EXISTS, _UNKNOWN}, "PUT", send, len(value))
         finally:
-            while not _released(view):  # the client still sends from the buffer, and does not report when it ends
+            while not _released(view):  # the client may still send from the buffer, and reports no end
                 self.api.Bytes()  # any call makes the library drop references that its threads dropped without the GIL
                 await asyncio.sleep(POLL_S)
         if not isinstance(answer, StoreError):

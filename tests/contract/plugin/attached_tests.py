@@ -13,9 +13,8 @@ AFTER_RESET = (
     "test_reset_prefix_cache_priority_does_not_over_admit_worker_slot",
     "test_reset_prefix_cache_same_step_resume_purges_then_re_adds",
 )
-"""Tests that pass if a reset does not put the weights in doubt. Another test checks this.
-
-After the doubt, KV can be saved.
+"""Tests that pass if a reset does not put the weights in doubt. Another test checks this. While the weights are in
+doubt, no KV is saved.
 """
 
 EXPECTED: dict[str, str] = {
