@@ -251,7 +251,7 @@ class Catalog:
     # ---- writing -------------------------------------------------------------------------------------------------
 
     def reserve(self, group: int, tenant: Tenant = ANYBODY) -> Chunk | None:
-        """Claim a slot for a new chunk of `tenant`, and evict a chunk if no slot is free.
+        """Reserve a slot for a new chunk of `tenant`, and evict a chunk if no slot is free.
 
         Returns None if every chunk is held.
         """
@@ -269,7 +269,7 @@ class Catalog:
         return chunk
 
     def write(self, chunk: Chunk, stop: int, key: bytes, *, keep: bool, base: int = 0, before: bytes = b"") -> Piece:
-        """Claim units [chunk.written, stop) of `chunk` for one job, and return the piece.
+        """Assign units [chunk.written, stop) of `chunk` to one job, which will write them, and return the piece.
 
         `key` is the prefix hash at `stop`. `before` is the prefix hash at `base`, or b"" if `base` is 0 or if the
         chunk's attribute `before` is already set. `keep` and `base` are explained in `Piece`.

@@ -50,14 +50,14 @@ class Chunk(Cursor):
     ) -> None:
         """Create the chunk of `slot` in cache group `group`. Its other attributes are as follows.
 
-        `written` is the number of units that writers have claimed. `ready` is the number of units that have landed on
-        every rank. `tail` is the prefix hash at `written`. Only a request with that prefix may add units. `keeps` is
-        the key of the mark that another request used last. `before` is the key of the previous chunk of the prefix, or
-        b"" for the first chunk. `used_s` is the time of the last use in whole seconds of the catalog's clock, and is
-        not updated while the chunk is held. `era` is the catalog's era at the chunk's creation. A reset begins a new
-        era, which held chunks get, too. All chunks of an era refer to one object. `identity` is the key of the longest
-        mark, followed by the era. Chunks with equal content have equal identities if they are of one era. `place`
-        belongs to the policy (`Evictable.place`).
+        `written` is the number of units that are written or are being written. `ready` is the number of units that have
+        landed on every rank. `tail` is the prefix hash at `written`. Only a request with that prefix may add units.
+        `keeps` is the key of the mark that another request used last. `before` is the key of the previous chunk of the
+        prefix, or b"" for the first chunk. `used_s` is the time of the last use in whole seconds of the catalog's
+        clock, and is not updated while the chunk is held. `era` is the catalog's era at the chunk's creation. A reset
+        begins a new era, which held chunks get, too. All chunks of an era refer to one object. `identity` is the key of
+        the longest mark, followed by the era. Chunks with equal content have equal identities if they are of one era.
+        `place` belongs to the policy (`Evictable.place`).
         """
         # the same attributes as `Cursor.__init__` sets
         self.machine, self.key, self.state, self.watch = machine, slot, machine.initial, watch

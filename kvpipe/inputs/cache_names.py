@@ -52,10 +52,10 @@ def default_engine_name(model: str, host: str) -> str:
 
 
 class NameClaim:
-    """One rank's shared claim on a name. If no running engine holds the name's record, the record is overwritten."""
+    """One rank's shared lock on a name. If no running engine holds the name's record, the record is overwritten."""
 
     def __init__(self, name: str, facts: dict[str, Any], state_dir: Path | None = None, *, rank: int = 0) -> None:
-        """Claim `name` for a rank whose layout is `facts`. Waits at most `LOCK_S_MAX` seconds.
+        """Lock `name` for a rank whose layout is `facts`. Waits at most `LOCK_S_MAX` seconds.
 
         Each `rank` has its own record, because a rank knows only its own layout.
 

@@ -156,7 +156,8 @@ def mark_client(folder: Path) -> int:
 def has_clients(folder: Path) -> bool:
     """Return whether a process that has mapped the folder's memory is alive.
 
-    If such a process is alive, a new holder waits up to `adopt_s` seconds until the process offers that memory.
+    If such a process is alive, a new holder waits up to `adopt_s` seconds until the process sends its descriptor of
+    that memory.
     """
     fd = os.open(folder / CLIENTS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -179,7 +180,7 @@ def memory_of_clients(folder: Path) -> int | None:
 
 
 def memory_of_holder(folder: Path) -> int | None:
-    """Return a descriptor of the memory that the folder's holder has, or None, as `memory_of_clients` does."""
+    """Return a descriptor of the memory of the folder's holder, or None if there is no holder or /proc hides it."""
     holder = holder_of(folder)
     return _memory_of({holder}, (folder / LOCK).stat()) if holder else None
 

@@ -1,8 +1,9 @@
 """The layout of a slot, as pure arithmetic that the scheduler side and every worker share.
 
 A *page* is one block of one layer. A *chunk* is `chunk_tokens` tokens of one cache group. A chunk fills one slot of the
-pool, in the order ``[layer][page]`` without gaps. So a layer is one slice of the slot, and tiers read or write a whole
-chunk at once. If blocks are copied whole, a group counts as one layer on the rank (`kvpipe.transfer.whole_blocks`).
+pool, in the order ``[layer][page]`` without gaps. So each layer is one contiguous range of the slot, and tiers read or
+write a whole chunk at once. If blocks are copied whole, a group counts as one layer on the rank
+(`kvpipe.transfer.whole_blocks`).
 
 A *unit* is the smallest number of tokens that a hit can have: the least common multiple of the cache groups' block
 sizes. A block is several units in two cases:

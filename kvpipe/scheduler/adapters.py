@@ -190,7 +190,7 @@ class Adapters:
                 use.named_s = 0.0
 
     def reported(self, news: dict[int, dict[int, bytes]], step: int) -> None:
-        """Process the ranks' report of `step`: digests by adapter number, by rank.
+        """Process the ranks' report of `step`: for each rank, the digests by adapter number.
 
         The digest of a removed adapter is b"".
         """
@@ -220,7 +220,10 @@ class Adapters:
         return {number: self._agreed(number) or b"" for held in self._held.values() for number in held}
 
     def _now(self, use: AdapterUse, since_s: float) -> bytes | None:
-        """Return the adapter's present digest. b"" means that no digest can be found, None that it is not known yet."""
+        """Return the adapter's present digest. b"" means that no digest can be found.
+
+        None means that the digest is not known yet.
+        """
         if not use.lora.load_inplace:  # an adapter with `load_inplace` is loaded again with every step
             digest = self._agreed(use.lora.lora_int_id)
             if digest is not None or use.lora.lora_int_id in self._open:

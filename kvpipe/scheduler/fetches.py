@@ -545,7 +545,7 @@ class Staging(Subscriber):
             self.tier_blocks.fetched(order, transfer.space, there or piece.chunk, piece.key)
 
     def _brought(self, stage: Stage, transfer: TierFetch, chunk: Chunk | None) -> None:
-        """Tell `stage` that `transfer` has ended. `chunk` can be found now. It is None after a failure."""
+        """Tell `stage` that `transfer` has ended. `chunk` is the fetched chunk, or None after a failure."""
         done = transfer.state.row == job_m.DONE
         if not stage.holds_up:
             stage.fire(m.CAME if done else m.LOST)

@@ -69,7 +69,7 @@ class EngineFacts:
 
 
 def no_other_space(weights: str) -> str:
-    """Return "", which means that there is no second namespace with the same bytes."""
+    """Return "": the engine has no second namespace."""
     del weights
     return ""
 

@@ -10,7 +10,10 @@ from typing import Final
 PREFILL_TOKENS_MIN: Final = 256
 """A step with fewer prompt tokens than this takes about as long as a step without prompts."""
 DECODED_TOKENS_MAX: Final = 32
-"""The most tokens that a request in decode computes in a step, drafts included. With more, it is in prefill."""
+"""The most tokens that a request in decode computes in a step, drafts included.
+
+A request with more tokens is in prefill.
+"""
 BURST_STEPS_MAX: Final = 16
 BURSTS: Final = 15
 LOAD_S: Final = 60.0

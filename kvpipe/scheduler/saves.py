@@ -161,7 +161,7 @@ class Saving:
             return ()
 
     def plan(self, tracked: Tracked, end: int, pieces: list[Piece]) -> tuple[list[int], int]:
-        """Claim slots for the final units of the first `end` tokens that are not saved yet.
+        """Reserve slots for the final units of the first `end` tokens that are not saved yet.
 
         The pieces of these units are appended to `pieces`. Returns the rows that save the pieces, and the first unit of
         the pieces.
@@ -227,7 +227,7 @@ class Saving:
         return min([whole, *(end - units for end in self._boundaries(request) if end > units)])
 
     def _plan_state(self, tracked: Tracked, group: int, block: int, tokens: int, pieces: list[Piece]) -> list[int]:
-        """Claim a slot for the state of one boundary, if the state is worth a slot.
+        """Reserve a slot for the state of one boundary, if a later prompt may use the state.
 
         Returns the row that saves the state. The state's piece is appended to `pieces`.
         """
@@ -280,7 +280,7 @@ class Saving:
         self, tracked: Tracked, hashes: Sequence[bytes], key: bytes, group: int, table: Sequence[Block], base: int,
         low: int, high: int, pieces: list[Piece], *, keep: bool,
     ) -> list[int]:  # fmt: skip
-        """Claim units [low, high) of the chunk that begins at unit `base`, and append their piece to `pieces`.
+        """Reserve units [low, high) of the chunk that begins at unit `base`, and append their piece to `pieces`.
 
         If a held chunk ends at `low`, the units are added to this chunk. Otherwise a new chunk gets all units from
         `base` on. `key` is the key at unit `high`. Returns the rows that save the piece. The result is empty if no slot

@@ -92,7 +92,7 @@ class Finished(Transition, tag="finished"):
 
 
 class Reserved(Transition, tag="reserved"):
-    """A slot was claimed for a new chunk."""
+    """A slot was reserved for a new chunk."""
 
 
 class ChunkPublished(Transition, tag="published"):

@@ -287,7 +287,7 @@ class TransferEngine(Protocol):
         """Bind the paged cache (one view per layer, in the order of `geometry.layers`) and the pool.
 
         This is the first call. The caller calls `attach` again, with no copy in flight, when the same caches have moved
-        to other addresses. Slots that were claimed before stay claimed.
+        to other addresses. Slots for which `claim` has returned True stay usable.
         """
 
     def claim(self, address: int, size: int) -> bool:

@@ -50,7 +50,7 @@ class Manners:
     """The limits of the thread. `cpus` has the cores that the thread may use. Empty `cpus` allow any core.
 
     While the engine is `busy`, `share` is the largest share of time in which the thread touches pages. `claim_share` is
-    the largest share of time in which the thread claims pages.
+    the largest share of time in which the thread is in `claim`.
     """
 
     cpus: frozenset[int] = frozenset()
@@ -77,9 +77,9 @@ class Readier:
         """`claim(address, bytes)`, such as `TransferEngine.claim`, is called for each piece of resident slots.
 
         `piece_bytes` is the approximate size of a piece. Slots are offered at most `demand_bytes_max` bytes beyond the
-        last slot that is resident or used. If `demand_bytes_max` is not 0, then `claim` must take pieces in any order.
-        `done(seconds)` is called when all slots are ready. `short(room)` is called when too little memory is free.
-        `room()` returns the number of free bytes of memory.
+        last slot that is resident or used. If `demand_bytes_max` is not 0, then `claim` must accept pieces in any
+        order. `done(seconds)` is called when all slots are ready. `short(room)` is called when too little memory is
+        free. `room()` returns the number of free bytes of memory.
         """
         self._pool, self._claim, self._manners = pool, claim, manners or Manners()
         self._done, self._short, self._room = done, short, room

@@ -114,4 +114,4 @@ class Batch:
 
 
 NO_BATCH: Final = Batch(Kind.SAVE, (), 0, 0, traced=False)
-"""The batch of a kind of which a step has no jobs. This batch never changes."""
+"""The batch that stands for each kind of job that a step lacks. This batch never changes."""

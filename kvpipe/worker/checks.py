@@ -1,8 +1,8 @@
 """The checks of the shared slots that a rank's jobs read, and the marks of the slots that the jobs have written.
 
-vLLM's thread calls `refused`, `begin` and `wait`. The thread that handles the loop's inbox calls the other methods.
-With digests, a thread of its own reads the slots. This thread sets `Batch.damaged` before it sends the batch to the
-inbox, and nothing else of a batch. `Batch.checked` is made before this thread gets the batch.
+vLLM's thread calls `refused`, `begin` and `wait`. The thread that handles the loop's inbox calls the other methods. If
+slots have digests, a separate thread reads the slots. This thread changes only the attribute `damaged` of a batch,
+before it sends the batch to the inbox. `Batch.checked` is made before this thread gets the batch.
 """
 
 from __future__ import annotations

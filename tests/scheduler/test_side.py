@@ -198,7 +198,7 @@ def test_a_hit_that_vanished_is_emitted_as_broken(load: str) -> None:
 
 
 def test_other_jobs_are_sent_when_one_save_cannot_be_planned() -> None:
-    """If one save raises while it is planned, no load, no other save of the step, and no claimed piece is lost."""
+    """If planning one save raises, the loads and the other saves of the step are sent, and no piece is lost."""
     world = SchedulerWorld(windows=(None, None))
     world.publish(world.request("old", 2, shared=2))
     loading, broken, fine = world.request("loading", 4, shared=2), world.request("broken", 3), world.request("fine", 3)

@@ -217,7 +217,7 @@ def test_a_failed_save_loses_the_state_only() -> None:
 
 
 def test_a_state_whose_save_cannot_be_planned_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If planning a job fails after its states were claimed, these states are lost and counted."""
+    """If planning a job fails after slots for its states were reserved, these states are lost and counted."""
     world = _world()
     one = world.request("a", 4, extra=1)
     world.admit(one)

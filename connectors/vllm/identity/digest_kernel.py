@@ -50,7 +50,7 @@ def _add_words(  # type: ignore[no-untyped-def]  # noqa: ANN202, PLR0913  (const
     SECOND: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
 ):
-    """Add each word, mixed with its place, to both `sums`. The order of the additions does not matter."""
+    """Add each word, mixed with its position, to both `sums`. The order of the additions does not matter."""
     lane = tl.zeros((BLOCK,), tl.int64)
     other = tl.zeros((BLOCK,), tl.int64)
     for first in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):

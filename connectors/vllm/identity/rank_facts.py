@@ -88,10 +88,10 @@ def _dtypes(config: VllmConfig) -> list[torch.dtype]:
 def claim(
     settings: Settings, config: VllmConfig, cache: KVCacheConfig, geometry: Geometry, rank: int, found: RankFacts
 ) -> NameClaim | None:
-    """Claim the configured name for a rank before the engine serves. Returns None if no name is configured.
+    """Lock the configured name for a rank before the engine serves. Returns None if no name is configured.
 
     Raises:
-        ConfigError: another running engine has claimed the name, and its rank has another layout or other weights.
+        ConfigError: another running engine uses the name, and its rank has another layout or other weights.
     """
     if not settings.name:
         return None

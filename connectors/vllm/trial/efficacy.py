@@ -27,7 +27,8 @@ class FoundPrefix(NamedTuple):
     def stands(self) -> bool:
         """Whether lookups must still find these units.
 
-        They must if no chunk was evicted, and no chunk has so many marks that it may have dropped one.
+        Lookups must find the units if no chunk was evicted, and no chunk has so many marks that it may have dropped
+        one.
         """
         alive = {chunk_m.READY, chunk_m.GROWING}
         return all(one.state.row in alive and len(one.marks) < KEPT_MARKS_MAX for one in self.chunks)

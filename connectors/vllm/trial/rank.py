@@ -310,7 +310,7 @@ class Rank(Runner):
         return self._no_forward if self.shape.v2 else self._replay
 
     def _interrupt(self, place: str, quirks: set[str], metadata: KVConnectorMetadata | None) -> None:
-        """Make the wrong calls of `quirks` at this `place` of a step."""
+        """Make the wrong calls of `quirks` at the moment `place` of a step."""
         if self.kvpipe is not None and f"{place}_bind" in quirks:
             self.kvpipe.bind_connector_metadata(empty(metadata))
         if self.kvpipe is not None and f"{place}_clear" in quirks:

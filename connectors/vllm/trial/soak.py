@@ -1,7 +1,7 @@
 """Runs many requests of all kinds through a real engine and samples the process's memory: `make soak`.
 
-The same requests also run through the same engine without kvpipe, in a separate process. Growth of that process is
-vLLM's. Memory is read after a garbage collection, and its slope is computed after a warm-up.
+The same requests also run through the same engine without kvpipe, in a separate process. vLLM causes the growth of that
+process. Memory is read after a garbage collection, and its slope is computed after a warm-up.
 
 oneDNN keeps code for each of the last 1,024 shapes, 100 KB per shape. With thousands of requests of mixed lengths, this
 growth hides all other growth. So oneDNN is configured to keep code for few shapes.
