@@ -1,6 +1,6 @@
 """Compares the cost of vLLM's calls into kvpipe with the calls' cost at commit `BEFORE`, on the same machine.
 
-`python -m benchmarks calls`. Each of the two source trees runs in two processes. The processes take turns in short
+`python -m benchmarks calls`. Each of the two source trees runs in two processes. The two trees run alternately in short
 rounds, because the machine's speed varies. A figure compares each tree's least time. `BEFORE` is the last commit before
 the scheduler side and the worker side became separate packages (decision 17). If `BEFORE` is not in the repository's
 history, nothing is measured.

@@ -4,8 +4,8 @@ A piece is a number of whole slots, so that no copy crosses the end of a piece. 
 beginning of the pool on. If other ranks have parts of the slots, a piece is this rank's part of one slot. Pinning uses
 CUDA's driver. If CUDA's runtime failed to pin memory, the next kernel launch would report that failure, too.
 
-While one process pins, the launches of all processes on the machine wait. Therefore pieces are small, the processes of
-a machine take turns, and `Readier` pauses between pieces.
+While one process pins, the launches of all processes on the machine wait. Therefore pieces are small, only one process
+of a machine pins at a time, and `Readier` pauses between pieces.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def test_one_time_prompts_do_not_flush_a_session() -> None:
 
 
 def test_sessions_that_take_turns_do_not_flush_each_other() -> None:
-    """Five sessions take turns in a pool with room for two.
+    """Requests of five sessions alternate in a pool with room for two sessions.
 
     LRU never hits, and `Sessions` hits over 20% of the chunks.
     """

@@ -199,7 +199,7 @@ def test_reads_and_changes_alternate() -> None:
 
 
 def test_a_short_read_does_not_wait_for_a_long_one() -> None:
-    """Reads take turns, so an operator gets the engine's state although another operator lists all slots."""
+    """Reads alternate in parts, so an operator gets the engine's state although another operator lists all slots."""
     orders = Orders(Counters())
     orders.slice_s_max, orders.slice_parts_max = float("inf"), 2
     orders.queue_read(lambda: (None for _ in range(500)))

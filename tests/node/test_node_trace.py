@@ -1,4 +1,4 @@
-"""A trace is replayed on two engines in turn. Repeated prompts hit in a shared memory, and miss in private pools."""
+"""A trace is replayed on two engines alternately. Prompts hit in a shared memory, and miss in private pools."""
 
 from __future__ import annotations
 

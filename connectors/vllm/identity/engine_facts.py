@@ -126,7 +126,7 @@ def layout_facts(caches: dict[str, torch.Tensor], blocks: int, config: VllmConfi
 def check_hashes(config: VllmConfig, shared: str = "tiers") -> None:
     """Raise `UnsupportedError` if other processes would hash a prefix differently, or hash other prefixes equally.
 
-    `shared` names the place of the chunks of other processes.
+    `shared` says where other processes keep chunks, for the error message.
     """
     multimodal = getattr(config.model_config, "multimodal_config", None)
     if (

@@ -19,7 +19,7 @@ SILENT: Final = PACES
 ANSWERS_TOKENS: Final = (128, 1024)
 """Each of these lengths in tokens begins a class of answers.
 
-Of five simulated choices, these lengths were about the best.
+These lengths were about the best of five simulated choices.
 """
 RESUMES: Final = SILENT + (2 + len(ANSWERS_TOKENS)) * PACES  # the first kind of resume hints: one kind per octave
 RETAINS: Final = RESUMES + 15  # the first kind of retain hints: one kind per two octaves of the retained time
