@@ -143,7 +143,7 @@ class _Tree:
     def _side(self) -> tuple[Any, Any]:
         geometry, manager = self.geometry(), Manager()
         options = {"hash_tokens": 16, "ranks": 1, "saves": True, "loads": True}
-        same = {} if self.old else {"save_decode_steps": 1, "policy": "lru"}  # as `BEFORE` always does
+        same = {} if self.old else {"save_decode_steps": 1, "policy": "lru"}  # `BEFORE` always does the same
         settings = self._load_settings({"chunk_tokens": 256, "prefault": "use", **same})
         if self.old:
             side = self._made(settings, geometry, **options)

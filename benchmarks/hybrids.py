@@ -1,4 +1,4 @@
-"""Measures on a real engine first tokens of a model with recurrent states, and the acceptance of drafts with hits."""
+"""Measures the time to first token of a model with recurrent states, and the share of accepted drafts after hits."""
 
 from __future__ import annotations
 

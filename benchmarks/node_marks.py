@@ -115,7 +115,7 @@ def run() -> list[Figure]:
         without = np.array(taken[WAYS[0], kind])
         for way, limit in (("generations", 1.02), ("digests", 1.5)):
             mine = np.array(taken[way, kind])
-            ratio, cpu_ratio = np.median(mine / without, axis=0).tolist()  # of each round, so that load changes less
+            ratio, cpu_ratio = np.median(mine / without, axis=0).tolist()  # a ratio per round, so load changes less
             for what, value, column in (("", ratio, 0), (", CPU time", cpu_ratio, 1)):
                 times = (np.median(one[:, column]) * 1e3 for one in (mine, without))
                 beside = "{:.1f} ms, without marks {:.1f} ms, for {} chunks of 8 MiB".format(*times, PER_JOB)

@@ -200,7 +200,7 @@ def _scheduler(running: int, limit: float, **given: Any) -> Figure:
         requests.append(request)
     first = SimpleNamespace(num_scheduled_tokens={one.request_id: prompt for one in requests}, preempted_req_ids=set())
     plan = side.plan_step(first)
-    for number, request in enumerate(requests):  # so that the requests complete their blocks in different steps
+    for number, request in enumerate(requests):  # the requests complete their blocks in different steps
         request.num_computed_tokens = prompt
         _decode(request, 1 + number % BLOCK_TOKENS)
     step: Any = SimpleNamespace(

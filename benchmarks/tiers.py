@@ -56,7 +56,7 @@ def _from_disk(folder: Path) -> list[Figure]:
     config: dict[str, Any] = {"pool_bytes_max": "3GiB", "tiers": [disk], **waits}
     engine = Engine(str(make_model("big-kv")), kvpipe=config, enable_prefix_caching=False, **WARM_ENGINE)
     side, out = _side(engine), []
-    while side.catalog.ready < side.catalog.slots:  # so that the whole first prompt can be saved
+    while side.catalog.ready < side.catalog.slots:  # the whole first prompt must be saved
         engine.generate([prompt(64, 1)], 2)
     for n in LENGTHS:
         tokens = prompt(n, 2000 + n)

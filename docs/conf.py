@@ -156,4 +156,4 @@ def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-docstring", read_as_markdown)
     app.connect("doctree-read", check_names)
     app.connect("env-updated", lambda _, env: search_once(env.get_domain("py")))  # all objects are known then
-    app.connect("html-page-context", navigate_by_titles, priority=400)  # before the theme's own
+    app.connect("html-page-context", navigate_by_titles, priority=400)  # this handler runs before the theme's own

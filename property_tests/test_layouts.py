@@ -204,7 +204,7 @@ def test_engine_of_any_layout_finds_stored_chunks_whole_or_not_at_all(case: Case
     if own == other and case.ranks == case.readers:
         assert found == own
     elif all(own.values()) and all(other.values()):
-        assert found == own  # in as many parts as were written
+        assert found == own  # `found` has the numbers of parts that were written
     else:
         assert not any(group in found and BOUND in {own[group], other[group]} for group in own)
     event(f"groups found: {len(found)} of {len(own)}, {'another' if case.ranks != case.readers else 'one'} layout")

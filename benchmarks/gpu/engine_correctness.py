@@ -24,7 +24,7 @@ from kvpipe.transfer.pool import HostPool
 
 BUDGET_TOKENS: Final = 256  # tokens per step: longer prompts are prefilled in chunks
 CACHE_TOKENS: Final = 1280  # tokens of the KV cache: the crowd does not fit, so requests are preempted
-CACHE_BYTES: Final = 1 << 30  # of which `CACHE_TOKENS` are used
+CACHE_BYTES: Final = 1 << 30  # the engine uses `CACHE_TOKENS` tokens of it
 ANSWER: Final = 24
 CROWD_ANSWER: Final = 120
 # The largest margin in log-probability of a near tie, and the largest share of a section's answers with near ties.
@@ -350,7 +350,7 @@ class Correctness:
             live.forget()
             comparison = Comparison(self._near)
             comparison.same(live.ask(BATCH, ANSWER), reference.batch)  # computed again
-            comparison.same(live.ask(BATCH, ANSWER), reference.batch)  # from vLLM's own prefix cache
+            comparison.same(live.ask(BATCH, ANSWER), reference.batch)  # vLLM's own prefix cache has these prompts
             spread = [len(set(answer.tokens)) / len(answer.tokens) for answer in reference.batch]
             assert min(spread) > 1 / 3, f"the model repeats itself: shares of distinct tokens {spread}"
         finally:

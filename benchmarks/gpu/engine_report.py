@@ -131,7 +131,7 @@ def described(commit: str | None) -> dict[str, Any]:
     """Return the machine, its GPU and driver, and the versions of packages. Facts that are not found are left out."""
     try:
         facts: dict[str, Any] = machine()
-    except OSError as error:  # no git
+    except OSError as error:  # git is not installed
         facts = {"torch": torch.__version__, "commit": "", "why": repr(error)}
     if commit:
         facts["commit"] = commit

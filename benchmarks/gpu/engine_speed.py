@@ -28,7 +28,7 @@ class Plan(NamedTuple):
     """The parameters of the measurements on one shape."""
 
     lengths: tuple[int, ...]
-    rounds: int  # after a warm-up round
+    rounds: int  # rounds after the warm-up round
     requests: int
     answer: int
     pool: str

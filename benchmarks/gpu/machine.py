@@ -54,7 +54,7 @@ class Batch(NamedTuple):
 
     gb_per_s: float
     host_us: float
-    how: str  # as in `Driver.batches`
+    how: str  # the meaning is that of `Driver.batches`
 
 
 class Machine(Protocol):
@@ -264,7 +264,7 @@ class Real:
         for stream in streams:
             sleep(1)
             wait(stream)
-            work()  # so that nothing is loaded or allocated during the measurement
+            work()  # the first call loads code and allocates memory, so it is not measured
             torch.cuda.synchronize()
             sleep(SLEEP_CYCLES)
             stream.wait_event(blocker.record_event())

@@ -173,7 +173,7 @@ class Engine:
         self.running: list[Running] = []
         self.alive = 0
         self.loading: dict[str, Running] = {}
-        self.local: dict[str, int] = {}  # by request with blocks: how many chunks the device already had
+        self.local: dict[str, int] = {}  # how many chunks the device already had, by request with blocks
         self.report = Report(rate=host.bytes_per_s)
 
     # ---- the loop -------------------------------------------------------------------------------------------------

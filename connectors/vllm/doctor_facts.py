@@ -44,7 +44,7 @@ def connector_known() -> bool:
 
     try:
         return bool(KVConnectorFactory.get_connector_class_by_name(NAME).__name__ == NAME)
-    except ValueError:  # not registered
+    except ValueError:  # the connector is not registered
         return False
 
 

@@ -78,8 +78,8 @@ class KvEvents:
         self._kinds = [(get_kv_cache_spec_kind(one).value, get_kv_cache_spec_sliding_window(one)) for one in specs]
         # By place, cache group and hash: the number of chunks that hold the block, and the block.
         self._held: dict[tuple[BlockPlace, int, BlockHash], tuple[int, AnnouncedBlock]] = {}
-        self._of: dict[Chunk, dict[bytes, AnnouncedBlock]] = {}  # by chunk, then by key of the mark
-        self._numbers: OrderedDict[tuple[str, str], int] = OrderedDict()  # of adapters, by name and path
+        self._of: dict[Chunk, dict[bytes, AnnouncedBlock]] = {}  # announced blocks of each chunk, by the mark's key
+        self._numbers: OrderedDict[tuple[str, str], int] = OrderedDict()  # numbers of adapters, by name and path
         self._events: list[KVCacheEvent] = []
 
     def watch(self, manager: KVCacheManager, taken: Callable[[], AbstractContextManager[None]]) -> None:

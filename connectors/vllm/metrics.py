@@ -174,7 +174,7 @@ class KVPipeStats(KVConnectorStats):
             metric, mine = METRICS.get(name), self.data.setdefault(name, {})
             for label, value in values.items():
                 adds = label in mine and (metric is None or metric.kind != "gauge")
-                both = mine[label] + value if adds else value  # not in place: vLLM may use the old list
+                both = mine[label] + value if adds else value  # the old list is not changed, because vLLM may use it
                 mine[label] = both[-KEPT_MAX:] if isinstance(both, list) else both
         return self
 

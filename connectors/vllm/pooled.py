@@ -106,7 +106,7 @@ def node_engine(facts: RoleFacts) -> NodeEngine:
     config, geometry, transfer = facts.config, facts.geometry, facts.transfer
     token = hashlib.sha256(f"{transfer.engine_id or ''} {config.instance_id}".encode()).digest()[:16]
     per_group = -(-config.scheduler_config.max_num_batched_tokens // geometry.chunk_tokens)
-    takes_slots = transfer.is_kv_producer or facts.settings.tiers  # for saves, or for fetches
+    takes_slots = transfer.is_kv_producer or facts.settings.tiers  # saves and fetches need slots
     step_chunks = per_group * len(geometry.groups) if takes_slots else 0
     parts = 1 if _is_alike(config, facts.cache) else config.parallel_config.world_size
     name, _ = lasting_name(facts.settings.engine_name, config, str(transfer.engine_id or config.instance_id))

@@ -65,7 +65,7 @@ class SchedulerRole:
         """
         config, cache = facts.config, facts.cache
         self._config, self.settings, self.geometry = config, facts.settings, facts.geometry
-        self._met: dict[int, Introduction] = {}  # by rank
+        self._met: dict[int, Introduction] = {}  # the introduction of each rank
         if self.settings.manage:
             read_token(self.settings)  # an invalid token raises before any thread is started
         self.hash_tokens = tokens = support.hash_tokens(cache, self.geometry)

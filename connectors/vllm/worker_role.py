@@ -50,7 +50,7 @@ class WorkerRole:
         self._ends = ExitStack()
         self._ends.callback(self.writer.close)
         if facts.node is not None and facts.node.memory is not None:
-            self._ends.callback(facts.node.memory.close)  # after the copies have ended
+            self._ends.callback(facts.node.memory.close)  # this runs after the copies have ended
         self._adapters = HeldAdapters(self.counters)
         if config.lora_config is not None:
             held_adapters.record_loads(self._adapters)
@@ -215,5 +215,5 @@ class WorkerRole:
 
     def shutdown(self) -> None:
         """End all threads and release the engine's name. Idempotent."""
-        with self._ends:  # in reverse order; every part is ended even if ending another part raises
+        with self._ends:  # parts end in reverse order, each one even if the end of another part raises an error
             self._ends.callback(self.worker.shutdown)

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 ANNOUNCED_SHARE: Final = 0.5
 """The largest share of the pool that announced resumes may take before any request has used their chunks."""
 FIRST: Final = 1 / 64
-"""The number of used chunks with which an account starts, as a share of the pool's slots."""
+"""At first, an account's counts are set as if this share of the pool's slots had been used."""
 DOUBT: Final = 1 / 16
-"""The number of wasted chunks with which an account starts, as a share of the pool's slots."""
+"""At first, an account's counts are set as if this share of the pool's slots had been wasted."""
 
 BROUGHT, ANNOUNCED = 1, 2
 

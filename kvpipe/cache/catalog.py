@@ -427,7 +427,7 @@ class Catalog:
             return
         if chunk.written != chunk.ready:
             chunk.tail = next((mark.key for mark in chunk.marks if mark.units == chunk.ready), b"")
-        chunk.written = chunk.ready  # only now, because jobs may have still been writing units behind a lost piece
+        chunk.written = chunk.ready  # earlier, jobs may have still been writing units behind a lost piece
         if not chunk.marks:  # while this chunk was written, the same content was published from another slot
             self._drop(chunk, EVICTED)
         elif not chunk.leases:

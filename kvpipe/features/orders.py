@@ -71,7 +71,7 @@ class Turns:
     def take(self) -> None:
         """Take the turn back, after waiting for the end of another thread's slice. A second call has no effect."""
         if self.away:
-            self._wanted = True  # so that other threads begin no further slice
+            self._wanted = True  # other threads begin no further slice
             self._lock.acquire()
             self.away = self._wanted = False
 

@@ -216,7 +216,7 @@ class OperatorSocket:
         self.socket.listen()
 
     def close(self) -> None:
-        """Close the socket and delete its file. A forked process only closes its copies. Later calls have no effect."""
+        """Close the socket and delete its file. In a forked process, the file stays. Later calls have no effect."""
         if self._process == os.getpid():
             with contextlib.suppress(OSError):
                 self.socket.shutdown(socket.SHUT_RDWR)  # needed because a forked process may have a copy of the socket

@@ -317,7 +317,7 @@ class ManagedEngine:
     async def _hashed(self, prompt: models.Prompt) -> HashedPrompt:
         """Return the prompt with all its keys. Other tasks run between two iterations of the hasher."""
         hashes: Sequence[bytes] = ()
-        async with self._one:  # only one prompt is hashed at a time, because hashing keeps a processor busy
+        async with self._one:  # one prompt is hashed at a time, because hashing keeps a processor busy
             for some in self._hash(prompt):
                 hashes = some
                 await anyio.sleep(PAUSE_S)

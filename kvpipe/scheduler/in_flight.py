@@ -36,7 +36,7 @@ class JobInFlight(Reported):
         leases: int,
     ) -> None:
         """Record a job that is sent with the step that is being planned. The job starts without a watch."""
-        # The fields of `Reported`, set here because calling its constructor takes longer.
+        # These fields of `Reported` are set here, because a call of its constructor takes longer.
         self.machine, self.key, self.state, self.watch = machine, job.id, machine.initial, None
         self.ok = self.bad = 0
         self.sent_at_s = time.monotonic()

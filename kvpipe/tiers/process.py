@@ -164,7 +164,7 @@ class Pool:
             self._back(lane)
 
     def _back(self, lane: ClientChannel) -> None:
-        # at the front, to be lent next, because its memory is mapped and in the CPU's cache
+        # the buffer is lent next, because its memory is mapped and in the CPU's cache
         self._free.appendleft(lane)
         self._turn.release()
         if self._shut:

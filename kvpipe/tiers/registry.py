@@ -87,7 +87,7 @@ def named(specs: Iterable[TierSpec]) -> tuple[tuple[str, TierSpec], ...]:
 
 
 def make_tier(name: str, spec: TierSpec, *, writes: bool = True) -> Tier:
-    """Return the tier of `spec`, which is closed. `writes` is explained in `TierSpec.make`.
+    """Make the tier that `spec` configures, without opening it. `writes` has the meaning of `TierSpec.make`.
 
     Raises:
         ConfigError: the tier cannot be made, or lacks a method of `Tier`.

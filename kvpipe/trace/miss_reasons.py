@@ -83,7 +83,7 @@ class LostKeys:
     def add(self, group: int, key: bytes, why: str) -> None:
         """Record that `key` cannot be found in `group` any more, for the reason `why`."""
         part = self.reasons[group][hash(key) & self.mask]
-        part.pop(key, None)  # so that `key` becomes the youngest entry
+        part.pop(key, None)  # the entry is added again as the youngest one
         part[key] = why
         if len(part) > self._part_max:
             part.popitem(last=False)

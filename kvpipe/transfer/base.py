@@ -97,7 +97,7 @@ class CopyPlan:
     def __init__(self, direction: Direction, jobs: Sequence[Job], groups: int) -> None:
         """`groups` is the number of the model's cache groups."""
         self.direction, self.jobs, self._groups = direction, tuple(jobs), groups
-        self.mark: object = None  # for the engine's own use
+        self.mark: object = None  # the engine's own data
         self.mover = ""  # the name of the engine's mover for this plan, for the trace
         self._spans: dict[int, list[SlotSpan]] = {}
         self._merged: MergedRows | None = None
@@ -208,7 +208,7 @@ class Ticket:
         self.batch, self.layer, self.ordinal, self.sink = batch, layer, ordinal, sink
         self.layers = layers or (layer,)
         self.failed = NO_JOBS
-        self.mark: object = None  # for the engine's own use, such as the point after which device work is ordered
+        self.mark: object = None  # the engine's own data, such as the point after which device work is ordered
         self.state = QUEUED
         self.born_ns = self.begun_ns = time.monotonic_ns()  # if an engine delays the copy, it sets `begun_ns` again
         self.done_ns = self.born_ns  # the time of completion, once the ticket is completed

@@ -25,7 +25,7 @@ from kvpipe.transfer.pool import HostPool
 
 _memmove = ctypes.memmove
 _WORD = 8
-_TORCH_BYTES_MIN = 65_536  # for fewer bytes `memmove` is faster than a call of torch
+_TORCH_BYTES_MIN = 65_536  # `memmove` copies fewer bytes faster than torch
 _QueuedCopy = tuple[CopyPlan, Ticket] | None
 
 

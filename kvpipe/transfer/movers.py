@@ -36,7 +36,7 @@ from kvpipe.transfer.tables import RowTables
 
 BAYS: Final = 2  # two bays, so that one bay is filled while the other bay is emptied
 ROW_COLUMNS: Final = 5
-TABLES_BYTES: Final = 4 << 20  # for each direction, enough for 100 steps of 128 requests with a chunk each
+TABLES_BYTES: Final = 4 << 20  # each direction has tables for 100 steps of 128 requests with a chunk each
 
 
 class Mover(StrEnum):

@@ -65,7 +65,7 @@ class Batch:
         self.tickets: dict[int, Ticket] = {}  # the ticket of each layer, in the order of submission
         self.last = NO_COPY  # the last ticket that the engine took, and so the last to complete
         self.open: deque[Ticket] = deque()  # each ticket from before its copy begins until the loop removes the ticket
-        self.stamps = b""  # of all jobs (see `Job.stamps`)
+        self.stamps = b""  # the stamps of all jobs (see `Job.stamps`)
         self.checked: threading.Event | None = None  # set when the inbox's handler knows the result of the digests
         self.damaged = NO_JOBS  # the loads whose slots have other digests
         # The attributes of the loop thread:

@@ -360,7 +360,7 @@ class Pipeline:
         batch, self._save = self._save, NO_BATCH
         if not batch.jobs:
             return
-        # no hook was called, and none was due
+        # no hook was called, and vLLM had to call none
         without = not batch.tickets and (self._hooks.replayed is not None or not self._computes)
         if layers := self._all if without else self._unhooked:
             self._submit_layers(batch, layers)

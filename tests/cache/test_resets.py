@@ -1,4 +1,4 @@
-"""A reset drops all chunks at once, and removes them from the catalog in slices."""
+"""A reset drops all chunks at once. Later calls remove these chunks from the catalog, a few chunks per call."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _publish(catalog: Catalog, key: bytes) -> Chunk:
 def test_reset_chunks_are_removed_from_the_index_in_slices(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reset drops all chunks at once, and their slots count as free.
 
-    Each later call removes a slice of the dropped chunks from the index. Reasons of misses are kept.
+    Each later call removes some of the dropped chunks from the index. Reasons of misses are kept.
     """
     slots = 8 * SWEEP_SLOTS
     catalog = _catalog(slots, policy)

@@ -87,7 +87,7 @@ def test_locked_memory_is_the_systems_limit(tmp_path: Path, monkeypatch: pytest.
         ({}, 8, 1, 1, 2),  # vLLM reserves two cores per rank
         ({}, 8, 2, 1, 6),  # vLLM uses one thread of each of the four cores, except two reserved cores
         ({}, 8, 1, 2, 4),
-        ({}, 2, 1, 1, 0),  # with two cores, vLLM reserves none
+        ({}, 2, 1, 1, 0),  # vLLM reserves no core of two
         ({"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}, 2, 1, 1, 1),
         ({"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}, 8, 1, 1, 0),
         ({"VLLM_CPU_OMP_THREADS_BIND": "0-6"}, 8, 1, 1, 1),

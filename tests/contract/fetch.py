@@ -89,7 +89,7 @@ def fetch(version: str) -> Path:
             archive.extractall(tree, kept)
         if target.exists():
             shutil.rmtree(target)
-        tree.rename(target)  # in one step, so that an existing folder is complete
+        tree.rename(target)  # one call, so an existing folder is complete
     return target
 
 
@@ -133,7 +133,7 @@ def fetch_tests(version: str) -> Path:
         (tree / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
         if target.exists():
             shutil.rmtree(target)
-        tree.rename(target)  # in one step, so that an existing folder is complete
+        tree.rename(target)  # one call, so an existing folder is complete
     return target
 
 

@@ -103,7 +103,7 @@ def test_repeated_calls_change_no_answer() -> None:
     expected = baseline(PROMPTS, DECODED, enable_prefix_caching=False)
     with engine(kvpipe={}, enable_prefix_caching=False, connector="Unruly", module=FAULTY) as live:
         worker = live.worker_connector
-        worker.wait_for_save()  # before any step
+        worker.wait_for_save()  # no step has begun
         worker.wait_for_layer_load("model.layers.0.self_attn.attn")
         worker.clear_connector_metadata()
         for _ in range(2):

@@ -29,7 +29,7 @@ def _answer(live: Engine, session: str) -> list[int]:
         while live.scheduler.requests[session].status != RequestStatus.WAITING_FOR_STREAMING_REQ:
             live.core.step()
     message = list(live.scheduler.requests[session].all_token_ids)
-    live.core.add_request(Request(session, [0], params, None))  # no more input
+    live.core.add_request(Request(session, [0], params, None))  # the session's input ends
     assert session not in live.scheduler.requests
     return message
 

@@ -23,7 +23,7 @@ MODULES: Final = (
 )  # fmt: skip
 """Modules that every engine imports, some of them only at its start."""
 
-gc.disable()  # until all imports are done: modules are no garbage, but each collection would search them
+gc.disable()  # modules are no garbage, so collections during imports would be useless
 for _name in MODULES:
     importlib.import_module(_name)
 

@@ -34,7 +34,7 @@ def _entries(root: object) -> dict[str, int]:
 
 
 def _serve(world: SchedulerWorld, number: int) -> None:
-    """Serve a request with a new salt, session and class, with a hint and an answer.
+    """Serve a request with a new salt, a new session, a hint, and an unknown hint.
 
     Every tenth session has a second turn.
     """

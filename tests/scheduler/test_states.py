@@ -175,7 +175,7 @@ def test_offers_of_states_that_are_not_final_or_not_whole_are_ignored() -> None:
     world = _world()
     one = world.request("a", 4, extra=1)
     world.admit(one)
-    one.block_hashes[3:] = []  # not final yet
+    one.block_hashes[3:] = []  # these blocks are not final yet
     world.tables[STATE]["a"].append(world.tables[STATE]["a"][3])
     world.step(one, boundaries=(4,))
     assert world.side.counters["states_saved"] == 0

@@ -103,8 +103,8 @@ def test_the_choice_follows_from_the_costs(
 @pytest.mark.parametrize(
     ("page_bytes", "requests", "pages", "expected"),
     [
-        (64 << 10, 1, 16, Mover.DMA),  # for 1 MiB, `staged` would land the bytes too late
-        (64 << 10, 8, 16, Mover.STAGED),  # for 8 MiB, in time, and the blocks are free 12 times as soon
+        (64 << 10, 1, 16, Mover.DMA),  # `staged` would land 1 MiB too late
+        (64 << 10, 8, 16, Mover.STAGED),  # 8 MiB land in time, and the blocks are free 12 times as soon
         (1 << 20, 4, 16, Mover.STAGED),
         (8 << 10, 64, 1, Mover.DIRECT),
     ],

@@ -184,7 +184,7 @@ def _spaces(*how: str, memory: str = "m") -> str:
     config.parallel_config.world_size = len(how)
     geometry = make_geometry(cache, load_settings())
     spaces = Spaces(config, cache, geometry, tiers=True, bound=lambda *_: None)
-    assert spaces.also("weights") == ""  # no rank has reported its layout
+    assert spaces.also("weights") == ""  # no rank has reported its layout yet
     spaces.agree([Introduction(i, "digest", "m=s", 8, common="c", numerics=one) for i, one in enumerate(how)])
     return spaces.space(":".join(f"{memory}{i}=s" for i in range(len(how))))
 

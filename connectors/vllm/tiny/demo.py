@@ -30,7 +30,7 @@ from kvpipe.trace.reader import Trace
 from kvpipe.trace.timeline_html import write_html
 
 MODEL = "demo"
-BLOCKS = 80  # of 32 tokens each: ten requests at once need more, so some are preempted
+BLOCKS = 80  # 80 blocks of 32 tokens are too few for ten requests at once, so some are preempted
 ENGINE: dict[str, Any] = {
     "max_model_len": 2048,
     "num_gpu_blocks_override": BLOCKS,

@@ -15,8 +15,8 @@ from unittest.mock import patch
 # The variables are set before vllm is imported: one process, one compute thread, no downloads from a hub.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "0",  # for ranks in other processes
-    "OMP_NUM_THREADS": "1",  # for a rank in this process
+    "VLLM_CPU_OMP_THREADS_BIND": "0",  # this applies to ranks in other processes
+    "OMP_NUM_THREADS": "1",  # this applies to a rank in this process
     "NUMBA_NUM_THREADS": "1",  # numba, which vLLM's n-gram drafter uses, sets OpenMP's threads to this number
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "HF_HUB_OFFLINE": "1",
@@ -159,7 +159,7 @@ class Engine:
                 self.llm: LLM = LLM(model=model, kv_transfer_config=transfer, **DEFAULTS | options)
         except BaseException:
             with _own_garbage():
-                _free_process()  # so that the next engine does not use this engine's connector
+                _free_process()  # otherwise the next engine would use this engine's connector
             raise
         self._ids = 0
         self.preemptions: dict[str, int] = {}

@@ -82,7 +82,7 @@ def findable_chunks_are_whole_and_true(watched: Watched) -> Iterator[str]:
 def _false_bytes(watched: Watched, group: int, key: bytes, chunk: Chunk, units: int) -> Iterator[str]:
     known = watched.trial.prefixes.get(key)
     if known is None:
-        if not watched.trial.shape.engines:  # otherwise the other engine's requests have keys too
+        if not watched.trial.shape.engines:  # keys of the other engine's requests are not known here
             yield f"a key that no request has: slot {chunk.slot}, group {group}"
         return
     whole = watched.trial.side.geometry
@@ -171,7 +171,7 @@ def what_becomes_final_is_saved(watched: Watched) -> Iterator[str]:
         if request.resumable and side.geometry.states:
             continue  # the session's tokens may be cut, but its states cannot
         start = request.num_computed_tokens - watched.output.num_scheduled_tokens[request.request_id]
-        # no chunk was dropped since the lookup, so each unit that it did not find is new
+        # no chunk was dropped since the lookup, so each unit that the lookup did not find is new
         fresh = watched.asked.get(request.request_id) == before
         first = was if fresh else max(was, start // side.geometry.unit_tokens)
         if first >= now:

@@ -80,7 +80,7 @@ def processor(kind: Processor) -> Iterator[None]:
 
     with (
         _told(_FEATURES[kind]),
-        # for the case that `lent` has replaced the function
+        # `lent` may have replaced the function
         patch.object(CpuPlatform, "check_and_update_config", _decides()),
     ):
         yield

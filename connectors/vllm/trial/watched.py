@@ -53,7 +53,7 @@ class Watched:
         self.announced = 0  # the number of the last chunk in a tier whose announcement was checked
         self.over: list[str] = []  # lookups that promised more tokens than a limit allows
         self.short: list[str] = []  # lookups that promised another number of tokens than they should
-        self.found: dict[Live, FoundPrefix] = {}  # for the last finished requests
+        self.found: dict[Live, FoundPrefix] = {}  # the prefixes that were found for the last finished requests
         # for each finished request, the chunks that held its end when it finished
         self.ends: dict[Live, frozenset[tuple[Chunk, bytes]]] = {}
         # the results of `request_of`, by everything on which a result depends

@@ -24,7 +24,7 @@ BEGINS: Final = ((2.0, 0.005), (1.0, 0.01), (0.5, 0.05))
 The learnt order evicts if, for any pair, its lead in hits exceeds both values.
 """
 ENDS: Final = ((0.5, 0.002),)
-DECAY: Final = 1 - 1 / 8192  # per request
+DECAY: Final = 1 - 1 / 8192  # the counts' factor at each request
 DEPTH_MAX: Final = 64  # an eviction follows at most this many chains towards the end of a prompt
 
 

@@ -20,7 +20,7 @@ POOL_SHARE_WARN: Final = 0.8
 POOL_SHARE_FAIL: Final = 1.0
 PIN_BEYOND_BYTES: Final = 16 << 20
 PIN_PROBE_BYTES_MAX: Final = 256 << 20
-RESERVED_CPUS_PER_RANK: Final = 2  # as in vLLM's own default with a KV connector
+RESERVED_CPUS_PER_RANK: Final = 2  # vLLM's default with a KV connector
 
 
 def check_device(_: Settings, machine: HostFacts) -> PendingFinding:

@@ -90,7 +90,7 @@ class Windows:
             return [at for _, at in opened]
 
     def close(self, fill: int, doubtful: list[bool]) -> None:
-        """End a fill. For each window, `doubtful` says whether a transfer may still write to the window."""
+        """End fill number `fill`. `doubtful` says for each window whether a transfer may still write to the window."""
         with self._lock:
             for (key, at), lost in zip(self._busy.pop(fill, []), doubtful, strict=False):
                 if lost:

@@ -226,7 +226,7 @@ def _parent(_process: int) -> _Parent:
 
 def _serve_forks() -> int:
     """Fork for each line of standard input, which names a log and a mutant. Print the child's exit status."""
-    gc.disable()  # until all imports are done: modules are no garbage, but each collection would search them
+    gc.disable()  # modules are no garbage, so collections during imports would be useless
     import hypothesis  # noqa: F401  (imported once, for all)
 
     import kvpipe.connectors.vllm.tiny.engine  # noqa: F401  (sets the environment, before vllm is imported)
