@@ -35,7 +35,7 @@ class Subscriber:
         """
 
     def admitted(self, tracked: Tracked, tables: Tables) -> None:
-        """Blocks were allocated, for the first time or again after a preemption or a failed load.
+        """The engine has given the request blocks: the first ones, or new ones after a preemption or a failed load.
 
         If the request loads a hit, its state is ALLOCATED. `tracked.asking` still has the answer of the lookup. If the
         row of `tracked.asking` is UNASKED, the engine made no lookup for this admission. The other fields are then

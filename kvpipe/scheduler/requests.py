@@ -58,8 +58,8 @@ class Requests:
     def add(self, request: Request, hints: RawHints | None = None, limits: RequestLimits = NO_LIMITS) -> Tracked:
         """Track `request`, or return its `Tracked` if it is tracked already.
 
-        If another unfinished request has the same id, that request is finished first. `hints` are the hints that came
-        with `request`, not parsed yet. `limits` came with `request`, too.
+        If another unfinished request has the same id, that request is finished first. `hints` are the request's hints,
+        not parsed yet. `limits` are the request's limits.
         """
         old = self.tracked.get(request.request_id)
         if old is not None:

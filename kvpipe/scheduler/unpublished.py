@@ -15,7 +15,10 @@ NODE_SHARE: Final = 0.5
 
 
 class UnpublishedFetches:
-    """The fetches that all ranks have landed, and that wait for the holder. A private pool has no such fetches."""
+    """The fetches that have landed on all ranks, and that the holder has not published yet.
+
+    A private pool has no such fetches.
+    """
 
     def __init__(self, catalog: Catalog) -> None:
         """Start without fetches. `node` is the node's memory that has the catalog's slots, or None."""

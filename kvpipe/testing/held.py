@@ -106,7 +106,7 @@ class HeldEngine(CpuEngine):
     # ---- called by the pipeline -----------------------------------------------------------------------------------
 
     def submit(self, plan: CopyPlan, ticket: Ticket) -> None:
-        """Hold the copy `plan`, or run held copies if a pace is set."""
+        """Hold the copy `plan`. If a pace is set and enough copies are held, run these copies."""
         for job in plan.jobs:
             if job.id not in self._doomed:
                 armed = self._armed[plan.direction]

@@ -82,7 +82,8 @@ def node() -> Iterator[DirectNode]:
 def test_another_engine_announces_a_saved_prompt_with_the_same_events(node: DirectNode, kind: str) -> None:
     """The events equal those of a private pool. The engine that has saved the prompt announces the same events.
 
-    A number of an adapter is the number in the engine that announces, or None if no request has named the adapter.
+    An event has the adapter's number in the announcing engine, or None if no request of this engine has named the
+    adapter.
     """
     request = request_of(**KINDS[kind]())
     private = Noted()

@@ -1,4 +1,4 @@
-"""An engine publishes each chunk once: when all ranks have landed it and its request adds no more units to it."""
+"""An engine publishes each chunk once: when it has landed on all ranks, and its request adds no more units to it."""
 
 from __future__ import annotations
 

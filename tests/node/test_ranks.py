@@ -10,7 +10,7 @@ SLOTS, SLOT_BYTES = 16, 4096
 
 
 def test_chunk_is_published_when_the_last_rank_has_landed() -> None:
-    """Until the last rank has landed, no engine finds the chunk, and the engine keeps its slot."""
+    """Until the copies of all ranks have landed, no engine finds the chunk, and its slot stays the writer's."""
     node = DirectNode(SLOTS, SLOT_BYTES)
     world = SchedulerWorld(
         chunk_units=4, slots=SLOTS, ranks=2, node=DirectPool(node, stock=4), also_of="layout {}".format

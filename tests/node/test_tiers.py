@@ -160,7 +160,7 @@ def test_prefetched_chunk_is_noted_for_a_request_that_joins_the_fetch(tiered: Ti
 
 
 def test_fetched_chunk_is_published_when_the_last_rank_has_landed(tiered: TieredWorlds) -> None:
-    """Until the last rank has landed, no engine finds the chunk, and the engine keeps its slot."""
+    """Until the copies of all ranks have landed, no engine finds the chunk, and its slot stays the writer's."""
     world = tiered.start(ranks=2)
     request = world.request("one", 4, extra=1)
     for rank in range(2):

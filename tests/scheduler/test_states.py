@@ -191,9 +191,9 @@ def test_aborted_request_saves_no_state() -> None:
 
 
 def test_a_failed_save_loses_the_state_only() -> None:
-    """The failed save of a state is counted, and the state is not found.
+    """After the failed save of a state, the failure is counted, and no lookup finds the state.
 
-    Attention is saved again. The state is saved again if vLLM offers it again.
+    The attention's KV is saved again in a later step. The state is saved again if vLLM offers it again.
     """
     world = _world()
     one = world.request("a", 4, extra=1)

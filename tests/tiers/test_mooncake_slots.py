@@ -170,7 +170,7 @@ def test_values_of_another_length_are_damaged_and_buffers_elsewhere_are_copied(r
 
 
 def test_encrypted_value_is_decrypted_in_its_slot(rank: Rank) -> None:
-    """The header of an encrypted value passes through the lane, as the header of any value does."""
+    """The header of an encrypted value is read into the lane's memory, as the header of any value is."""
     sealer, key = Sealer([b"s" * 32]), some_key(1)
     plain = aligned(SLOT_BYTES)
     plain[:] = content(1, SLOT_BYTES)

@@ -18,7 +18,7 @@ from tests.trials.test_fetches import Played, in_play
 def announce(played: Played, salt: int, documents: Iterable[int], pause_s: int) -> None:
     """For each document, run one short request with `cache_salt` `salt`.
 
-    The request ends with a resume hint for `pause_s` seconds later.
+    The request has a hint that announces its next turn for `pause_s` seconds after its end.
     """
     for document in documents:
         played.do(("hint", RESUME, pause_s), ("add", document, 40, 0, 3, salt, 0), ("drain",))

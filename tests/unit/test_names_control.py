@@ -87,7 +87,7 @@ def test_a_fork_neither_releases_nor_keeps_a_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stale", ['{"dtype": "fp8"}', "garbage", ""])
 def test_a_stale_record_is_replaced(tmp_path: Path, stale: str) -> None:
-    """The record of a dead engine is replaced, whatever its content. The new record counts for later engines."""
+    """The record of a dead engine is replaced, whatever its content. Later engines are compared with the new record."""
     (tmp_path / "docs.json").write_text(stale, encoding="utf-8")
     held = NameClaim("docs", FACTS, tmp_path)
     NameClaim("docs", FACTS, tmp_path).release()

@@ -39,9 +39,9 @@ class Encoded:
     def weights_changed(self) -> None:
         """Record that weights have changed.
 
-        If embeddings were cached at the last `doubted`, the cache has old embeddings.
+        If embeddings were cached when `doubted` was last called, the cache now has embeddings of old weights.
 
-        If `doubted` was not called since the last change, embeddings that are cached now count as old.
+        If `doubted` was not called since the last change of weights, all embeddings that are cached now count as old.
         """
         self.old |= self._held if self._doubted is None else self._doubted
         self._doubted = None

@@ -36,7 +36,7 @@ class SlotFills:
         self._joining = anyio.Lock()
 
     def share(self, slots: SharedSlots) -> None:
-        """Fill `slots` from now on."""
+        """Use `slots` as the slots into which values are read."""
         if slots.file is not None:
             self._slots, self._begin = slots, _address(slots.memory)
             self._end = self._begin + slots.memory.nbytes
