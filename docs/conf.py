@@ -40,7 +40,7 @@ root_doc = "index"
 exclude_patterns: list[str] = []
 html_extra_path = ["grafana.json"]
 html_static_path = ["generated/static"]
-suppress_warnings = ["ref.python"]  # `bytes` in a signature is no attribute of that name in one of our classes
+suppress_warnings = ["ref.python"]  # Sphinx would take `bytes` in a signature for attributes of that name
 
 myst_heading_anchors = 3
 myst_fence_as_directive = ["mermaid"]

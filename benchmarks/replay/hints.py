@@ -21,9 +21,12 @@ Prompts that are not used again are announced to be resumed in 1 s."""
 TURNED: Final = "turned"
 """The first half of all prompts have the hints of `RESUME`. The second half have the hints of `ADVERSARIAL`."""
 CONSTANT: Final = "constant"
-"""Each prompt is announced to be resumed in 1 s."""
+"""Each prompt has a hint that the next prompt of its session comes in 1 s."""
 DEAD: Final = "dead"
-"""Prompts that are not used again are announced to be resumed in 10 minutes. All other prompts get no hint."""
+"""Prompts that are not used again have a hint that their next prompt comes in 10 minutes.
+
+All other prompts get no hint.
+"""
 MODELS: Final = (NONE, RESUME, ADVERSARIAL, TURNED, CONSTANT, DEAD)
 _MINUTE_S: Final = 60.0
 

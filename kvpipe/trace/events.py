@@ -104,7 +104,7 @@ class Lookup(Event, tag="lookup"):
 
 
 class RequestAdmitted(Event, tag="request_admitted"):
-    """A request is admitted for the first time, `waited_ms` after it was added. `lookup` explains the other fields."""
+    """A request is first admitted, `waited_ms` after it was added. The event `lookup` explains the other fields."""
 
     level = INFO
     prompt_tokens: int = 0

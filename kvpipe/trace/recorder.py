@@ -38,7 +38,7 @@ _PASSING = {errno.ENOSPC, errno.EAGAIN, errno.EDQUOT}
 _OPEN = os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
 _LOCK_S_MAX = 1.0
 _WHY_CHARS_MAX = 400
-_SLICE_EVENTS = 64  # events that are written per slice; between slices, other threads can take the interpreter's lock
+_SLICE_EVENTS = 64  # after this number of written events, other threads can take the interpreter's lock
 _HASH_MAX = 1 << 32
 LOSSES: Final = ("queue", "sink")
 """The places at which events are lost: a full queue, or a sink that could not write the events."""

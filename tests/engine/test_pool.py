@@ -87,7 +87,7 @@ def test_no_chunk_is_evicted_while_the_pool_becomes_ready(
 
     def begin_only(readier: Readier, how: ready.How) -> None:
         monkeypatch.setattr(readier, "_main", goes_on.wait)
-        readier._step = 1  # one slot is ready
+        readier._step = 1  # the thread makes one slot ready at a time
         begin(readier, how)
 
     monkeypatch.setattr(Readier, "begin", begin_only)

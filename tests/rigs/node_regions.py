@@ -58,14 +58,14 @@ def _lock(fd: int) -> int | None:
 
 
 class FusedLedger(DyingLedger):
-    """A ledger that counts each of its steps as a step of `FUSE`."""
+    """A ledger that burns `FUSE` at each of its writes."""
 
     def _burn(self) -> None:
         FUSE.burn()
 
 
 class FusedOwners(Owners):
-    """The owners of pieces. Each store of an owner counts as a step of `FUSE`."""
+    """The owners of pieces. They burn `FUSE` before and after each store of an owner."""
 
     def give(self, pieces: object, region: int) -> None:
         """Store the owner of the pieces, one piece after the other."""
@@ -316,7 +316,7 @@ class RegionsWorld:
 
 
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let holders die at steps of `FUSE`.
+    """Let `FUSE` decide at which change of a table a holder dies.
 
     The slots' memory is divided into 128 pieces instead of 4096 (`owners.PIECES`), and the bounds of these pieces
     differ from the bounds of slots.

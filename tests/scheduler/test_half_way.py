@@ -179,7 +179,7 @@ def test_failed_load_ends_when_other_loads_cannot_be_reported(monkeypatch: pytes
 def test_blocks_of_a_request_that_is_over_are_forgotten_only_while_loads_may_fail() -> None:
     """The request has ended, and none of its loads can fail any more.
 
-    If a later load fails, the request's blocks stay in vLLM's cache.
+    If a load of another request fails later, the ended request's blocks stay in vLLM's cache.
     """
     world = SchedulerWorld(load="sync")
     world.publish(world.request("old", 4, shared=4))

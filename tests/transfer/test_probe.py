@@ -124,7 +124,7 @@ def test_every_check_has_an_answer_on_a_good_gpu(tmp_path: Path) -> None:
 def test_refusal_ends_the_checks_with_one_sentence(
     machine: probe.Machine, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A refusal ends the checks with one sentence and a status for refusals. Earlier answers are kept."""
+    """If the machine refuses a call, the probe prints one sentence, exits with `REFUSED`, and keeps earlier figures."""
     status, message = asked(machine, tmp_path / "probe.json")
     assert status == probe.REFUSED
     assert message["refused"]

@@ -170,9 +170,7 @@ def test_readier_pauses_on_cores_of_the_forward(busy: bool, monkeypatch: pytest.
 
 @pytest.mark.parametrize("busy", [True, False])
 def test_readier_rests_after_each_claim_while_the_engine_is_busy(busy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread pauses after each call of `claim`, because pinning delays every launch. It does not pause after the
-    last call.
-    """
+    """The thread pauses after each call of `claim` except the last one, because pinning delays every launch."""
     rests: list[float] = []
     with Rig(manners=Manners(claim_share=0.05, busy=lambda: busy)) as rig:
         monkeypatch.setattr(rig.readier._stop, "wait", rests.append)

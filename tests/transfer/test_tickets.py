@@ -72,7 +72,7 @@ def test_begun_copy_cannot_be_withdrawn() -> None:
 @pytest.mark.parametrize("event", CALLS)
 @pytest.mark.parametrize("state", m.TICKET.states)
 def test_every_cell_is_as_in_the_table(state: str, event: str) -> None:
-    """Each call moves, stays or raises as in the table. An illegal call changes nothing.
+    """In each state, each call of a ticket has the effect in the ticket's table. An illegal call changes nothing.
 
     Only a completion calls the sink.
     """

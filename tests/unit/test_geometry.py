@@ -26,7 +26,7 @@ def test_units_of_groups_with_different_block_sizes() -> None:
 
 
 def test_layers_lie_one_after_another_in_a_slot() -> None:
-    """A layer is one slice of the slot. The slice begins behind the pages of the group's earlier layers."""
+    """The pages of a layer are adjacent in the slot. They begin behind the pages of the group's earlier layers."""
     g = _mixed()
     assert g.layer_offsets == ((0, 6000), (0,))
     assert g.groups[0].bytes_per_block == 1500

@@ -87,7 +87,7 @@ class Access(NamedTuple):
     content: Words
     expected: Words
     drafts: int
-    written: Positions = NOWHERE  # places in the cache
+    written: Positions = NOWHERE  # the places in the cache that the step writes
     read: Positions = NOWHERE
     positions: slice | Positions = NOWHERE  # the positions that are read
 
