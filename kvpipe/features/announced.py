@@ -102,9 +102,9 @@ class Announcement:
         ]
 
     def end_turn(self, now_s: float) -> bool:
-        """Count the turn that begins now, and set the time of the next turn. Returns whether there is a next turn."""
+        """Count the prefetch that begins now, and set the time of the next one. Returns whether there is a next one."""
         self.turns += 1
-        if now_s >= self.due_s:  # an idle engine may take the turn early
+        if now_s >= self.due_s:  # an idle engine may prefetch early
             later = (self.at_s + self.pause_s * (share - 1) for share in TURNS[1:])
             self.due_s = next((due_s for due_s in later if due_s >= now_s + BETWEEN_S_MIN), _NEVER)
         return self.due_s < _NEVER

@@ -50,14 +50,14 @@ class Prefetch:
     """
 
     def __init__(self, asked: KnownPrompt, request: Request | None, announced: Announcement | None = None) -> None:
-        """Create a prefetch that waits for its turn. `request` is explained in `WantedPrompt`.
+        """Create a prefetch that waits for earlier prefetches. `request` is explained in `WantedPrompt`.
 
         `announced` is the announcement, if a hint has made one.
         """
         self.asked, self.request, self.announced = asked, request, announced
         self.stage: AheadStage | None = None
         self.over = False
-        # The stage's deadline includes the wait for the turn, because the engine makes steps during this wait, too.
+        # The stage's deadline includes the wait for earlier prefetches, because the engine makes steps meanwhile, too.
         self.until_s = time.monotonic() + AHEAD_S_MAX
 
 
@@ -146,7 +146,7 @@ class Prefetching(Subscriber):
         self.announced.clear()
 
     def _take_turn(self, *, idle: bool) -> None:
-        """If it is the turn of an announced prompt, queue a prefetch of this prompt."""
+        """If the prefetch of an announced prompt is due, queue the prefetch."""
         now_s = self._context.catalog.now_s
         if self._has_turn(now_s, idle=idle):
             one = self.announced.take(now_s, idle=idle)
@@ -207,7 +207,7 @@ class Prefetching(Subscriber):
         return [*self._pins.needed(self.prefixes, asked, reach)]
 
     def _end_turn(self, one: Prefetch, announced: Announcement) -> None:
-        """End the turn of an announced prompt, and record its fetch.
+        """End one of the prefetches of an announced prompt, and record what it fetched.
 
         If no chunk was fetched, refresh the prompt's chunks in memory, so that they are evicted later. The number of
         refreshed chunks is limited to the number that announced resumes may hold. If the policy takes hints, no refresh

@@ -114,13 +114,13 @@ class ManagedEngine:
     async def holders(self, rows_max: int) -> models.Holders:
         """Return at most `rows_max` tenants that use the pool, and at most `rows_max` holders of leases.
 
-        Raises as `state`.
+        Raises the errors of `state`.
         """
         users: reads.PoolUsers = await self._read(lambda: reads.pool_users(self._side), self.count_s_max)
         return self._holders.holders(users, rows_max)
 
     async def counters(self) -> dict[str, int]:
-        """Return counters and gauges of the scheduler side, by name. Raises as `state`."""
+        """Return counters and gauges of the scheduler side, by name. Raises the errors of `state`."""
         counted: dict[str, int] = await self._look(self._side.stats)
         return counted
 
@@ -152,7 +152,7 @@ class ManagedEngine:
 
         Raises:
             BadRequestError: the engine would not accept the prompt.
-            UnavailableError: as `state`.
+            UnavailableError: for the same reasons as in `state`.
 
         """
         asked = await self._hashed(prompt)
@@ -188,26 +188,26 @@ class ManagedEngine:
         return result
 
     async def unpin(self, number: int) -> models.Pinned | models.Pending:
-        """End a pin. Returns and raises as `pin`."""
+        """End a pin. Result and errors are those of `pin`."""
         result: models.Pinned | models.Pending = await self._ordered(lambda: self._side.pins.unpin(number))
         return result
 
     async def pins(self) -> models.PinnedPrompts:
-        """Return all pins. Raises as `state`."""
+        """Return all pins. Raises the errors of `state`."""
         pins = self._side.pins
         listed, chunks = await self._look(lambda: (pins.listed(), pins.chunks))
         pinned = [models.Pinned(**one._asdict()) for one in listed]
         return models.PinnedPrompts(pins=pinned, chunks=chunks, chunks_max=pins.chunks_max)
 
     async def evict(self, wanted: models.EvictOrder) -> models.EvictedChunks | models.Pending:
-        """Evict the chunks in memory of a prompt. Returns and raises as `pin`."""
+        """Evict the chunks in memory of a prompt. Result and errors are those of `pin`."""
         asked = await self._known(wanted)
         result: models.EvictedChunks | models.Pending
         result = await self._ordered(lambda: self._side.pins.evict(self._prefixes, asked, wanted.from_token))
         return result
 
     async def evict_matching(self, wanted: models.EvictMatching) -> models.EvictedChunks | models.Pending:
-        """Evict the chunks in memory of the tenants that `wanted` selects. Returns and raises as `pin`."""
+        """Evict the chunks in memory of the tenants that `wanted` selects. Result and errors are those of `pin`."""
         try:
             selects = selecting(wanted, self._holders.token)
         except ValueError as error:
@@ -217,7 +217,7 @@ class ManagedEngine:
         return result
 
     async def warm(self, wanted: models.WarmOrder) -> models.Warmed | models.Pending:
-        """Fetch the chunks of a prompt from tiers into memory. Returns and raises as `pin`."""
+        """Fetch the chunks of a prompt from tiers into memory. Result and errors are those of `pin`."""
         asked = await self._known(wanted)
         request = self._request_of(wanted, asked.hashes) if self._request_of is not None else None
         result: models.Warmed | models.Pending
@@ -225,7 +225,7 @@ class ManagedEngine:
         return result
 
     async def order(self, number: int) -> Any:  # noqa: ANN401  (whatever was ordered)
-        """Return the result of an order that was pending, or `Pending` if the order still waits. Raises as `pin`."""
+        """Return the result of an order that was pending, or `Pending` if the order still waits. Errors are those of `pin`."""
         order = self._pending.get(number)
         if order is None:
             raise BadRequestError(f"order: no order {number} is remembered")
@@ -293,7 +293,7 @@ class ManagedEngine:
                 rung.clear()
 
     async def _look(self, look: Callable[[], Any]) -> Any:  # noqa: ANN401
-        """Return the result of a read that has one part. Raises as `_read`."""
+        """Return the result of a read that has one part. Raises the errors of `_read`."""
         return await self._read(lambda: reads.at_once(look))
 
     async def _read(self, make: Callable[[], Work], seconds: float = 0.0) -> Any:  # noqa: ANN401

@@ -5,8 +5,8 @@ one store, so a reader never sees half of a word. Everything else is written as 
 finds a half-written record returns None.
 
 Each further slot size is another *region*, which has a header, words, tables and a journal behind the slots. All
-regions divide the same bytes into slots, each region into slots of its own size. `PIECES` pieces make up these bytes.
-For each piece, `owners.py` records the region that may use the piece.
+regions divide the same bytes into slots, each region into slots of its own size. These bytes consist of `PIECES`
+pieces. For each piece, `owners.py` records the region that may use the piece.
 """
 
 from __future__ import annotations

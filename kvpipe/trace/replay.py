@@ -72,7 +72,7 @@ class Replay:
             self._ended.add(process)
 
     def finish(self) -> None:
-        """End the trace. If a process has ended normally while a job was open, record a problem."""
+        """End the trace. If a process ended normally although a job had not ended, record a problem."""
         for at, state in self._at.items():
             process = (at.engine, at.rank)
             if (

@@ -25,7 +25,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 STAGED_PROGRAMS_MAX: Final = 512  # a gather takes only microseconds, so it may use the whole device
 DIRECT_PROGRAMS: Final = 16  # 16 loads of 16 KiB in flight use the whole bus, and leave multiprocessors to the forward
-WORDS_MAX: Final = 2048  # words of 8 bytes, per program and iteration
+WORDS_MAX: Final = 2048  # a program copies at most this number of 8-byte words per iteration
 WORD_BYTES: Final = 8
 WARPS: Final = 8
 VECTOR_BYTES: Final = 16

@@ -1,4 +1,7 @@
-"""The outcomes of a rank's jobs: open jobs, and the outcomes for vLLM's thread. Only vLLM's thread runs this module."""
+"""The outcomes of a rank's jobs: unfinished jobs, and the outcomes for vLLM's thread.
+
+Only vLLM's thread runs this module.
+"""
 
 from __future__ import annotations
 

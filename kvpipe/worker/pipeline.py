@@ -202,7 +202,7 @@ class Pipeline:
                     self._give_up(batch, TIMED_OUT)
 
     def shutdown(self) -> None:
-        """Withdraw the open jobs, finish the submitted copies, and end the threads. Idempotent."""
+        """Withdraw the unfinished jobs, finish the submitted copies, and end the threads. Idempotent."""
         if self.step.fire(m.SHUTDOWN).moves:
             with ExitStack() as always:
                 always.callback(self.copies.loop.stop)

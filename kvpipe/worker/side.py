@@ -383,7 +383,7 @@ class WorkerSide:
         return True
 
     def give_up(self, why: str) -> None:
-        """Never use the caches again: end the open jobs, fail later jobs, and report the pool as lost."""
+        """Never use the caches again: end unfinished jobs, fail later jobs, and report the pool as lost."""
         self._lose(why)
         self.shutdown()
 

@@ -36,7 +36,7 @@ class Watchdog:
                     for batch in [one for one in self._copies.live if self._is_stuck(one, oldest_ns)]:
                         self._give_up(batch)
             finally:
-                # again, because another thread may have put items while this task had the turn
+                # another thread may have put items while this task held the lock `turn`
                 self._copies.loop.drain()
 
     @staticmethod

@@ -88,7 +88,7 @@ def test_answers_are_the_same_on_every_processor(answered: Path) -> None:
 
 @pytest.mark.timeout(WALK_SECONDS_MAX + 30)
 def test_the_page_is_fresh(answered: Path) -> None:
-    """Each architecture of vLLM's registry gets the answer on the page, on every machine."""
+    """The page's table has the result that this machine computes for each architecture of vLLM's registry."""
     text = registry.DOCS.read_text(encoding="utf-8")
     assert (answered / "page").read_text(encoding="utf-8") == text, "python -m tests.contract.registry"
     asked = text[text.index("<!-- architectures:begin") :]

@@ -140,7 +140,7 @@ def _aside(files: list[Path]) -> None:
 def test_disk_in_mid_run(tmp_path: Path, expected: list[list[int]]) -> None:
     """Files are changed by a bit, cut, exchanged, half written and deleted. Then the folder disappears and returns."""
     tier = {"kind": "disk", "path": str(tmp_path / "kv"), "bytes_max": "1GiB"}
-    config = _config(tier, timeout_ms_max=PATIENT_MS, lookup_ms_max=PATIENT_MS)  # the disk does not hang
+    config = _config(tier, timeout_ms_max=PATIENT_MS, lookup_ms_max=PATIENT_MS)  # no fault makes the disk hang
     faults: list[Callable[[list[Path]], None]] = [_flip, _truncate, _swap, _header_only, _unlink]
     with engine(kvpipe=config, **OWN) as live:
         played = Played(live, expected)

@@ -86,7 +86,7 @@ def test_a_collector_forwards_a_request(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_data_of_open_requests_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If too many requests are open, the data of the oldest open request are dropped."""
+    """If too many requests have not ended, the data of the oldest of these requests are dropped."""
     monkeypatch.setattr("kvpipe.trace.otel.OPEN_MAX", 3)
     exporter = InMemorySpanExporter()
     sink = OtelSink("e1", exporter)

@@ -29,7 +29,7 @@ TIERS = plugins.own(plugins.TIERS)
 
 
 def test_the_readme_has_keys_that_there_are() -> None:
-    """The keys in the readme exist and have the defaults of the whole table."""
+    """Each key in the README's table exists. Its default is that of the complete table of keys."""
     rows = (ROOT / "README.md").read_text(encoding="utf-8").split("## Configuration")[1].split("\n## ")[0]
     named = re.findall(r"^\| `(\w+)` \| `?(\w+)`? \|", rows, re.MULTILINE)
     assert len(named) > 5

@@ -12,7 +12,7 @@ killed_loop = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadEx
 
 
 def test_shutdown_with_work_in_flight(rig: Rig) -> None:
-    """Submitted copies are finished, open jobs are withdrawn, and each job is reported once."""
+    """Unfinished jobs are withdrawn, copies that were submitted are finished, and each job is reported once."""
     rig.engine.waiting = Waiting.DEVICE
     p = rig.pipeline
     p.begin(plan(job(1), job(2, ASYNC)))
@@ -60,7 +60,7 @@ def test_calls_after_shutdown_are_harmless(rig: Rig) -> None:
 
 @killed_loop
 def test_a_lost_loop_fails_the_open_jobs(rig: Rig) -> None:
-    """If the loop thread dies, open jobs are reported as failed once. Later plans are refused. No call blocks."""
+    """If the loop thread dies, unfinished jobs are reported as failed once. Later plans are refused. No call blocks."""
     p = rig.pipeline
     p.begin(plan(job(1), job(2, ASYNC)))
     p.start_loads()
@@ -92,7 +92,7 @@ def test_lost_loop_does_not_change_reported_outcomes(rig: Rig) -> None:
 
 @killed_loop
 def test_a_job_that_was_reported_as_lost_is_not_reported_again(rig: Rig) -> None:
-    """A completion thread that has the turn when the loop thread dies still handles its items.
+    """A completion thread that holds the lock `turn` when the loop thread dies still handles its items.
 
     The lost jobs are not reported a second time.
     """

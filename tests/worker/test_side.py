@@ -161,7 +161,7 @@ def test_side_counts_in_the_counters_that_it_was_given(whole: SideRig) -> None:
 
 
 def test_side_that_gives_up_reports_open_jobs(whole: SideRig) -> None:
-    """After the side gives up, open jobs are reported, jobs of later steps fail, and the pool is reported as lost."""
+    """After the side gives up, unfinished jobs and the pool's loss are reported, and jobs of later steps fail."""
     side = whole.side
     side.bind(plan(job(1), job(2, Kind.LOAD_ASYNC, [(0, 0, 0, 7)])))
     side.start_loads()

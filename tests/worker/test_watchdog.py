@@ -26,7 +26,8 @@ def test_watchdog_handles_a_copy_that_lands_during_its_look(
 ) -> None:
     """A copy lands during the watchdog's check.
 
-    The completing thread cannot handle the inbox, because the watchdog has the turn, so the watchdog handles it.
+    The completing thread cannot handle the inbox, because the watchdog holds the lock `turn`. So the watchdog handles
+    it.
     """
 
     def look(*_args: object) -> bool:

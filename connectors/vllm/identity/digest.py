@@ -108,7 +108,7 @@ def _adder(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor, int], 
 
 
 _CASES: Final = tuple(itertools.product((0, 1), (0, 1 << 33)))
-"""Cases for `_agree`, as (`at`, `before`): Triton compiles a kernel for each alignment and each size of integers."""
+"""Arguments (`at`, `before`) of `_agree`. Triton compiles a kernel for each alignment and each size of integers."""
 
 
 def _agree(
