@@ -225,7 +225,7 @@ class ManagedEngine:
         return result
 
     async def order(self, number: int) -> Any:  # noqa: ANN401  (whatever was ordered)
-        """Return the result of an order that was pending, or `Pending` if the order still waits. Errors are those of `pin`."""
+        """Return the result of a pending order, or `Pending` if the order still waits. Errors are those of `pin`."""
         order = self._pending.get(number)
         if order is None:
             raise BadRequestError(f"order: no order {number} is remembered")

@@ -256,8 +256,9 @@ def test_slots_are_counted_under_a_lock(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_slots_that_cannot_be_claimed_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots are not used while `claim` returns False for them, and `start` does not wait for them. The slots are used
-    after a later call of `claim` has returned True.
+    """Slots are not used while `claim` returns False for them, and `start` does not wait for them.
+
+    The slots are used after a later call of `claim` has returned True.
     """
     monkeypatch.setattr(ready, "SHORT_S", 0.001)
     with Rig(piece_slots=16) as rig:

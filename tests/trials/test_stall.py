@@ -150,8 +150,9 @@ def test_a_step_that_computes_nothing_waits_for_a_load() -> None:
 
 
 def test_stages_do_not_wait() -> None:
-    """A pipeline stage has nothing to compute while another stage computes the previous step. The next step needs both
-    stages, so no stage may wait for a load.
+    """A pipeline stage has nothing to compute while another stage computes the previous step.
+
+    The next step needs both stages, so no stage may wait for a load.
     """
     facts = EngineFacts(hash_tokens=4, ranks=2, saves=True, loads=True, waits_idle=True)
     plans = []

@@ -14,8 +14,10 @@ from tests.rigs.pipeline_rig import job, plan
 def test_job_fails_when_its_adapter_was_another_since_the_claimed_step(
     digests: tuple[bytes, ...], stands: bool
 ) -> None:
-    """A job's claim names an adapter's bytes and a step. The rank held these bytes at this step, and holds them now. If
-    the rank held other bytes in between, the other bytes may have computed the KV.
+    """A job's claim names an adapter's bytes and a step.
+
+    The rank held these bytes at this step, and holds them now. If the rank held other bytes in between, the KV may have
+    been computed with the other bytes.
     """
     held = HeldAdapters(Counters())
     held.now = lambda: {7: b"a"}
