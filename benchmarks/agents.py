@@ -320,7 +320,7 @@ def run(chosen: Mapping[str, Sequence[int]]) -> Found:
 
 @dataclass
 class Search:
-    """The search for the most users in time. If `given` is not empty, exactly these numbers of users are tried.
+    """Searches for the most users who are served in time. If `given` is not empty, exactly these numbers are tried.
 
     Otherwise the search begins with `first` users, adds users until tokens are late, and then halves the interval.
     """

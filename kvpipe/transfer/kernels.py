@@ -35,7 +35,7 @@ def copy_pages(  # type: ignore[no-untyped-def]  # noqa: ANN201
     ALIGN: tl.constexpr,  # noqa: N803
 ):
     """Copy `layers` x `count` pages. With n programs, each program copies every n-th range of at most WORDS words."""
-    words = vectors * (ALIGN // 8)  # a visible multiple of ALIGN, so that the mask splits no access
+    words = vectors * (ALIGN // 8)  # Triton sees a multiple of ALIGN, so the mask splits no access
     pieces = (words + WORDS - 1) // WORDS
     for item in range(tl.program_id(0), layers * count * pieces, tl.num_programs(0)):
         number = item // pieces

@@ -288,7 +288,7 @@ class WorkerSide:
         unreadable, rates = (carrier.unreadable, carrier.rates) if carrier is not None else (frozenset[int](), {})
         self._loading.clear()  # the engine already has this step's bad blocks, so failures from now on count as late
         news, weighed, tallies = self._news(), self._weighed, self._take_tallies()  # last: errors would lose tallies
-        damaged = self._pool.marks.take_found() if self._pool.marks is not None else {}  # tallies were checked before
+        damaged = self._pool.marks.take_found() if self._pool.marks is not None else {}  # taken after the tallies
         self._weighed, self._ready_reported, self._unreadable = {}, ready, unreadable
         changed = self.lost or ready != was_ready or unreadable != were_unreadable
         if not (tallies or damaged or weighed or news or changed):

@@ -38,7 +38,7 @@ class RandomTieredEngines(RandomEngines):
         return super().moves() | {self.carry: 40}
 
     def carry(self, at: int) -> None:
-        """End a random tier order."""
+        """End one of the tier orders that have begun, chosen at random."""
         world: Any = self.engines[at]
         if world.begun:
             world.carry(at=self.chance.randrange(len(world.begun)), ok=world.lands())

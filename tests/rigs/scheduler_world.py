@@ -129,7 +129,7 @@ class SchedulerWorld:
         self.tables: list[dict[str, list[TableEntry]]] = [{} for _ in windows]
         self.forgotten: set[int] = set()
         self.known: dict[int, Any] = {}
-        """The blocks of the offered states, as they are in vLLM's prefix cache."""
+        """The blocks that vLLM's prefix cache has for the offered states, by block id."""
         managers: Any = [SimpleNamespace(req_to_blocks=tables, num_cached_block={}) for tables in self.tables]
         manager: Any = SimpleNamespace(
             coordinator=SimpleNamespace(single_type_managers=managers),

@@ -85,7 +85,7 @@ class _Case:
         return self.staging._reach(stage), list(self.tier.asked)
 
     def reach_of_all(self) -> tuple[int, int]:
-        """Return the numbers of units and keys of a lookup of every boundary of every group."""
+        """Look up every boundary of each group, and return the numbers of found units and of keys."""
         self.tier.asked.clear()
         keys = self.request.block_hashes
         wanted: list[Place] = []

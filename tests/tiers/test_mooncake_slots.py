@@ -128,7 +128,7 @@ def _lane_bytes(tier: MooncakeTier) -> int:
 
 
 def test_values_go_straight_into_slots(rank: Rank) -> None:
-    """Only headers pass through the lanes. Until the client ends, the holder counts it as a process of the engine."""
+    """Only headers pass through lanes. The holder counts the client's process as one of the engine until it ends."""
 
     async def play(of: Master) -> None:
         async with _filling(of, rank.shared, 1, 2, 3) as tier:

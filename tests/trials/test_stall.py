@@ -167,7 +167,7 @@ def test_stages_do_not_wait() -> None:
 
 @pytest.mark.parametrize("load", ["auto", "async"])
 def test_stages_load_between_steps(load: str) -> None:
-    """Pipeline stages load only between steps.
+    """An engine with pipeline stages loads only between steps.
 
     If a load within a step failed, vLLM would compute and use further steps before it learned of the failure.
     """

@@ -35,7 +35,7 @@ HINTS: Final[tuple[Callable[[int], Hints], ...]] = (
     lambda _: ("kv.retain", ["retain"]),
     lambda seconds: (KvHintsEnvelope("9", "", [None] * (ACTIONS_MAX - 4 + seconds)), {"retain": {}}),  # type: ignore[list-item]
 )
-"""Functions from a number of seconds to hints."""
+"""Each function returns the hints of a request. Its argument is the number of seconds that the hints name."""
 RESUME: Final = 1
 """The index in `HINTS` of a well-formed `resume`."""
 
