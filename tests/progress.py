@@ -1,5 +1,7 @@
 """A pytest plugin for `make test`: progress every ten seconds, failures at once, the longest files first.
 
+The plugin also decides which worker of pytest-xdist runs which tests.
+
 Use the plugin with `-p tests.progress --part NAME`, in one process or with pytest-xdist.
 """
 
@@ -16,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Generator
 from importlib.abc import MetaPathFinder
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
@@ -32,6 +34,8 @@ MEASURED: Final = ROOT / ".cache" / "tests"
 
 NAME.json has the seconds and CPU seconds of its test files, NAME.failed the failed tests.
 """
+
+OWN_TESTS: Final = "::test_mutant_with_its_own_test_"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -65,6 +69,48 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     seconds = _durations()
     items.sort(key=lambda item: -seconds.get(_file(item.nodeid), math.inf))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """Give whole files to the workers (`--dist loadfile`), or single tests (`--dist load`).
+
+    With single tests, one worker gets all mutants with a test of their own, and gets them first. The process that forks
+    the tests of these mutants takes 20 seconds to import vLLM. The groups of pytest-xdist 3.8 have no effect with
+    pytest 9.
+    """
+    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
+
+    by_file = config.getoption("dist") == "loadfile"
+
+    class Scheduler(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            if by_file:
+                return _file(nodeid)
+            return OWN_TESTS if OWN_TESTS in nodeid else nodeid
+
+        def remove_node(self, node: Any) -> str | None:
+            """Give the rest of an ended worker's tests to others. Returns the test in which the worker crashed.
+
+            The method that this one replaces also gives away finished units. A worker that gets a finished unit reports
+            nothing, so the run would never end. It also runs the test of the crash again.
+            """
+            units = self.assigned_work.pop(node)
+            left = [(unit, test) for unit in units.values() for test, done in unit.items() if not done]
+            if not left:
+                return None
+            unit, crashed = left[0]
+            unit[crashed] = True
+            self.workqueue.update({scope: unit for scope, unit in units.items() if not all(unit.values())})
+            for other in self.assigned_work:
+                self._reschedule(other)
+            return crashed
+
+        def _reschedule(self, node: Any) -> None:
+            if node in self.registered_collections:  # a worker that replaces another has to collect the tests first
+                super()._reschedule(node)
+
+    return Scheduler(config, log) if by_file or config.getoption("dist") == "load" else None
 
 
 class _NoVllm(MetaPathFinder):

@@ -10,17 +10,18 @@ export PYTHONHASHSEED=${PYTHONHASHSEED:-0}
 # takes twice as long.
 unset PYTHONDONTWRITEBYTECODE
 profile=$1
+seconds_max=900 # of one test that has no mark with another limit
+[ "$profile" = nightly ] && seconds_max=18000 # twenty times the examples
 failed=() # parts
 lists=()  # files with the names of their tests
 
-# part NAME ARGUMENTS…; after ten minutes a test that hangs prints its stacks, and after fifteen minutes it fails, unless
-# the test has a mark with another limit
+# part NAME ARGUMENTS…; a test that hangs prints its stacks after ten minutes, and fails after `seconds_max`
 part() {
   local name=$1 status
   shift
   rm -f ".cache/tests/$name.failed"
   .venv/bin/python -m pytest -q -p tests.progress --part "$name" --hypothesis-profile="${profile/quick/default}" \
-    -o faulthandler_timeout=600 --timeout 900 "$@"
+    -o faulthandler_timeout=600 --timeout $seconds_max "$@"
   status=$?
   case $status in
     0) ;;

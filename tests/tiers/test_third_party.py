@@ -109,7 +109,11 @@ def test_third_party_tier_passes_the_type_check(python: Path, package: Path, tmp
     right.write_bytes((package / "src" / right.stem / "__init__.py").read_bytes())
     run(*mypy, tmp_path / "cache", right, cwd=tmp_path)
     wrong = tmp_path / "wrong.py"
-    wrong.write_text("from kvpipe.tiers.base import Capacity, Key\nKey.parse(7)\nCapacity.nothing\n", encoding="utf-8")
+    mistakes = (
+        "from kvpipe import nothing\nfrom kvpipe.tiers.base import Capacity, Key\nKey.parse(7)\nCapacity.nothing\n"
+    )
+    wrong.write_text(mistakes, encoding="utf-8")
     message = run(*mypy, tmp_path / "cache", wrong, cwd=tmp_path, ok=False)
+    assert 'Module "kvpipe" has no attribute "nothing"' in message
     assert 'Argument 1 to "parse" of "Key" has incompatible type "int"; expected "str"' in message
     assert '"type[Capacity]" has no attribute "nothing"' in message

@@ -106,8 +106,8 @@ def test_a_copy_that_does_not_end_costs_the_caches() -> None:
 
 
 def test_release_has_one_deadline_for_the_copies_of_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the copies of several steps do not end, the release waits for the first of them until the deadline."""
-    rig = SideRig(layerwise=False, wait_s=0.01)
+    """If the copies of several steps do not end, the release waits for one of them at most, until the deadline."""
+    rig = SideRig(layerwise=False, wait_s=0.1)
     rig.engine.waiting = Waiting.DEVICE
     for number in range(1, 5):
         _step(rig.side, plan(job(number, Kind.LOAD_ASYNC)))
@@ -119,7 +119,7 @@ def test_release_has_one_deadline_for_the_copies_of_all_steps(monkeypatch: pytes
 
     monkeypatch.setattr(rig.engine, "fence", fenced)
     rig.side.release()
-    assert len(waits) == 1
+    assert len(waits) <= 1  # none if the loop thread has taken all of the time
     assert rig.side.lost
 
 

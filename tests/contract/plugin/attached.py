@@ -302,7 +302,7 @@ def _register_images() -> None:
 
 _STATE = pytest.StashKey[Attached]()
 _RAN: dict[str, bool] = {}
-"""Whether each test failed, by its name with the arguments of the case."""
+"""Whether each test failed, by its node id: file, name and arguments of the case."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -353,10 +353,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Record which tests ran, and which tests failed in any phase."""
-    name = report.nodeid.rpartition("::")[2]
     if report.when == "call" or report.failed:
-        _RAN.setdefault(name, False)
-        _RAN[name] |= report.failed
+        _RAN[report.nodeid] = _RAN.get(report.nodeid, False) or report.failed
 
 
 @pytest.hookimpl(wrapper=True)
