@@ -66,7 +66,7 @@ def used(memory: MemoryStatus) -> list[UsedSlots]:
 
 
 def engine_name(engine: ClientStatus) -> str:
-    """Return an engine's name, or a text instead: a new holder learns the name when the engine connects again."""
+    """Return an engine's name, or the number of its row while a new holder does not know the name yet."""
     return printable(engine.name) or f"engine {engine.row}"
 
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 SHARE: Final = 0.75
 """The largest share of the pool that the chunks of waiting requests may take."""
 ORDERS_PER_LANE: Final = 4
-"""The number of fetches per lane of a tier that ranks have at once. Further fetches wait here and can be cancelled."""
+"""The largest number of ordered fetches for each of a tier's lanes. Further fetches wait here and can be cancelled."""
 AHEAD_SHARE: Final = 0.25
 """The largest share of the pool for chunks that are fetched ahead of requests. `SHARE` includes this share."""
 AGAIN_S: Final = 0.02

@@ -84,8 +84,8 @@ def runner(live: Engine) -> Any:
 def climb(folder: Path, check: Callable[[Engine], None], **options: Any) -> None:
     """Compare answers and drafts with the answers and drafts of the same kind of engine without kvpipe.
 
-    `check` is called after each engine has answered, and fails for an engine of another kind. The last stage changes
-    saved values and requires other answers or drafts, which shows that the comparison can fail.
+    `check` is called after each engine has answered, and fails for an engine of another kind. At the end, saved values
+    are changed, and other answers or drafts are required. This shows that the comparison can fail.
     """
 
     @contextmanager

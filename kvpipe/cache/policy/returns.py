@@ -140,7 +140,7 @@ class Returns:
             self.ended(silent)
 
     def back(self, pace: int, silent: int, idle_s: float) -> None:
-        """Count that a chain without a hint is used again after `idle_s` seconds, as two calls of `returned` would."""
+        """Count that a chain without a hint is used again after `idle_s` seconds, for both kinds of the chain."""
         at = bisect_right(INNER_S, idle_s)
         self._everybody[at] += 1
         self._returned[pace][at] += 1
