@@ -90,7 +90,9 @@ def test_streaming_clients_that_leave_while_the_cache_is_reset(tmp_path: Path, e
                 assert clients.begun.acquire(timeout=2 * WAIT_S)
             assert server.ask("POST", "/reset_prefix_cache?reset_external=true")[0] == 200
         clients.join()
-        assert (clients.right, clients.left, clients.broken) == (16 * 3, 8 * 3, 0)
+        assert (clients.right + clients.left, clients.broken) == (24 * 3, 0)
+        assert clients.right >= 16 * 3  # on a busy machine, an answer may be complete before its client leaves
+        assert clients.left > 0
         server.idle()
         assert server.metric("preemptions") > 0
         assert server.metric("hit_tokens") > 0
