@@ -14,6 +14,7 @@ from benchmarks.replay.workload import Prompt, Workload, coding_agents
 from benchmarks.report import Figure
 from kvpipe.cache.chunks import Chunk
 from kvpipe.cache.policy import make_policy
+from kvpipe.cache.policy.hints import Hint
 from kvpipe.cache.tenants import ANYBODY, Tenant
 from kvpipe.node.catalog import NodeCatalog
 from kvpipe.node.prefixes import NodePrefixes
@@ -27,6 +28,18 @@ SESSIONS: Final = 12
 
 Router = Callable[[int, Prompt], int]
 """Returns the engine of a request, by the request's number."""
+
+
+class ReplayClock:
+    """The time of a replay: that of the last request."""
+
+    def __init__(self) -> None:
+        """Begin at 0."""
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        """Return the time."""
+        return self.now_s
 
 
 class _Waiting(NodeCatalog):
@@ -45,14 +58,21 @@ class _Waiting(NodeCatalog):
 class SharedPool(Pool):
     """One engine's side of a node's memory."""
 
-    def __init__(self, chunk_tokens: int, node: DirectNode) -> None:
-        """Attach to `node`."""
+    def __init__(self, chunk_tokens: int, node: DirectNode, clock: ReplayClock | None = None) -> None:
+        """Attach to `node`, whose policy has the time of `clock`."""
+        self._of_node = clock
         geometry = Geometry((Group((Layer("l", 4096),), chunk_tokens),), chunk_tokens, node.slots * 4096)
         super().__init__(chunk_tokens, 1, make_policy("lru", 1))
         self.node = _Waiting(DirectPool(node, STOCK), 1, Counters(), 1)
         self.node.name_space("replay")
         self.catalog = self.node
         self.prefixes = NodePrefixes(self.node, geometry, chunk_tokens, attrgetter("block_hashes"))
+
+    def begin(self, prompt: Prompt, hint: Hint | None = None) -> int:
+        """Begin a request, as `Pool.begin` does, at the time of the request."""
+        if self._of_node is not None:
+            self._of_node.now_s = max(self._of_node.now_s, prompt.at_s)
+        return super().begin(prompt, hint)
 
     def end_step(self) -> None:
         """Report the saved chunks, and read the journal to its end."""

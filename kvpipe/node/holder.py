@@ -14,13 +14,11 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from kvpipe.cache.policy.base import Policy
-from kvpipe.cache.policy.lru import Lru
 from kvpipe.errors import ConfigError
+from kvpipe.inputs import plugins
 from kvpipe.node import messages
 from kvpipe.node.clients import NodeClient, RefusedError
 from kvpipe.node.keeper import Keeper
@@ -37,6 +35,7 @@ from kvpipe.node.messages import (
     Welcome,
 )
 from kvpipe.node.processes import LOG, SOCKET, checked_folder, has_clients, lock_folder, peer_of, watch
+from kvpipe.node.rules import DEFAULT_POLICY, NodeRules, write_rules
 from kvpipe.node.segment import create
 from kvpipe.statemachine.core import IllegalTransition
 
@@ -61,14 +60,14 @@ class Holder:
     """The holder of one folder. `run` returns when no engine has used the memory for `keep_s` seconds."""
 
     def __init__(
-        self, folder: Path, *, adopt_s: float, keep_s: float, fd: int | None = None,
-        policy: Callable[[int], Policy] = Lru,
+        self, folder: Path, *, adopt_s: float, keep_s: float, fd: int | None = None, policy: str = ""
     ) -> None:  # fmt: skip
         """Take the folder's lock and listen on the folder's socket.
 
         If running engines have the memory of an earlier holder, this holder waits up to `adopt_s` seconds for an engine
         to offer that memory. Without an offer, this holder creates a new memory. `fd` is the earlier holder's memory,
-        if this memory is known.
+        if this memory is known. `policy` is the eviction policy of a new memory. If it is "", the engine that makes the
+        memory chooses the policy.
 
         Raises:
             BlockingIOError: the folder has a holder.
@@ -98,7 +97,7 @@ class Holder:
         Raises:
             RefusedError: the memory is not usable, or has another holder.
         """
-        self._memory = NodeMemory(fd, self._boot, self._policy)
+        self._memory = NodeMemory(fd, self._boot)
         for keeper, client in self._memory.clients:
             for process in list(client.processes):
                 self._watch(keeper, client, process, watch(process))
@@ -225,6 +224,7 @@ class Holder:
             self._begin(hello, fd)
         else:
             self._close_fd(fd)
+        self._agree(hello.policy)
         memory, region = self._region_for(hello)
         segment, keeper = region
         client = memory.greet(region, hello, link.process)
@@ -233,9 +233,28 @@ class Holder:
         if hello.role == "scheduler":
             self._links[client] = link
         welcome = Welcome(
-            self._boot, client.row, client.namespace, tuple(client.granted.items()), segment.layout.region
+            self._boot, client.row, client.namespace, tuple(client.granted.items()), segment.layout.region,
+            memory.policy, keeper.evictor.takes_hints,
         )  # fmt: skip
         messages.send(link.wire, welcome, [memory.fd])
+
+    def _agree(self, policy: str) -> None:
+        """Check that an engine accepts the memory's eviction policy. A memory without engines gets the engine's policy.
+
+        Raises:
+            RefusedError: the engine requires another policy.
+        """
+        assert self._memory is not None  # noqa: S101
+        if policy in {"", self._memory.policy}:
+            return
+        if self._policy or self._has_engines:
+            raise RefusedError(
+                f"the node's memory evicts by the policy {self._memory.policy!r}, this engine needs {policy!r}; unset "
+                "its policy, or stop all engines of the memory"
+            )
+        _known_policy(policy)
+        _log.info("the unused memory evicts by %s from now on", policy)
+        self._memory.use_policy(policy)
 
     def _region_for(self, hello: Hello) -> tuple[NodeMemory, Region]:
         """Return the memory that has slots of the size that an engine needs, and the region of these slots.
@@ -267,10 +286,13 @@ class Holder:
 
     def _make(self, hello: Hello) -> None:
         """Make the memory that an engine asks for. The new memory replaces a memory that no engine uses."""
+        policy = self._policy or hello.policy or DEFAULT_POLICY
+        _known_policy(policy)
         try:
             fd = create(hello.slots, hello.slot_bytes)
         except ConfigError as error:
             raise RefusedError(str(error)) from None
+        write_rules(fd, NodeRules(policy))
         old = self._memory
         try:
             self._adopt(fd)
@@ -298,6 +320,16 @@ class Holder:
             del self._links[link.client]
             if link.keeper is not None:
                 link.keeper.hung_up(link.client)
+
+
+def _known_policy(policy: str) -> None:
+    """Raise RefusedError if this process does not have the policy `policy`, which another package may register."""
+    known = plugins.names(plugins.POLICIES)
+    if policy not in known:
+        raise RefusedError(
+            f"the node's holder has no eviction policy {policy!r} (it has {', '.join(known)}); install the policy's "
+            "package where the holder runs, and restart the holder"
+        )
 
 
 def main(arguments: list[str]) -> None:

@@ -14,15 +14,15 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from kvpipe.cache.policy.base import Policy
 from kvpipe.errors import ConfigError
 from kvpipe.machine.headroom import tightest
-from kvpipe.node.clients import NodeClient, RefusedError
+from kvpipe.node.clients import NodeClient, RefusedError, log_client
+from kvpipe.node.evictor import evicting
 from kvpipe.node.keeper import Keeper
 from kvpipe.node.layout import (
     BEAT,
@@ -38,9 +38,9 @@ from kvpipe.node.layout import (
 from kvpipe.node.ledger import Ledger
 from kvpipe.node.messages import Hello, MemoryStatus, NodeStatus
 from kvpipe.node.owners import NOBODY, Numbers, Owners
+from kvpipe.node.rules import NodeRules, rules_of, write_rules
 from kvpipe.node.segment import Segment, add_region, allocate, lock, remove_region
 from kvpipe.node.slots import NEVER, Ages
-from kvpipe.statemachine.core import Cursor, Edge, State
 
 PIECE_BYTES: Final = 32 << 20
 SHORT_S: Final = 5.0
@@ -97,13 +97,6 @@ class Allocator:
         self._thread.join()
 
 
-def log_client(cursor: Cursor, was: State, edge: Edge, _: str) -> None:
-    """Log a move of an engine."""
-    if edge.moves and isinstance(cursor, NodeClient):
-        states = was.name, edge.to.name
-        _log.info("node_client row=%d name=%s on=%s was=%s now=%s", cursor.row, cursor.name, edge.event, *states)
-
-
 class Region(NamedTuple):
     """The slots of one size: their tables, and the keeper that grants and evicts them."""
 
@@ -114,7 +107,7 @@ class Region(NamedTuple):
 class NodeMemory:
     """A memory with this process as its holder. `regions` has the region of each slot size, by the region's number."""
 
-    def __init__(self, fd: int, boot: int, policy: Callable[[int], Policy]) -> None:
+    def __init__(self, fd: int, boot: int) -> None:
         """Become the holder of the memory `fd`, which `close` closes. `boot` is the holder's token.
 
         Raises:
@@ -123,7 +116,7 @@ class NodeMemory:
         own = lock(fd)
         if own is None:
             raise RefusedError("another process holds the memory", again=True)
-        self.fd, self._lock, self._boot, self._policy = fd, own, boot, policy
+        self.fd, self._lock, self._boot, self.policy = fd, own, boot, rules_of(fd).policy
         self.regions: dict[int, Region] = {}
         self._segments: dict[int, Segment] = {}
         self._last = 0  # the region that `share` has given slots last
@@ -149,14 +142,21 @@ class NodeMemory:
         """Restore a region's state."""
         layout = segment.layout
         keeper = Keeper(
-            Ledger(segment, self._beat), self._policy(layout.slots), owns=lambda slot: self._owners.owns(layout, slot),
-            tick=lambda: float(next(self._tick)), watch=log_client,
+            Ledger(segment, self._beat), evicting(self.policy, layout.slots),
+            owns=lambda slot: self._owners.owns(layout, slot), tick=lambda: float(next(self._tick)), watch=log_client,
         )  # fmt: skip
         segment.words[BOOT] = self._boot
         made = self.regions[number] = Region(segment, keeper)
         chunks, engines = keeper.usage().published, len(keeper.clients)
         _log.info("holds %d slots of %d bytes: %d chunks, %d engines", layout.slots, layout.slot_bytes, chunks, engines)
         return made
+
+    def use_policy(self, policy: str) -> None:
+        """Evict by another policy from now on, in a memory without engines. All chunks stay."""
+        write_rules(self.fd, NodeRules(policy))
+        self.policy = policy
+        for number, segment in self._segments.items():
+            self._open(number, segment)
 
     def _disown(self) -> None:
         """Make `NOBODY` the owner of the pieces of regions that do not exist."""
@@ -259,7 +259,11 @@ class NodeMemory:
             os.getpid(),
             tuple(
                 MemoryStatus(
-                    segment.layout.slot_bytes, keeper.usage()._asdict(), dict(keeper.counts), keeper.clients_now()
+                    segment.layout.slot_bytes,
+                    keeper.usage()._asdict(),
+                    dict(keeper.counts),
+                    keeper.clients_now(),
+                    self.policy,
                 )
                 for segment, keeper in self.regions.values()
             ),

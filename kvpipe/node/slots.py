@@ -39,7 +39,7 @@ class RegionSlots:
         self._usable = {slot for slot in ledger.beating(range(self._ready)) if owns(slot)}
         self.used = np.full(ledger.layout.slots, NEVER)
         """The last use of each slot's chunk. The value is infinite if the region cannot give the slot away."""
-        ledger.segment.words[OWNED] = len(self._usable)
+        self._show_usable()
 
     def use_more(self, ready: int) -> None:
         """Allow grants of the slots below `ready`, because these slots have memory now."""
@@ -53,9 +53,12 @@ class RegionSlots:
         new = [slot for slot in beating if slot < self._ready and slot not in self._usable and self._owns(slot)]
         self._usable.update(new)
         self._free[:0] = reversed(new)
-        self._ledger.segment.words[OWNED] = len(self._usable)
+        self._show_usable()
 
     def _use_no_more(self, slots: set[int]) -> None:
         self._usable -= slots
         self._free = [slot for slot in self._free if slot not in slots]
+        self._show_usable()
+
+    def _show_usable(self) -> None:
         self._ledger.segment.words[OWNED] = len(self._usable)

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 from kvpipe.connectors.vllm import pooled
 from kvpipe.node.attach import node_note_bytes, node_slot_bytes, shared_slots
+from kvpipe.node.rules import DEFAULT_POLICY
 from kvpipe.node.segment import Segment
 from kvpipe.testing.direct_node import DirectNode, DirectPool
 
@@ -41,7 +42,7 @@ class TrialMemory:
         size = node_slot_bytes(geometry, engine.parts)
         if self._node is None:
             slots = geometry.pool_bytes_max // (geometry.slot_bytes * engine.parts)  # as many as the shape has
-            self._node = DirectNode(slots, size, node_note_bytes(geometry))
+            self._node = DirectNode(slots, size, node_note_bytes(geometry), policy=engine.policy or DEFAULT_POLICY)
         return DirectPool(self._node, STOCK)
 
     def _rank(
