@@ -1,4 +1,4 @@
-"""Runs the named benchmarks, or all `PARTS` without a name: `python -m benchmarks [NAME …]`.
+"""Runs the named benchmarks, or without a name all benchmarks in `PARTS`: `python -m benchmarks [NAME …]`.
 
 A name is one of `PARTS`, or agents, chunks, node_pool, prefill_decode, ranges or traces.
 """
@@ -33,7 +33,7 @@ def main(names: list[str]) -> int:
             return importlib.import_module("benchmarks.agents").main()
         module = importlib.import_module(f"benchmarks.{name}")
         figures = module.run()
-        if figures:  # without figures, the benchmark has reported that its baseline is missing
+        if figures:  # no figures: the benchmark's baseline is missing, which it has printed
             show(f"{name} benchmarks", figures, RESULTS / f"{name}.json")
     return 0
 

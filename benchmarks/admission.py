@@ -1,4 +1,4 @@
-"""Compares rules for keeping recurrent states, by replays of coding agents' sessions against hybrids' catalogs.
+"""Compares rules that decide which recurrent states are kept, by replays of coding agents on catalogs of hybrid models.
 
 Time is the trace's time. Nothing is computed or copied. The attention KV of a prompt is saved in whole units of 512
 tokens.
@@ -65,7 +65,7 @@ Policy = Callable[[Prompt, int], set[int]]
 
 
 def last(prompt: Prompt) -> int:
-    """Return the last unit boundary of a prompt at which a later hit may end."""
+    """Return, as a unit boundary, the last position of a prompt at which a later hit may end."""
     return (prompt.tokens - 1) // UNIT
 
 
@@ -125,9 +125,9 @@ class Replay:
 
 
 class SupersededFirst(Replay):
-    """A replay in which a hit's state is evicted first if the prompt has saved a later state.
+    """A replay that evicts a hit's state first if the prompt has saved a later state.
 
-    kvpipe does not do this. The replay is for comparison.
+    kvpipe itself does not do this, so the replay is only for comparison.
     """
 
     def serve(self, prompt: Prompt, keep: Policy) -> None:

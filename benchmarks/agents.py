@@ -1,9 +1,9 @@
-"""Measures how many coding agents a real engine serves before their first tokens come late.
+"""Measures how many coding agents a real engine can serve at once before first tokens come late.
 
 The agents run the sessions of the recorded trace, with prompts that are `SCALE` times shorter. This machine computes
 such a prompt faster than the cost model's four H100 (`benchmarks/replay/model.py`) compute the original prompt. Pauses
-are divided by the same speed-up. So computing, pausing and the room for KV keep their proportions. Users are added
-until the 95th percentile of the time to the first token exceeds a limit.
+are divided by the same speed-up. So the ratios between computing times, pauses and the room for KV stay as on the cost
+model's machine. Users are added until the 95th percentile of the time to the first token exceeds a limit.
 
 kvpipe is measured twice: with a pool alone, and with a disk as a tier below the pool. All engines are measured with two
 sizes of the device (`ROOMS`). `python -m benchmarks.agents ENGINE=USERS,USERS …` tries the given numbers of users with
@@ -50,20 +50,25 @@ H100, less 16 GB of weights, and less a tenth of each GPU's memory for activatio
 POOL_TOKENS: Final = 8 * ROOMS[""]
 """The size of kvpipe's pool in tokens, which corresponds to 840 GB of a node's memory."""
 ALL_TOKENS: Final = 24 * ROOMS[""]
-"""The size in tokens of a cache for all KV of a run. A much larger cache is slower: first writes to memory are slow."""
+"""The size in tokens of a cache that holds all KV of a run.
+
+A much larger cache would be slower, because the first write to each page of memory is slow.
+"""
 TYPICAL: Final = 110_000
 TTFT_S_MAX: Final = 5.0
 """The limit on the time to the first token, in seconds of the trace's own time. A typical prompt of `TYPICAL` tokens
 takes 3.1 s of the trace's time to compute."""
 USERS_FIRST, MANY, USERS_MAX = 4, 64, 1024
 FINER: Final = 10
-"""The search ends when the most users in time and the fewest late users differ by at most one tenth (1 / `FINER`)."""
+"""The search ends when the largest number of users in time and the smallest late number differ by at most a tenth."""
 APART = 2
 """The time between the starts of two users, in multiples of the time that a typical prompt takes to compute. Users
 start apart, because no KV of their sessions is cached yet."""
 SETTLED, MEASURED, MEASURED_S = 8, 1200, 120
-"""After the first request of each user has ended, `SETTLED` requests per user are not counted. If requests still wait
-to be admitted after these, up to `SETTLED` more requests per user are not counted. `MEASURED` requests are counted, in
+"""After the first request of each user has ended, `SETTLED` requests per user are not counted.
+
+If some requests have then not been admitted yet, up to `SETTLED` more requests per user are not counted. `MEASURED`
+requests are counted, in
 at most `MEASURED_S` seconds."""
 
 
@@ -290,10 +295,10 @@ def main(arguments: Sequence[str] = ()) -> int:
 
 
 def run(chosen: Mapping[str, Sequence[int]]) -> Found:
-    """Return the times to the first token of each engine, for numbers of users around the most users in time.
+    """Return each engine's times to the first token, for numbers of users around the largest number that is in time.
 
-    `chosen` has numbers of users by names of `ENGINES`. If `chosen` is empty, all engines are measured. If an engine
-    has no numbers, the benchmark searches the numbers.
+    `chosen` has numbers of users by names of `ENGINES`. If `chosen` is empty, all engines are measured. For an engine
+    without numbers, the benchmark searches for the largest number.
     """
     bind_cores()
     engine = _engine(**ENGINES["no cache"])

@@ -1,7 +1,7 @@
 """Compares the cost of vLLM's calls into kvpipe with the calls' cost at commit `BEFORE`, on the same machine.
 
 `python -m benchmarks calls`. Each of the two source trees runs in two processes. The processes take turns in short
-rounds, because the machine's speed varies. A figure is the least time of a tree. `BEFORE` is the last commit before
+rounds, because the machine's speed varies. A figure compares each tree's least time. `BEFORE` is the last commit before
 the scheduler side and the worker side became separate packages (decision 17). If `BEFORE` is not in the repository's
 history, nothing is measured.
 """
@@ -107,7 +107,7 @@ def main() -> None:
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     tree = _Tree()
     gc.collect()
-    gc.freeze()  # as vLLM does after its start
+    gc.freeze()  # vLLM also freezes all objects when an engine has started
     for number in sys.stdin:
         took: dict[str, list[float]] = {}
         _lookups(tree, int(number), took)
@@ -143,7 +143,7 @@ class _Tree:
     def _side(self) -> tuple[Any, Any]:
         geometry, manager = self.geometry(), Manager()
         options = {"hash_tokens": 16, "ranks": 1, "saves": True, "loads": True}
-        same = {} if self.old else {"save_decode_steps": 1, "policy": "lru"}  # as in `BEFORE`, without such settings
+        same = {} if self.old else {"save_decode_steps": 1, "policy": "lru"}  # as `BEFORE` always does
         settings = self._load_settings({"chunk_tokens": 256, "prefault": "use", **same})
         if self.old:
             side = self._made(settings, geometry, **options)

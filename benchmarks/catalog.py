@@ -144,7 +144,7 @@ def _calls(policy: str) -> Iterator[float]:
     Yields the processor seconds of each call.
     """
     gc.collect()
-    gc.freeze()  # as vLLM does after its start
+    gc.freeze()  # vLLM also freezes all objects when an engine has started
     gc.disable()
     catalog, timer, now_s = Catalog(CHUNKS, 1, make_policy(policy, CHUNKS), Counters()), time.thread_time, 0.0
     rng = random.Random(1)
@@ -173,7 +173,7 @@ def _calls(policy: str) -> Iterator[float]:
             yield timer() - begin
             chunks.clear()
             begin = timer()
-            catalog.sweep()  # as each step does
+            catalog.sweep()  # each engine step calls this, too
             yield timer() - begin
     gc.enable()
     gc.unfreeze()

@@ -1,7 +1,7 @@
 """Measures the decode throughput of the smallest model, whose steps take a few ms, with and without kvpipe.
 
-The forward has one core, and kvpipe's threads share the other cores. Runs with and without the connector alternate in
-one engine.
+The forward has a core of its own, and kvpipe's threads share the other cores. Runs with and without the connector
+alternate in one engine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LEAST: Final = 0.97
 
 
 def run() -> list[Figure]:
-    """Return the median ratio of neighbouring runs with and without the connector, with the default settings."""
+    """Return the median ratio of a run with the connector to the next run without it, with the default settings."""
     bind_cores()
     return [measure()]
 

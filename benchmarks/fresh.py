@@ -61,7 +61,7 @@ def first_minutes(seed: int, **kvpipe: Any) -> First:
         engine.generate(users(turn), ANSWER_TOKENS)
         return time.perf_counter() - begin
 
-    with without_connector(engine):  # vLLM's own slow first steps are not measured
+    with without_connector(engine):  # runs vLLM's slow first steps, which are not measured
         engine.generate([make_prompt(PROMPT_TOKENS, 1)], ANSWER_TOKENS)
     piped_s = seconds(0)
     engine.settle()

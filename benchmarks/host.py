@@ -51,7 +51,7 @@ def run() -> list[Figure]:
     os.sched_setaffinity(0, {0})
     torch.set_num_threads(1)
     gc.collect()
-    gc.freeze()  # as vLLM does after its start
+    gc.freeze()  # vLLM also freezes all objects when an engine has started
     return [
         *_transitions(), *_hooks(), *_idle_hooks(), *_scheduler(), *_wire(), *_copies(), *_memory(),
     ]  # fmt: skip
@@ -148,7 +148,7 @@ def _idle_hooks() -> list[Figure]:
     caches = {layer.name: torch.zeros(1, 1, 16, 16) for layer in geometry.groups[0].layers}
     settings, paged = load_settings({"prefault": "use"}), PagedCaches(geometry, caches, 1)
     side = WorkerSide(RankContext(settings), paged, engine=_NoCopy())
-    made = object.__new__(KVPipeConnector)  # without an engine's configuration
+    made = object.__new__(KVPipeConnector)  # this part of the class needs no engine's configuration
     role: Any = object.__new__(WorkerRole)
     role.worker, role.counters, role.recorder, role.writer, role.step = side, side.counters, None, None, side.step
     made._take_worker_role(role)
@@ -164,7 +164,7 @@ def _idle_hooks() -> list[Figure]:
 
 
 class _Empty:
-    """A connector whose hooks do nothing. Calls of these hooks take the least possible time of two hooks."""
+    """A connector whose hooks do nothing. The time to call them is the least that two hooks can take."""
 
     def wait_for_layer_load(self, layer_name: str) -> None: ...
 

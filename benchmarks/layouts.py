@@ -37,7 +37,10 @@ class Ranks:
     def __init__(
         self, spec: TierSpec, ranks: int, most: int, heads: int, rows: int, head_bytes: int, count: int = LAYERS
     ) -> None:
-        """`most` is `share_ranks_max`. `heads` is the number of heads (latents: 1). `rows` is a head's runs per page.
+        """`most` is `share_ranks_max`.
+
+        `heads` is the number of heads (1 for latents). `rows` is the number of runs per page in which a head's bytes
+        lie.
 
         `count` is the number of layers.
         """

@@ -34,7 +34,7 @@ WARM_S, LOOK_S, WINDOW_S = 0.5, 4.0, 0.6
 DEATHS: Final = 5
 HOLDERS: Final = 5
 SAVE_EVERY: Final = 8
-"""Each client saves a chunk in every eighth round, so that the other clients read a journal that grows."""
+"""Each client saves a chunk in every eighth round. So the other clients read a journal that grows."""
 
 
 class Client:
@@ -91,10 +91,10 @@ class Client:
             time.sleep(0.002)
 
     def outlive(self, seconds: float) -> float:
-        """Kill the holder, and serve for a while. Return the time until a later saved chunk is published.
+        """Kill the holder, save a chunk, and return the time until the chunk is published. Then serve for a while.
 
-        A request finds a published chunk. Before the kill, the stock is used up, so that the save needs a new holder's
-        grant.
+        Requests find only published chunks. The stock is used up before the kill, so that the save needs a grant from a
+        new holder.
         """
         self.serve(0.2)
         while self._save():
@@ -234,7 +234,7 @@ def _deaths(made: Clients) -> list[Figure]:
 
 
 def _holders(made: Clients) -> list[Figure]:
-    """Kill the holder, so that all clients look for another holder."""
+    """Kill the holder, so that all clients search for another holder at the same time."""
     took = []
     for number in range(HOLDERS):
         first = number % CLIENTS

@@ -51,7 +51,7 @@ class Remote:
     def seconds(self, requests: int, prompt: int, answer: int, seed: int, *, plain: bool = False) -> float:
         """Return the time of `requests` new prompts. If `plain`, the engine serves without its connector."""
         self._pipe.send((requests, prompt, answer, seed, plain))
-        took, self.loaded = self._pipe.recv()
+        took, self.loaded, self.cpu_s = self._pipe.recv()
         return float(took)
 
     def first_token(self) -> float:
@@ -72,7 +72,7 @@ class Remote:
         """Kill the engine's processes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)
-        self._process.kill()  # needed if the process does not lead a group yet
+        self._process.kill()  # needed if the process has not become the leader of its group yet
         self._process.join()
         self._pipe.close()
 
@@ -99,13 +99,13 @@ def serve(pipe: Connection, kvpipe: dict[str, Any] | None, options: dict[str, An
             return
         prompts = [make_prompt(tokens, seed + i) for i in range(requests)]
         with without_connector(engine) if plain else contextlib.nullcontext():
-            began = time.perf_counter()
+            began, cpu_s = time.perf_counter(), time.process_time()
             engine.generate(prompts, answer)
-            took = time.perf_counter() - began
+            took, cpu_s = time.perf_counter() - began, time.process_time() - cpu_s
         if kvpipe is not None:
             engine.settle()
         loaded = engine.connector.stats().get("tokens_loaded", 0) if kvpipe is not None else 0
-        pipe.send((took, loaded))
+        pipe.send((took, loaded, cpu_s))
 
 
 def _anonymous(pid: int) -> int:
@@ -164,35 +164,53 @@ def run() -> list[Figure]:
 def _throughput() -> list[Figure]:
     """Measure throughput of prompts that hit no chunk.
 
-    Two equal engines differ by more than the limit. So each engine is compared with itself without its connector. The
-    figure is the ratio of the ratios of both engines.
+    Two equal engines differ by more than the limit. So each engine is compared with itself without its connector, and
+    the figure compares the two engines' ratios. On a busy machine only the ratio of the CPU times has a meaning. The
+    engine's CPU time includes its copies, and the CPU time of a node's engine includes the holder.
     """
-    with _node() as (_, config, start):
+    with _node() as (folder, config, start):
         engines = {"node": start(config, SERVING), "private": start({"pool_bytes_max": POOL}, SERVING)}
-        seconds: dict[tuple[str, str, bool], list[float]] = {}
+        seconds: dict[tuple[str, str, bool], list[tuple[float, float]]] = {}
         seed = 1000
         for pair in range(-1, PAIRS):  # the first pair warms up
             for load, sizes in LOADS.items():
                 for name in (*engines,) if pair % 2 else reversed(engines):
                     for plain in (False, True) if pair % 2 else (True, False):
+                        before_s = _holder_cpu_s(folder)
                         took = engines[name].seconds(*sizes, seed, plain=plain)
+                        holder_s = _holder_cpu_s(folder) - before_s if name == "node" and not plain else 0.0
                         seed += sizes[0]
                         if pair >= 0:
-                            seconds.setdefault((load, name, plain), []).append(took)
-    out = []
-    for load in LOADS:
-        kept = {
-            name: median(a / b for a, b in zip(seconds[load, name, True], seconds[load, name, False], strict=True))
-            for name in engines
-        }
-        both = f"{kept['node']:.3f} of no connector, private {kept['private']:.3f}"
-        name = f"throughput with nothing to reuse, {load}"
-        out.append(Figure(name, kept["node"] / kept["private"], 0.99, "x private", both, at_least=True))
-    return out
+                            times = took, engines[name].cpu_s + holder_s
+                            seconds.setdefault((load, name, plain), []).append(times)
+    return [
+        _kept(seconds, load, what, kind) for load in LOADS for kind, what in enumerate(("", ", by CPU time"))
+    ]  # fmt: skip
+
+
+def _kept(seconds: dict[tuple[str, str, bool], list[tuple[float, float]]], load: str, what: str, kind: int) -> Figure:
+    """Return the share of throughput that a node's engine keeps, against an engine with a private pool."""
+    kept = {
+        name: median(
+            a[kind] / b[kind] for a, b in zip(seconds[load, name, True], seconds[load, name, False], strict=True)
+        )
+        for name in ("node", "private")
+    }
+    both = f"{kept['node']:.3f} of no connector, private {kept['private']:.3f}"
+    name = f"throughput with nothing to reuse, {load}{what}"
+    return Figure(name, kept["node"] / kept["private"], 0.99, "x private", both, at_least=True)
+
+
+def _holder_cpu_s(folder: Path) -> float:
+    """Return the CPU time of the folder's holder, or 0 if the first engine has not started the holder yet."""
+    if not (holder := holder_of(folder)):
+        return 0.0
+    times = Path(f"/proc/{holder}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[11:13]
+    return sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
 
 
 def _restarts() -> list[Figure]:
-    """Measure two engines that share a prompt: their host memory, and first tokens after each was killed."""
+    """Measure the host memory of two engines that share a prompt, and each engine's first token after it was killed."""
     with _node() as (folder, config, start):
         plain = start(None, LARGE)
         unused = _after_two(plain)
@@ -251,8 +269,8 @@ def _status(folder: Path) -> NodeStatus:
 def _memory(what: str, shared: list[int], own: list[int], published: int) -> Figure:
     """Return the host memory of several engines, relative to the host memory of one engine.
 
-    The host memory is the node's memory, and the private memory that engines need in addition to engines without
-    kvpipe. `own` has this private memory of each engine. `shared` has the node's memory with one engine and with all.
+    Host memory is the node's memory plus the private memory that engines need only because of kvpipe. `own` has this
+    private memory of each engine. `shared` has the bytes of the node's memory: with one engine, and with all engines.
     """
     one, most = shared[0] + own[0], shared[1] + sum(own)
     both = (

@@ -35,8 +35,7 @@ def hashes(name: str, chunks: int = CHUNKS) -> list[bytes]:
 class Lookups:
     """Lookups of a held prompt, and of a prompt that is not held. The time of a hit includes the pins.
 
-    Times are the thread's CPU time. A lookup waits for nothing, so any other time of a lookup is taken by other
-    programs.
+    Times are the thread's CPU time, because a lookup waits for nothing: other programs take the rest of its wall time.
     """
 
     def __init__(self, shared: NodeCatalog) -> None:

@@ -1,7 +1,8 @@
 """Measures the time of an engine's first copies of a node's slots: `python -m benchmarks.node_pages [ROUNDS]`.
 
-Each round maps the memory again, as a new engine does. The round copies chunks from slots and to slots, at the first
-touch or after `Readier` has mapped the slots. The memory has huge pages if the kernel's setting allows huge pages.
+Each round maps the memory again, as a new engine does. The round copies chunks from and to slots that this process
+either touches for the first time, or that `Readier` has mapped before. The memory has huge pages if the kernel's
+setting allows huge pages.
 """
 
 from __future__ import annotations

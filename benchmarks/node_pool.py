@@ -25,7 +25,10 @@ SLOT_BYTES = 4096
 
 
 def run() -> list[Figure]:
-    """Return all figures: first of several processes, because this process later binds itself to one core."""
+    """Return all figures.
+
+    Measurements with several processes come first, because this process later binds itself to one core.
+    """
     out = [*node_clients.run(), *node_saves.run(), *node_engines.run(), *node_trace.run()]
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     torch.set_num_threads(1)

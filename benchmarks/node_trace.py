@@ -43,7 +43,7 @@ class ReplayClock:
 
 
 class _Waiting(NodeCatalog):
-    """A catalog that polls for slots instead of dropping saves, because the replay saves a whole prompt in one step."""
+    """A catalog that waits for slots instead of dropping saves, because the replay saves a whole prompt in one step."""
 
     def reserve(self, group: int, tenant: Tenant = ANYBODY) -> Chunk | None:
         """Take a slot as `NodeCatalog.reserve` does, but poll the holder until the stock has a slot."""
@@ -107,7 +107,7 @@ def hit_rate(workload: Workload, pools: Sequence[Pool], router: Router) -> float
 def run() -> list[Figure]:
     """Return the hit rates of a shared memory against the better of the policies of private pools.
 
-    A share is the size of all pools together, as a share of the workload's number of different chunks.
+    The size of all pools together is given as a share of the workload's number of different chunks.
     """
     workload = coding_agents(0, sessions=SESSIONS, hours=1)
     out = []

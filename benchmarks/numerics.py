@@ -1,4 +1,4 @@
-"""Measures the cost of kvpipe's numerics check at an engine's start (decision 34), and which results agree.
+"""Measures the time of kvpipe's numerics check at an engine's start, and which settings change results (decision 34).
 
 Each setting is measured in a process of its own, because libraries read their environment variables only once.
 """

@@ -62,7 +62,10 @@ def explain(axes: Axes, colours: Mapping[str, str]) -> None:
 
 
 def beside_limits(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return a chart with a bar per figure, as a share of the limit. `rows` are from `benchmarks.report`."""
+    """Return a chart with a bar per figure, whose length is the figure as a share of its limit.
+
+    `rows` are from `benchmarks.report`.
+    """
 
     def draw(axes: Axes) -> None:
         shares = [min(row["value"] / row["limit"] if row["limit"] else 1.0, 2.0) for row in rows]

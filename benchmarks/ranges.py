@@ -1,7 +1,7 @@
 """Measures ways in which two ranks can each read half of the heads from a value that one rank has stored.
 
 The cost of each way for the rank that stores the value is measured, too. Decision 24 uses these figures. Each figure is
-a ratio of least times over all rounds, relative to values that have a rank's own layout.
+the least time over all rounds, divided by the least time of values in a rank's own layout.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.rigs.tier_worlds import WORLDS
 VALUE_BYTES: Final = 16 << 20
 LANES, ROUNDS = 4, 15
 RUNS = {"heads first": HEADS // 2 * BLOCK_TOKENS * HEAD_BYTES, "tokens first": HEADS // 2 * HEAD_BYTES}
-"""The contiguous bytes of a rank's half of the heads, by the order of the KV cache."""
+"""The number of contiguous bytes in which a rank's half of the heads lies, by the order of the KV cache."""
 OWN_MAX, OTHERS_MAX = 1.03, 1.15
 
 Bytes = npt.NDArray[np.uint8]
@@ -133,7 +133,7 @@ def _read(file: Path, into: Sequence[memoryview], at: int, flags: int = os.O_DIR
         for first in range(0, len(into), 1024):
             some = into[first : first + 1024]
             left = sum(one.nbytes for one in some)
-            while left:  # only a read into a single buffer can be short
+            while left:  # the loop is needed for a single buffer only, because a read into it may return fewer bytes
                 got = os.preadv(fd, some if len(some) > 1 else [some[0][-left:]], at)
                 at, left = at + got, left - got
                 assert len(some) == 1 or not left

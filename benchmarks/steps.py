@@ -2,8 +2,8 @@
 
 `python -m benchmarks steps` measures vLLM's thread, kvpipe's other threads and the scheduler's thread. Every copy lands
 at once, so a figure is a lower bound of the cost on a GPU. vLLM's thread has a core of its own, and kvpipe's threads
-share the other cores. A step begins as soon as the copies of the previous step have landed, because during a pause
-other programs would fill the cores' caches. For the same reason, a figure is the least of `ROUNDS` medians.
+share the other cores. Other programs disturb the figures by filling the cores' caches. So a step begins without a
+pause, as soon as the copies of the previous step have landed, and a figure is the least of `ROUNDS` medians.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ OTHERS_CPU_US_MAX: Final = {16: 100, 64: 500}
 MEAN_CPU_US_MAX: Final = 54
 """The limit of a step's mean cost with 32 running requests: 3 % of a step of 1.81 ms."""
 MEAN_SAVES: Final = {"each step saves": (2,), "default settings": (16, *(0,) * 7)}
-"""The numbers of saves in successive steps with 32 running requests and blocks of 16 tokens."""
+"""The numbers of saves in successive steps, if 32 requests run and blocks have 16 tokens."""
 RUNNING_US_MAX: Final = {32: 100, 64: 100, 256: 300}
 PREFILL_US_MAX: Final = 500
 
@@ -110,7 +110,7 @@ class _Rank:
         while engine.pinned_slots < self._slots:
             time.sleep(0.001)
         gc.collect()
-        gc.freeze()  # as vLLM does after its start
+        gc.freeze()  # vLLM also freezes all objects when an engine has started
         for thread in Path("/proc/self/task").iterdir():
             number = int(thread.name)
             os.sched_setaffinity(number, {mine} if number == os.getpid() else set(others) or {mine})
@@ -200,7 +200,7 @@ def _scheduler(running: int, limit: float, **given: Any) -> Figure:
         requests.append(request)
     first = SimpleNamespace(num_scheduled_tokens={one.request_id: prompt for one in requests}, preempted_req_ids=set())
     plan = side.plan_step(first)
-    for number, request in enumerate(requests):  # as if the requests had begun at different times
+    for number, request in enumerate(requests):  # so that the requests complete their blocks in different steps
         request.num_computed_tokens = prompt
         _decode(request, 1 + number % BLOCK_TOKENS)
     step: Any = SimpleNamespace(

@@ -23,7 +23,7 @@ LOADS = {
 
 
 def run() -> list[Figure]:
-    """Return medians of ratios of consecutive runs in one engine. Two equal engines differ by more than the limit."""
+    """Return medians of ratios of consecutive runs in one engine: two equal engines differ by more than the limit."""
     bind_cores()
     first = fresh.run()  # runs first, while this process has touched little memory
     engine = Engine(str(make_model("serving")), kvpipe={"pool_bytes_max": "2GiB"}, num_gpu_blocks_override=600)

@@ -99,7 +99,7 @@ async def _moves(folder: Path) -> list[Figure]:
 
 
 def _alone(tier: DiskTier) -> Figure:
-    """Measure the time that a write takes in the tier's thread, without the writing of the bytes."""
+    """Measure the time that the tier's thread needs for a write in addition to writing the bytes."""
 
     def one(number: int) -> float:
         begin = time.perf_counter()

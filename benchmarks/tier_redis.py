@@ -30,8 +30,10 @@ from tests.rigs.servers.sockets import LOCAL
 MIB = 1 << 20
 SIZES_MIB, VALUES, ROUNDS, LOOKUP_KEYS = (2, 8), 8, 15, 1000
 CLIENTS_MIB, CLIENTS_RATIO_MIN = 2, 1.2
-"""The size of a value in MiB, and the least ratio of the speed of the tier's connections to a client's at this size. A
-smaller ratio would not justify the code of these connections."""
+"""The size of a value in MiB, and how many times as fast as a client the tier's own connections must be at this size.
+
+A smaller ratio would not justify their code.
+"""
 _Move = Callable[[bytes, memoryview], object]
 
 

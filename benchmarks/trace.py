@@ -141,7 +141,7 @@ def _silent(engine: Engine) -> Iterator[None]:
 
 
 def _throughput() -> list[Figure]:
-    """Return medians of ratios of consecutive runs in one engine. Two equal engines differ by more than the limit."""
+    """Return medians of ratios of consecutive runs in one engine: two equal engines differ by more than the limit."""
     bind_cores()
     os.environ["VLLM_LOGGING_LEVEL"] = "INFO"
     out = []

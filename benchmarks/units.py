@@ -1,4 +1,4 @@
-"""Counts the gain from hits that could end at every unit, on the coding agents' trace, for decision 35.
+"""Counts, on the coding agents' trace, the gain if hits could end at every unit (for decision 35).
 
 A hit ends at a chunk's end or where an earlier prompt ended. If a prompt branches from an earlier prompt inside a
 chunk, the shared tokens between the hit's end and the branch are computed again. The pool never evicts here, so the
@@ -19,7 +19,7 @@ CHUNKS_TOKENS: Final = (128, 256, 512)
 TOKENS_MAX: Final = 131_072
 HOURS: Final = 8
 GAIN_MAX: Final = 1.0
-"""A larger gain, in percent of the computed tokens, would change the decision."""
+"""The decision would change if the gain exceeded this percentage of the computed tokens."""
 
 Key = tuple[int, int]
 

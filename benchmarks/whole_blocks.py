@@ -1,4 +1,4 @@
-"""Compares the CPU engine's copies of whole blocks (cross-layer layout) with copies by layer (usual layout)."""
+"""Compares copies of whole blocks (cross-layer layout) with copies layer by layer (usual layout), on the CPU engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The only code that imports somebody else's engine. One folder per engine."""
+"""Connectors, the only code that imports an inference engine. Each engine has one folder."""
 
 if __name__ != "kvpipe.connectors":
     msg = f"import this package as 'kvpipe.connectors', not as {__name__!r}"

@@ -1,4 +1,4 @@
-"""Run the command: `python -m kvpipe`, for where no `kvpipe` is on the path."""
+"""Runs the command as `python -m kvpipe`, which also works if no `kvpipe` is on the path."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The two base classes of everything that kvpipe raises, and their subclasses.
+"""The two base classes of the errors that kvpipe raises, and their subclasses.
 
 `UsageError`: the caller is wrong. This error is raised early, with one sentence that names the key, the value and the
 remedy. `TransferError`: something outside of kvpipe has failed. This error fails one job and never reaches the engine.
@@ -16,7 +16,7 @@ class ConfigError(UsageError):
 
 
 class UnsupportedError(UsageError):
-    """The model, engine version or engine setting is one that kvpipe does not know how to serve correctly."""
+    """kvpipe cannot serve this model, engine version or engine setting correctly."""
 
 
 class TransferError(RuntimeError):

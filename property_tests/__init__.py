@@ -1,1 +1,1 @@
-"""Property tests: statements that hold for every plan, sequence and interleaving."""
+"""Property tests: each states what must hold for every plan, sequence or interleaving that Hypothesis generates."""

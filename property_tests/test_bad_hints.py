@@ -74,7 +74,7 @@ def _means_anything(raw: RawHints) -> bool:
 def test_hints_of_any_json_type_change_no_answer(
     policy: str, envelope: object, parameters: object, salt: str | None
 ) -> None:
-    """Hints of any JSON type, at any place and of any size, change no answer and cause no fault."""
+    """Hints of any JSON type and size, anywhere in a request's parameters, change no answer and cause no fault."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVPIPE_POLICY", policy)
         worlds = SchedulerWorld(chunk_units=4, slots=8), SchedulerWorld(chunk_units=4, slots=8)

@@ -1,4 +1,4 @@
-"""The catalog is compared with a model that only knows which units of each chunk have landed, and their content."""
+"""Compares the catalog with a model that knows only the content of each chunk's units, and which units have landed."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class CatalogModel(RuleBasedStateMachine):
 
     @rule(item=consumes(pieces))
     def lose(self, item: tuple[Known, Piece]) -> None:
-        """Fail a piece on a rank."""
+        """Fail a piece on one rank."""
         known, piece = item
         self.in_flight.remove(item)
         known.writers -= 1
@@ -156,7 +156,7 @@ class CatalogModel(RuleBasedStateMachine):
     @precondition(lambda self: self._findable())
     @rule(data=st.data())
     def use(self, data: st.DataObject) -> None:
-        """Keep a mark and refresh some chunks."""
+        """Keep a chunk's mark, and refresh some chunks."""
         chunk = data.draw(st.sampled_from(self._findable()))
         self.catalog.keep_mark(chunk, data.draw(st.sampled_from(chunk.marks)).key)
         self.catalog.refresh(iter([chunk]))
@@ -246,7 +246,7 @@ class LargeCatalogModel(CatalogModel):
 
 
 class StaleCatalogModel(CatalogModel):
-    """The same test if most of the chunks that a reset drops are removed much later."""
+    """The same test, but most of the chunks that a reset drops are removed much later."""
 
     policy = "sessions"
 

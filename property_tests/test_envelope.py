@@ -1,4 +1,4 @@
-"""Parsing is total: any bytes that a tier returns are either the stored value or damaged."""
+"""Parsing accepts any bytes that a tier returns: they are either the stored value, or reported as damaged."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ def test_forged_fields_are_damaged(sealer: Sealer, at: int, forged: bytes) -> No
     header[at : at + len(forged)] = forged
     header[-8:] = xxhash.xxh3_64_digest(header[:-8])
     changed = bytes(header) != good
-    unused = sealer is PLAIN and header[:24] == good[:24] and header[72:-24] == good[72:-24]  # mark and salt
+    # the fields `mark` and `salt`
+    unused = sealer is PLAIN and header[:24] == good[:24] and header[72:-24] == good[72:-24]
     assert outcome(sealer, key, 7, bytes(header), bytes(body)) == (not changed or unused)
 
 

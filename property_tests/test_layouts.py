@@ -1,4 +1,4 @@
-"""Chunks that ranks of one layout store are fetched by ranks of another layout: every byte is right, or all miss."""
+"""Ranks of one layout fetch chunks that ranks of another layout stored: all bytes are right, or all chunks miss."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def _orders(case: Case, *, stores: bool, split: dict[int, int]) -> list[TierOrde
 
 
 def _found(case: Case, tier: HeldTier) -> dict[int, int]:
-    """Return, by group whose chunk the reading engine finds, the number of parts in which the tier keeps the chunk."""
+    """Return, for each group whose chunk the reading engine finds, the number of the chunk's parts in the tier."""
     spec = DictSpec.model_validate({"timeout_ms_max": 600_000})
     finder = Finder(
         guarded([(tier.name, spec, tier)], (FIND,)),

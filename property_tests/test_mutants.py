@@ -1,4 +1,4 @@
-"""The suite can fail: every bug of the catalogue, put back in, is found within the default profile."""
+"""The property tests are able to fail: they find every bug of the catalogue when the bug is put back in."""
 
 from __future__ import annotations
 
@@ -33,13 +33,20 @@ def bench() -> Iterator[CaseRunner]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", [name for name, mutant in MUTANTS.items() if not mutant.test])
 def test_each_mutant_is_found(name: str, bench: CaseRunner) -> None:
     """Each mutant breaks an invariant, or the invariant that the mutant names, within `TRIALS_MAX` trials."""
     verdict = judge(name, KEPT, KILLERS, bench)
     assert verdict.by, f"{name} lives: {MUTANTS[name].does}"
     remedy = f"keep a sequence: python -m {mutate.__name__} {name} --killers property_tests/killers.jsonl"
     assert verdict.trials <= TRIALS_MAX, f"{name} was found after {verdict.trials} trials; {remedy}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, mutant in MUTANTS.items() if mutant.test])
+def test_mutant_with_its_own_test_is_found(name: str) -> None:
+    """The test that the mutant names fails."""
+    assert judge(name, []).by, f"{name} lives: {MUTANTS[name].does}"
 
 
 def test_mutated_code_is_restored() -> None:
@@ -72,7 +79,7 @@ def test_a_function_is_mutated_wherever_it_was_imported() -> None:
 
 
 def alive() -> None:
-    """Pass, unless a mutant has replaced the assertion."""
+    """Assert something true. A mutant replaces the assertion, so that it fails."""
     assert EVICTED
 
 
@@ -101,7 +108,7 @@ def test_that_a_mutant_names() -> None:
 
 
 def test_a_mutant_that_hangs_its_test_is_killed_like_any_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A killed child has no exit status of pytest, so the result is an error and not a verdict."""
+    """A killed child returns no exit status of pytest, so the result is an error and not a verdict."""
     monkeypatch.setattr(mutate, "TEST_SECONDS_MAX", 0.1)
     if not (child := os.fork()):
         signal.pause()

@@ -1,4 +1,4 @@
-"""Engines on one node's memory: nothing torn is read, and no slot is lost, wherever an engine or a holder dies."""
+"""Engines on one node's memory read no half-written chunk and lose no slot, wherever an engine or a holder dies."""
 
 from __future__ import annotations
 

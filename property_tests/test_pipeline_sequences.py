@@ -1,4 +1,4 @@
-"""With any calls, and copies that end in order, nothing raises, and each job is reported once and truthfully."""
+"""With any calls, and copies that end in order, no call raises, and each job is reported once with its true outcome."""
 
 from __future__ import annotations
 
@@ -105,12 +105,12 @@ class Sequences(RuleBasedStateMachine):
 
     @rule()
     def end_loads(self) -> None:
-        """Settle the loads."""
+        """End the step's loads."""
         self.rig.pipeline.end_loads()
 
     @rule()
     def end_step(self) -> None:
-        """Settle the step."""
+        """End the step."""
         self.rig.pipeline.end_step()
         self.steps[-1].ended = True
 

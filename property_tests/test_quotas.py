@@ -1,4 +1,4 @@
-"""With any events in any order, no quota loses slots within its share to another quota or exceeds its limit."""
+"""With any events in any order, no quota exceeds its limit, and no quota loses slots of its share to another quota."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ class SessionsQuotaModel(QuotaModel):
 
 
 class StaleQuotaModel(QuotaModel):
-    """The same test if most of the chunks that a reset drops are removed much later."""
+    """The same test, but most of the chunks that a reset drops are removed much later."""
 
     sweep_slots = 1
 

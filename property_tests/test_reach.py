@@ -16,9 +16,9 @@ from property_tests.runs import FIRST_SEEDS, REGRESSIONS, Runs
 def test_every_machine_is_counted() -> None:
     """Trials count all machines except seven.
 
-    Clocks and threads drive three of these machines: tests in `tests/tiers` and `tests/transfer` take each of their
-    cells. Processes drive the four machines of a node's memory: `tests/node/test_every_cell.py` takes each of their
-    cells.
+    Clocks and threads drive three of the seven; tests in `tests/tiers` and `tests/transfer` take each cell of these
+    three. Processes drive the other four, the machines of a node's memory; `tests/node/test_every_cell.py` takes each
+    cell of these four.
     """
     others = {one.name for one in ALL_MACHINES} - {one.name for one in reach.MACHINES}
     nodes = {"node_client", "node_grant", "node_link", "node_slot"}

@@ -1,4 +1,4 @@
-"""A repeated prompt is found, whatever drafts there are and however blocks are divided."""
+"""A repeated prompt is found, with all kinds of drafts and all ways to divide blocks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvpipe.errors import UnsupportedError
 SHAPES_OF_STATES = sorted(name for name, shape in SHAPES.items() if shape.states)
 KINDS = [(name, dense) for name in SHAPES_OF_STATES for dense in (False, True)]
 REFUSED = [(name, dense) for name, dense in KINDS if dense and SHAPES[name].stages > 1 and SHAPES[name].drafts]
-"""Shapes that are refused: an earlier stage lacks the states of answers."""
+"""Shapes that kvpipe refuses, because an earlier pipeline stage does not have the states of answers."""
 STEPS_MAX = 200
 
 

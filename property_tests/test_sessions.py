@@ -70,7 +70,7 @@ def _serve(turns: list[tuple[int, int, int, float]]) -> World:
 @given(TURNS)
 @examples(200)
 def test_prefix_is_evicted_from_its_end(turns: list[tuple[int, int, int, float]]) -> None:
-    """No chunk is evicted while a chunk that follows it is held. The policy's memory is bounded by its slots."""
+    """No chunk is evicted while the next chunk of its prefix is held. The policy's memory is bounded by its slots."""
     policy = _serve(turns).policy
     assert len(policy._known) <= 2 * SLOTS
     assert max(len(policy) + policy._held, len(policy._gone), len(policy._branches)) <= SLOTS

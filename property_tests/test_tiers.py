@@ -27,7 +27,7 @@ from tests.rigs.tier_worlds import WORLDS
 
 CHEAP = ("dict", "disk", "valkey")
 KEYS = 4
-BODY_BYTES = (4096, 3 * 4096)  # chosen by a value's seed
+BODY_BYTES = (4096, 3 * 4096)  # a value's seed chooses one of these
 CLIENTS = 2
 HANG_S = 0.05
 FILLING = 0xA5

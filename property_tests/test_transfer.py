@@ -135,7 +135,7 @@ def _submit_all(engine: CpuEngine, plan: CopyPlan, order: list[int]) -> list[Tic
     for ticket in tickets:
         engine.submit(plan, ticket)
     assert all(engine.fence(ticket, WAIT_S) for ticket in tickets)
-    assert finished == tickets  # each once, in order
+    assert finished == tickets  # each ticket ends once, in the order of submission
     assert not any(ticket.failed for ticket in tickets)
     return tickets
 

@@ -1,4 +1,4 @@
-"""vLLM's real scheduler, kvpipe on both sides, any sequence of moves: every invariant holds after every step."""
+"""Trials of vLLM's real scheduler with kvpipe on both sides: after any moves, every invariant holds in every step."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from property_tests.runs import FIRST_SEEDS, REGRESSIONS, Runs
 
 STEPS_BEFORE_SHUTDOWN = 25
 SMALL_POOL_SLOTS = 6
-"""The number of slots that a few sequences certainly fill."""
+"""The largest pool, in slots, that a few sequences certainly fill."""
 
 
 class Trials(RuleBasedStateMachine):
-    """One trial per example. There is one rule per move, added below."""
+    """Runs one trial per example. The code below the class adds one rule per move."""
 
     trial: Trial
     watched: Watched
@@ -98,7 +98,7 @@ def test_worlds_have_every_pair_of_settings() -> None:
 
 
 def test_a_world_is_built_from_its_name() -> None:
-    """The name is enough, so a kept sequence needs nothing else."""
+    """The name is enough to build the world, so a kept sequence stores only the name."""
     for world in default_worlds():
         assert shape_named(name_of(world)) == shape_of(world)
 

@@ -102,7 +102,7 @@ class SteppedLock:
         self.borrowed = self.passed_over = 0
 
     def acquire(self, blocking: bool = True) -> bool:  # noqa: FBT001, FBT002
-        """Do the same as `threading.Lock.acquire`."""
+        """Acquire the lock, with the parameters and result of `threading.Lock.acquire`."""
         if self.taken and blocking:
             me, before = self.steps.me, self.borrowed
             self.steps.waits[me] = lambda: self.taken
@@ -116,7 +116,7 @@ class SteppedLock:
         return True
 
     def release(self) -> None:
-        """Do the same as `threading.Lock.release`."""
+        """Release the lock, as `threading.Lock.release` does."""
         assert self.taken
         self.taken = False
 
@@ -191,7 +191,7 @@ class Tried:
 def test_one_thread_has_the_turn_and_each_order_is_carried_out_once(
     calls: list[str], ordered: int, runs: list[int]
 ) -> None:
-    """The property holds wherever the threads are switched."""
+    """This holds wherever the threads are switched."""
     tried = Tried(calls, ordered)
     tried.steps.run(runs)
     assert tried.steps.errors == []

@@ -1,8 +1,8 @@
 """The breaker machine decides whether one process uses one tier for one purpose (finding, reading, writing).
 
 The process stops calling a tier that fails, so that only a few requests wait for a dead server. A probe in the
-background calls the tier from time to time. After a successful probe, one successful call closes the breaker, and one
-failed call opens the breaker again.
+background calls the tier from time to time. After a successful probe, the next call decides: if it succeeds, the
+breaker is closed, and if it fails, the breaker opens again.
 """
 
 from __future__ import annotations

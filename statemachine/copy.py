@@ -1,14 +1,14 @@
 """The machines `SAVE` and `LOAD` follow one job of one request, copied layer by layer. `_machine` builds both machines.
 
-``LAYER_k`` means that the copies of layers 0 to k *have landed*. Completion events cause the transitions, and calls of
-hooks cause no transition. A job is FINALIZED when two conditions are true. They may become true in either order:
+``LAYER_k`` means that the copies of layers 0 to k *have landed*. Completed copies cause the transitions, not calls of
+hooks. A job is FINALIZED when two conditions are true. They may become true in either order:
 
 * Every layer has landed.
 * The job's step has *confirmed* the job. A save is confirmed if every layer was submitted and no earlier sync load of
   the step has failed. KV that is computed from a failed load is garbage. A sync load is confirmed if every attention
-  layer waited for its copy. If the hook of a layer did not run (as in a replayed full CUDA graph), the load fails: the
-  layer may have read a block before the copy. An async load is confirmed at its beginning, because no forward reads its
-  blocks before the load is reported.
+  layer waited for its copy. If the hook of a layer did not run (as in a replayed full CUDA graph), the load fails,
+  because the layer may have read a block before the copy. An async load is confirmed at its beginning, because no
+  forward reads its blocks before the load is reported.
 
 If the device waits instead of the host, the job is confirmed before its layers land. Such a job passes through the
 ``CONFIRMED`` states.
@@ -108,13 +108,14 @@ LOAD: Final = _machine(
         CONFIRMED: "every reader waits, or there is no reader; no layer has landed",
         CONFIRMED_LAYER: "every reader waits, or there is no reader; layers 0..k have landed",
         FINALIZED: "every layer had landed before it was read",
-        FAILED: "a copy failed, or a layer was read without waiting: the blocks are reported and recomputed",
+        FAILED: "a copy failed, a slot had other bytes, or a layer was read without waiting: the blocks are reported "
+                "and recomputed",
     },
     _LANDED | {
         CONFIRM: "every reader waits for its copy (end of the step of a sync load), or no reader has begun "
                  "(async load)",
         DENY: "the step ended, but an attention layer had not waited for its copy",
-        FAULT: "a copy failed, or the step was withdrawn",
+        FAULT: "a copy failed, a slot had other bytes, or the step was withdrawn",
     },
     denied=go(FAILED),
     late_fault=reject("every copy has completed already"),

@@ -4,7 +4,7 @@ There are four kinds of cell:
 
 * ``Go(to)`` moves to another state.
 * ``Advance(family)`` moves to the next layer of a layered family, ``PENDING -> LAYER_0 -> ... -> LAYER_{n-2}``. The
-  last layer leads to the state that follows the family, so ``LAYER_{n-1}`` does not exist.
+  last of n layers leads to the state that follows the family, so ``LAYER_{n-1}`` does not exist.
 * ``Stay(why)`` changes nothing. ``why`` is the reason why no change is needed.
 * ``Reject(why)`` means that the caller has a bug. The event raises `IllegalTransition` and changes nothing.
 
@@ -12,23 +12,28 @@ A ``Go`` from one layered family to another keeps the layer.
 
 A `Machine` is a frozen pydantic model, which is validated when its module is imported. `Machine.compile` makes one
 `State` per state and layer for one owner (a side, a catalog, a tier). The owner's `Cursor`s point at these states, and
-the states never change. Firing an event costs one dict lookup and one store. To count or trace the edges that cursors
-take, pass a `Watch` to the cursors.
+the states never change. `cursors.py` has states and cursors. It does not import pydantic, because the holder of a
+node's memory has to start quickly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import FunctionType
 from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from kvpipe.statemachine.cursors import Compiled, Cursor, Edge, IllegalTransition, PlainTable, State, Watch
+
+__all__ = [
+    "Advance", "Cell", "Compiled", "Cursor", "Edge", "Go", "IllegalTransition", "Machine", "Reject", "State", "Stay",
+    "Watch", "advance", "go", "reject", "stay",
+]  # fmt: skip
 
 Why = Annotated[str, Field(min_length=4)]
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", from_attributes=True)
 
 
 class Go(_Frozen):
@@ -80,19 +85,6 @@ def stay(why: str) -> Stay:
 def reject(why: str) -> Reject:
     """Return a `Reject` cell. This is a shorthand for tables."""
     return Reject(why=why)
-
-
-class IllegalTransition(RuntimeError):  # noqa: N818  (the name says what has happened)
-    """This exception is raised for an event that the table rejects. The cursor stays in its state.
-
-    Its attributes are the name of the `machine`, the cursor's `key` and `state`, the `event` and the table's reason
-    `why`.
-    """
-
-    def __init__(self, machine: str, key: object, state: str, event: str, why: str) -> None:
-        """Keep every part as an attribute, so that a trace can have the parts as fields."""
-        super().__init__(f"{machine} {key!r}: event {event} is illegal in state {state}: {why}")
-        self.machine, self.key, self.state, self.event, self.why = machine, key, state, event, why
 
 
 class Machine(_Frozen):
@@ -154,6 +146,11 @@ class Machine(_Frozen):
             msg = f"machine {self.name!r}: {problem}"
             raise ValueError(msg)
 
+    @classmethod
+    def of(cls, table: PlainTable) -> Self:
+        """Return the machine of a plain table. Raises pydantic's ValidationError if the table is not total."""
+        return cls.model_validate(table)
+
     def leads_to(self, cell: Cell) -> tuple[str, ...]:
         """Return the rows to which `cell` may move: two for an `Advance`, none for a `Stay` or a `Reject`."""
         if isinstance(cell, Advance):
@@ -171,101 +168,3 @@ class Machine(_Frozen):
             msg = f"machine {self.name!r} {'needs at least one layer' if self.layered else 'has no layers'}"
             raise ValueError(msg)
         return Compiled(self, layers)
-
-
-class Edge:
-    """One compiled cell: the state to which the cell leads, and whether the cell moves or rejects."""
-
-    __slots__ = ("event", "moves", "rejects", "to", "why")
-
-    def __init__(self, event: str, to: State, *, moves: bool, rejects: bool, why: str) -> None:
-        """`to` is the state to which the cell leads: the cell's own state if the cell stays or rejects."""
-        self.event, self.to, self.moves, self.rejects, self.why = event, to, moves, rejects, why
-
-
-class State:
-    """A compiled state. `k` is the last landed layer (-1 before the first); `on` maps each event to its edge."""
-
-    __slots__ = ("final", "k", "name", "on", "row")
-
-    def __init__(self, name: str, row: str, k: int, *, final: bool) -> None:
-        """`row` is the name of the table row, such as ``LAYER`` for every ``LAYER_k``."""
-        self.name, self.row, self.k, self.final = name, row, k, final
-        self.on: dict[str, Edge] = {}
-
-    def __repr__(self) -> str:
-        """Return the state's name, as traces print it."""
-        return self.name
-
-
-class Compiled:
-    """The states of a machine for one owner and a number of layers. One thread at a time may fire the cursors."""
-
-    def __init__(self, machine: Machine, layers: int) -> None:
-        """Build every state, then every edge."""
-        self.machine, self.layers = machine, layers
-        self.states: dict[str, State] = {}
-        for row in machine.states:
-            if row in machine.layered:
-                for k in range(layers - 1):
-                    self._add(f"{row}_{k}", row, k)
-            else:
-                self._add(row, row, layers - 1 if row in machine.whole else -1)
-        self.initial = self.states[machine.initial]
-        for state in self.states.values():
-            for event, cell in machine.table[state.row].items():
-                state.on[event] = self._edge(state, event, cell)
-
-    def _add(self, name: str, row: str, k: int) -> None:
-        self.states[name] = State(name, row, k, final=row in self.machine.finals)
-
-    def _edge(self, state: State, event: str, cell: Cell) -> Edge:
-        families = self.machine.layered
-        if isinstance(cell, Go):
-            name = f"{cell.to}_{state.k}" if cell.to in families else cell.to
-        elif isinstance(cell, Advance):
-            k = state.k + 1
-            name = families[cell.family] if k >= self.layers - 1 else f"{cell.family}_{k}"
-        else:
-            return Edge(event, state, moves=False, rejects=isinstance(cell, Reject), why=cell.why)
-        return Edge(event, self.states[name], moves=True, rejects=False, why="")
-
-
-class Cursor:
-    """A position in a compiled machine. In errors and traces, `key` names the object that the cursor follows."""
-
-    __slots__ = ("key", "machine", "state", "watch")
-
-    def __init_subclass__(cls) -> None:
-        """Give each class its own code object for `fire`, in which Python caches the attribute offsets of one class."""
-        fire = cls.fire
-        code = fire.__code__.replace()
-        cls.fire = FunctionType(code, fire.__globals__, fire.__name__, fire.__defaults__)  # type: ignore[method-assign]
-
-    def __init__(self, machine: Compiled, key: object, watch: Watch | None = None) -> None:
-        """Start in the machine's initial state. `watch`, if given, is called for every fired event."""
-        self.machine, self.key, self.state, self.watch = machine, key, machine.initial, watch
-
-    def fire(self, event: str, why: str = "") -> Edge:
-        """Apply `event` and return the edge that the cursor took. `why` is the cause of the event, for `watch`.
-
-        Raises:
-            IllegalTransition: the table rejects the event in this state. The cursor has not moved.
-            KeyError: `event` is not an event of this machine.
-
-        """
-        was = self.state
-        edge = was.on[event]
-        self.state = edge.to  # the same state if the edge stays or rejects
-        if self.watch is not None:
-            self.watch(self, was, edge, why)
-        if edge.rejects:
-            raise IllegalTransition(self.machine.machine.name, self.key, was.name, event, edge.why)
-        return edge
-
-
-Watch = Callable[[Cursor, State, Edge, str], object]
-"""A function that is called with (cursor, state before, edge taken, cause), once for every fired event.
-
-The function is called even if the edge stays or rejects.
-"""

@@ -23,7 +23,7 @@ from kvpipe.statemachine.ticket import TICKET
 
 MACHINES: tuple[Machine, ...] = (
     STEP, SAVE, LOAD, TICKET, REQUEST, LOOKUP, SAVING, JOB, CHUNK, STAGE, CARRY, BREAKER,
-    NODE_LINK, NODE_CLIENT, NODE_SLOT, NODE_GRANT,
+    NODE_LINK, Machine.of(NODE_CLIENT), Machine.of(NODE_SLOT), NODE_GRANT,
 )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """The job machine follows one save, load or tier transfer of all ranks. The scheduler side counts the ranks' reports.
 
 A job is DONE only if every rank has done the job and no doubt has arisen before the last report. The cursor counts the
-reports. The event for a report depends on whether it is the last report.
+reports, because the last report fires another event than the earlier reports.
 """
 
 from __future__ import annotations

@@ -1,13 +1,15 @@
 """The node_client machine follows one engine that uses a node's shared memory. The holder keeps this machine.
 
 A client consists of the scheduler's process and the ranks' processes of one engine. The holder has a pidfd of each
-process. A rank may have started helpers, such as a tier's client. The end of a helper is an event only if the helper
-is the client's last process.
+process. A rank may have started helpers, such as a tier's client. The end of a helper is an event of this machine only
+if the helper was the client's last process.
 """
 
 from __future__ import annotations
 
-from kvpipe.statemachine.core import Machine, go, reject, stay
+from kvpipe.statemachine.cursors import PlainCell, PlainTable
+
+go, reject, stay = PlainCell.go, PlainCell.reject, PlainCell.stay
 
 DETACHED, ATTACHED, ENDING, GONE = "DETACHED", "ATTACHED", "ENDING", "GONE"
 
@@ -17,7 +19,7 @@ DIED, LAST_DIED, LEAVE, LAST_LEFT = "died", "last_died", "leave", "last_left"
 _ENDS = reject("a process of the client has exited or left; a restarted engine is another client")
 _OVER = reject("every process of the client has ended")
 
-NODE_CLIENT = Machine(
+NODE_CLIENT = PlainTable(
     name="node_client",
     prose="One engine that uses a node's shared memory. The holder keeps this machine.",
     initial=DETACHED,

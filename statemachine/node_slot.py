@@ -1,12 +1,14 @@
 """The node_slot machine follows one slot of a node's memory. The holder keeps this machine.
 
-A client may write a granted slot at any time without a message to the holder. So the holder has no state for "is being
-written". The client's machine node_grant has this state.
+A client may write a granted slot at any time without a message to the holder. So the holder's machine has no state for
+"is being written". The client's machine node_grant has such a state.
 """
 
 from __future__ import annotations
 
-from kvpipe.statemachine.core import Machine, go, reject, stay
+from kvpipe.statemachine.cursors import PlainCell, PlainTable
+
+go, reject, stay = PlainCell.go, PlainCell.reject, PlainCell.stay
 
 FREE, GRANTED, PUBLISHED, EVICTING, QUARANTINE = "FREE", "GRANTED", "PUBLISHED", "EVICTING", "QUARANTINE"
 
@@ -19,7 +21,7 @@ _NOT_EVICTED = "the slot was not evicted"
 _NODES = reject("a complete chunk belongs to the node, not to its writer")
 _EARLY = reject("OWNER_LOST comes before OWNER_GONE")
 
-NODE_SLOT = Machine(
+NODE_SLOT = PlainTable(
     name="node_slot",
     prose="One slot of the memory that the engines of a node share. The holder keeps this machine.",
     initial=FREE,

@@ -5,8 +5,8 @@ allocated blocks (ADMIT_LOAD), and belong to the load job. LOADED and LOAD_FAILE
 admission.
 
 vLLM looks up requests that hold no blocks. If vLLM also uses another connector, such a request may have been admitted
-already. In this case an asynchronous load of the other connector has failed, and vLLM has taken the request's blocks
-without notifying kvpipe.
+already. This happens if an asynchronous load of the other connector has failed: vLLM takes the request's blocks without
+notifying kvpipe.
 """
 
 from __future__ import annotations

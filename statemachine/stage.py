@@ -5,9 +5,9 @@ time is longer. If reading a tier takes longer than computing, the delay is shor
 fetched chunks, and vLLM computes the other tokens. If a stage has fetched too few chunks, and the engine keeps the
 request waiting for the same time again, the request gets a new stage.
 
-A stage leases the chunks that it has fetched, and the chunks of the same prefix that were in memory already. So these
-chunks do not evict each other. The stage's leases end when the request is admitted, preempted or over, or when the
-cache is reset. The leases also end when a request that is served earlier needs the slots.
+A stage leases the chunks that it has fetched, and the chunks of the same prefix that were in memory already. The leases
+keep these chunks from evicting each other. The stage's leases end when the request is admitted, preempted or over, or
+when the cache is reset. The leases also end when a request that is served earlier needs the slots.
 """
 
 from __future__ import annotations

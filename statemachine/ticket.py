@@ -2,7 +2,7 @@
 
 A thread that moves a ticket out of `QUEUED` holds a lock. Only the thread that completes the ticket moves the ticket
 out of any other state. `Ticket` in `kvpipe/transfer/base.py` implements this table itself, because only one thread may
-fire a cursor. A test compares the table with `Ticket`.
+fire a cursor. A test checks that `Ticket` does what the table says.
 """
 
 from __future__ import annotations

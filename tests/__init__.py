@@ -1,1 +1,1 @@
-"""The tests."""
+"""The tests of kvpipe. Each folder has the tests of the folder of code with the same name."""

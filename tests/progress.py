@@ -28,7 +28,7 @@ DURATIONS: Final = ROOT / "tests" / "durations.json"
 `make durations` writes this file.
 """
 MEASURED: Final = ROOT / ".cache" / "tests"
-"""The last run of each part.
+"""The folder with each part's last run.
 
 NAME.json has the seconds and CPU seconds of its test files, NAME.failed the failed tests.
 """
@@ -78,7 +78,7 @@ class _NoVllm(MetaPathFinder):
 
 
 class Processor:
-    """Adds CPU seconds to each report: those of this process and its ended children since the previous report."""
+    """Adds to each report the CPU seconds of this process and its ended children since the previous report."""
 
     def __init__(self) -> None:
         self._cpu_s = _cpu_s()
@@ -118,7 +118,8 @@ class Progress:
         """`part` is the name in each line of output."""
         self._part, self._total, self._done = part, 0, 0
         self._failed: list[str] = []
-        self._out = os.fdopen(os.dup(sys.stdout.fileno()), "w")  # this stays the terminal while pytest captures a test
+        # a copy of stdout, which stays the terminal while pytest captures a test's output
+        self._out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
         self._began_s, self._ended = time.monotonic(), threading.Event()
         self._running: dict[str, None] = {}
         self._seconds: defaultdict[str, float] = defaultdict(float)

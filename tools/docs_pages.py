@@ -26,7 +26,7 @@ from kvpipe.trace.timeline_html import write_html  # noqa: E402
 OUT: Final = ROOT / "docs" / "generated"
 SAMPLE: Final = ROOT / "docs" / "sample-trace.jsonl"
 LEFT_OUT: Final = "kvpipe.connectors"
-"""This package gets no page, because only the engine calls it, and because its import needs the engine."""
+"""The reference has no page for this package: only the engine calls the package, and importing it needs the engine."""
 
 
 def rooms() -> Iterator[tuple[str, list[str]]]:
@@ -39,7 +39,7 @@ def rooms() -> Iterator[tuple[str, list[str]]]:
 
 
 def reference(out: Path) -> None:
-    """Write a page per package. A page per module makes Sphinx take four times as long."""
+    """Write a page per package, because with a page per module Sphinx takes four times as long."""
     for room, modules in rooms():
         page = [f"{room}\n{'=' * len(room)}\n", f".. automodule:: {room}\n"]
         for module in modules:
@@ -82,7 +82,7 @@ brings their KV back, a layer at a time. The picture is drawn from `docs/sample-
 
 
 def timeline(out: Path) -> None:
-    """Draw the sample trace as a page of `kvpipe trace timeline`, and as a picture of the times of its requests.
+    """Draw the sample trace twice: as a page of `kvpipe trace timeline`, and as a picture of the requests' times.
 
     Raises `ValueError` if a line of the sample cannot be read, because the sample is then older than the code.
     """

@@ -40,7 +40,8 @@ _BOX, _ROW, _GAP, _LANE, _CHAR = 170, 22, 16, 16, 7
 def machine(mermaid: Sequence[str]) -> str:
     """Return the picture of a mermaid state diagram: a box per state, and a line for each state that is entered.
 
-    Each row of a box shows the events that leave the state. The row's dot is on the line that leads to the next state.
+    A box has a row for each next state, with the events that lead there, and a dot from which a line goes to that
+    state.
     """
     arrows = [match.groups() for line in mermaid if (match := _ARROW.match(line.strip()))]
     initial = next(to for was, to, _ in arrows if was == "[*]")

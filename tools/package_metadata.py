@@ -12,7 +12,10 @@ _LINK = re.compile(r"\[([^\]]+)\]\((?![a-z]+:|#)([^)]+)\)")
 
 
 def absolute(text: str, repository: str, version: str) -> str:
-    """Return a page whose relative links lead to `repository` at the version's tag, or are removed if this is empty."""
+    """Return a page whose relative links lead to `repository` at the version's tag.
+
+    An empty `repository` removes the links.
+    """
     return _LINK.sub(rf"[\1]({repository}/blob/v{version}/\2)" if repository else r"\1", text)
 
 

@@ -15,7 +15,10 @@ from cosmic_ray.plugins import get_operator, operator_names
 
 
 class Proposal(NamedTuple):
-    """A change that cosmic-ray makes: of the place with number `occurrence` that `operator` can change in a file."""
+    """A change that cosmic-ray makes in a file.
+
+    The change is made at place number `occurrence` of all places that `operator` can change.
+    """
 
     file: str
     line: int
@@ -72,7 +75,7 @@ def _meaning(source: str) -> str:
 
 
 class _Bodies(_Unannotated):
-    """Removes the bodies of functions from a tree, and keeps the bodies."""
+    """Takes the bodies of functions out of a tree, and collects the bodies."""
 
     def __init__(self, source: str) -> None:
         self.bodies: dict[int, str] = {}

@@ -3,8 +3,8 @@
 One process collects the tests in a temporary copy of the sources. The process runs the tests once to learn which
 functions each test calls. If a mutant changes a function's body, a fork of that process replaces the body and
 runs the tests that call the function. For any other mutant, such as a constant's, the file is imported again, and all
-tests that call its functions run. Each mutant is also written to the copy, for tests that start Python processes. These
-tests also judge functions that no test calls.
+tests that call its functions run. Each mutant is also written to the copy, for tests that start Python processes. The
+tests that start Python processes also judge functions that no test calls in this process.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ IMPORTED: Final = (
 )  # fmt: skip
 LEFT_OUT: Final = ("*.egg-info", "__pycache__", ".git", ".venv", ".cache", ".*_cache", ".hypothesis", "site")
 FAILED_MAX: Final = 10
-"""If more tests than these fail without a mutant, no mutant is tried."""
+"""If more tests than this number fail without a mutant, no mutant is tried."""
 LIMIT_S: Final = 60.0
-"""A mutant's time limit in seconds is this, plus three times the time of the tests without a mutant."""
+"""A mutant's time limit in seconds is this number plus three times the time of the tests without a mutant."""
 NOT_IN_PLACE: Final = 99
 """The exit status when a function's code cannot be changed in place."""
 Where = tuple[str, int]
@@ -116,7 +116,7 @@ class _Tests(_Ordered):
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config: pytest.Config) -> None:
-        """Record what the imports call. Print no progress, because printing needs a thread that a fork lacks."""
+        """Record the functions that imports call. Printing progress would need a thread, which a fork lacks."""
         config.pluginmanager.unregister(name="kvpipe-progress")
         sys.addaudithook(self._audit)
         self._trace(self._note)
@@ -365,7 +365,7 @@ def main() -> None:
     unknown = [one for one in asked.folders if re.sub("/$", "", one) not in FOLDERS]
     if unknown:
         parser.error(f"folder {unknown[0]!r} is unknown; name one of {', '.join(FOLDERS)}")
-    signal.signal(signal.SIGTERM, _stop)  # so that the tests' process ends too
+    signal.signal(signal.SIGTERM, _stop)  # ends the tests' process too
     for name in IMPORTED:
         importlib.import_module(name)
     results = json.loads(asked.json.read_text("utf-8")) if asked.json.exists() else {}
@@ -374,7 +374,8 @@ def main() -> None:
         root = Path(made) / "copy"
         shutil.copytree(ROOT, root, symlinks=True, ignore=shutil.ignore_patterns(*LEFT_OUT))
         (root / ".venv").symlink_to((ROOT / ".venv").resolve())
-        for folder in folders:  # by hash: a mutant may have the file's size and time
+        # Python compares sources by hash, because a mutant may have the same size and time as the file
+        for folder in folders:
             compileall.compile_dir(root / folder, quiet=2, invalidation_mode=PycInvalidationMode.CHECKED_HASH)
         with closing(Bench(root, asked.file_seconds_max)) as bench:
             for folder in folders:

@@ -40,7 +40,7 @@ _FONT: Final = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 
 
 def top() -> None:
-    """Let an engine with a disk serve conversations of three users, and draw what `kvpipe top` shows meanwhile."""
+    """Make an engine with a disk serve conversations of three users, and meanwhile draw the screen of `kvpipe top`."""
     with tempfile.TemporaryDirectory() as folder:
         token = Path(folder, "token")
         token.touch(0o600)

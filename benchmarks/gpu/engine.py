@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 CPU_BLOCK, CUDA_BLOCK = 32, 16
 GRACE_S: Final = 100  # a run is killed this many seconds after its budget; a section may still end
-CAPTURED: Final = [1, 2, 4, 8, 16, 32]  # batch sizes of graphs; vLLM drops sizes above max_num_seqs
+CAPTURED: Final = [1, 2, 4, 8, 16, 32]  # batch sizes that graphs are captured for; vLLM drops sizes above max_num_seqs
 GRAPHS: Final = ("default", "full", "none")
 SHAPE_NAMES: Final = ("tiny", "mid", "big")
 CASE_NAMES: Final = ("auto-sync", "auto-async", "layerwise-sync", "layerwise-async", "step-sync", "step-async")
@@ -116,7 +116,7 @@ def dtypes_of(args: argparse.Namespace, *, cuda: bool) -> list[str]:
 
     try:
         takes = AttentionBackendEnum[args.attn].get_class().supports_dtype(torch.float32)
-    except Exception:  # noqa: BLE001  (an engine with it will report why)
+    except Exception:  # noqa: BLE001  (an engine with this backend reports why it fails)
         takes = True
     return ["float32", "bfloat16"] if takes else ["bfloat16"]
 

@@ -1,4 +1,4 @@
-"""Runs sections one by one. After a failed section, the next section runs. Sections without time are skipped."""
+"""Runs sections one by one, also after a failed section. A section for which no time is left is skipped."""
 
 from __future__ import annotations
 
@@ -62,7 +62,10 @@ class Ledger:
         return any(section.outcome == "failed" for section in self.sections)
 
     def run(self, name: str, call: Callable[[], Figures | None], *, always: bool = False) -> bool:
-        """Run one section, and return whether the section passed. With `always`, run the section even without time."""
+        """Run one section, and return whether the section passed.
+
+        With `always`, run the section even if no time is left.
+        """
         if self.spent_s > self._seconds_max and not always:
             self.skip(name, f"no time left: {self.spent_s:.0f} s of {self._seconds_max:.0f} s are spent")
             return False

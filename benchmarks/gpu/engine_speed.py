@@ -1,8 +1,8 @@
 """Measures the time to first token and the decode throughput with kvpipe, vLLM's own prefix cache, and no connector.
 
-An engine's mode cannot be compared with a run in the same engine without the connector. In `layerwise` mode vLLM does
-not capture graphs of whole steps, even if the connector is removed later. So decoding is also compared with an engine
-that was started without a connector and has vLLM's own graphs.
+In `layerwise` mode vLLM captures no graphs of whole steps, and removing the connector later does not change this. So a
+run in the same engine without the connector does not show the cost of this mode. Therefore decoding is also compared
+with an engine that was started without a connector and has vLLM's own graphs.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Meter:
         return took, loaded
 
     def decode(self) -> Figures:
-        """Return the decode throughput of the engine as it was started, in tokens per second."""
+        """Return the engine's decode throughput in tokens per second, with the connector if it was started with one."""
         seconds = [self._decode(on=True) for _ in self._rounds()]
         return {"tokens/s": self._plan.requests * self._plan.answer / median(seconds[1:])}
 

@@ -40,8 +40,10 @@ def _jobs(rig: Rig, step: int) -> tuple[Job, ...]:
 
 
 MODES = {"": POLL_US_MIN, ", blocking events": 0}
-"""The least polling interval of the completion thread in microseconds, by the suffix of a figure's name. With 0, the
-thread waits for blocking events."""
+"""The least polling interval of the completion thread in microseconds, by the suffix of a figure's name.
+
+With 0, the thread sleeps until an event wakes it.
+"""
 
 
 def hooks(gpu: Gpu, steps: int) -> Iterator[Figure]:
@@ -88,7 +90,8 @@ def _hooks(gpu: Gpu, steps: int, mode: str, poll_us_min: int) -> Iterator[Figure
         p99 = quantiles(times, n=100)[98] if len(times) > 1 else times[0]
         beside = f"median {median(times):.1f}, p99 {p99:.1f}"
         yield Figure(f"host time of {name}{mode}", fmean(times), 15, "us", beside)
-    if not gpu.simulated and not mode:  # a thread that waits for events itself makes synchronising calls
+    # a thread that waits for blocking events makes synchronising calls, so these are not counted
+    if not gpu.simulated and not mode:
 
         def several() -> None:
             gpu.sleep(50)
@@ -164,7 +167,7 @@ def _latency(gpu: Gpu, samples: int, mode: str, poll_us_min: int) -> Iterator[Fi
 
 
 def wakeups(gpu: Gpu, samples: int) -> Iterator[Figure]:
-    """Compare ways to wait for an event, by the delay beyond a busy loop of queries and by the share of a core."""
+    """Compare ways to wait for an event by their share of a core, and by their delay compared to a busy loop."""
 
     def poll(event: torch.cuda.Event) -> None:
         pause_s = POLL_US_MIN / 1e6

@@ -19,7 +19,9 @@ from kvpipe.transfer.pinning import PIECE_BYTES_MAX
 
 PIECE_BYTES, PIECES = PIECE_BYTES_MAX, 4
 PINNED_MS_MAX: Final = 15.0
-"""The limit on the time to pin a piece, and on a kernel launch meanwhile, in milliseconds. For comparison, a decode
+"""The limit in milliseconds on the time to pin a piece, and on the time of a kernel launch while a piece is pinned.
+
+For comparison, a decode
 step of a small model takes 2 to 4 ms."""
 LAG_US_MAX: Final = 10_000.0
 """The limit on a thread's wake-up delay, in microseconds. Above this limit, the end of copies is noticed late with
@@ -37,7 +39,7 @@ OURS: Final = {False: (1, 1), True: (3, 1)}
 """The access order and the flag that kvpipe uses: for saves (False) and loads (True). `Driver` drops a refused flag."""
 CALL_BYTES: Final = 64 << 20  # bytes that are pinned during a capture
 TORCH_STREAMS, OWN_STREAMS = 40, 32
-SLEEP_CYCLES, HELD_S_MIN = 15_000_000, 0.004  # about 10 ms; a longer wait than 4 ms counts as held up
+SLEEP_CYCLES, HELD_S_MIN = 15_000_000, 0.004  # about 10 ms; a stream that waits longer than 4 ms counts as held up
 PRIORITIES: Final = (0, -1)
 WAIT_S: Final = 20.0
 

@@ -1,4 +1,4 @@
-"""Measures the throughput of copies as a share of the bus's limit, and how much copies slow the forward down."""
+"""Measures how much of the bus's bandwidth copies use, and how much copies slow down the forward."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""The race hunt: thousands of times, compute overwrites blocks that were just saved and reads blocks during a load.
+"""The race hunt: thousands of times, compute overwrites blocks that were just saved, and reads blocks during a load.
 
-The host orders the use of slots. A round loads the chunks that the previous round saved, after the host was notified
-that these chunks have landed. The load writes to blocks that compute has just used. The device orders all other
-accesses: a save writes to slots from which the previous round loaded, and waits for the compute that writes the saved
-blocks.
+The host orders the use of slots: a round loads the previous round's chunks only after the host was notified that these
+chunks have landed. The device orders all other accesses. For example, a load writes to blocks that compute has just
+used, and a save waits for the compute that writes the saved blocks.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ from benchmarks.gpu.probe import REFUSED
 ROOT: Final = Path(__file__).parents[2]
 RESULTS: Final = ROOT / "docs" / "results" / "gpu"
 PART_S_MAX, TOTAL_S_MAX = 600, 1500
-NOTHING: Final = 2  # our modules' exit status without a device, and pytest's for unreadable tests
+# the exit status of our modules if there is no device, and of pytest if a test file cannot be imported
+NOTHING: Final = 2
 GRACE_S: Final = 20  # a run that checks its time ends by itself this many seconds before its limit
 PLANE, ENGINE = "benchmarks.gpu", "benchmarks.gpu.engine"
 SIMULATED: Final = {

@@ -1,4 +1,4 @@
-"""Measures the gain from prefetching: clients announce their resumes, and the scheduler side prefetches (`engine.py`).
+"""Measures the gain from prefetching: clients announce when they will resume, and the scheduler side prefetches.
 
 Each replay is compared with a replay of the same requests, memory, tiers and policy without announcements.
 """

@@ -1,8 +1,8 @@
 """Computes the hits of Belady's MIN, the optimal policy, which knows all later requests.
 
 MIN first evicts the chunk whose next use is the latest. Among chunks that the same request uses next, MIN evicts the
-last chunk of the prompt first. A chunk is never used again before the chunks that precede it in the prompt. So the held
-chunks are always whole prefixes. MIN has the most hits of all policies, and loses no hit to a gap in a prefix.
+last chunk of the prompt first. Each use of a chunk also uses all chunks before it in the prompt. So the held chunks are
+always whole prefixes, and MIN loses no hit to a gap in a prefix. No policy has more hits.
 """
 
 from __future__ import annotations
@@ -32,5 +32,5 @@ def hits(workload: Workload, slots: int) -> Iterator[int]:
             heapq.heappush(order, (-use, -place, key))
         while len(held) > slots:
             use, _, key = heapq.heappop(order)
-            if held.get(key) == -use:  # otherwise the entry is old: the chunk was used later
+            if held.get(key) == -use:  # skip an old entry, whose chunk was used again later
                 del held[key]

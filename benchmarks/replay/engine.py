@@ -213,7 +213,7 @@ class Engine:
         if not scheduled and end_s <= clock.now_s:
             begins_s = self.arrivals[0][1].at_s if self.arrivals else float("inf")
             end_s = max(clock.now_s, min(begins_s, clock.next_s))
-            if self.alive:  # the engine decodes, so it makes steps
+            if self.alive:  # the engine makes steps meanwhile, because it decodes
                 end_s = min(end_s, max(clock.now_s + IDLE_STEP_S, self.side.prefetching.announced.due_s))
             if self.side.staging is not None and (
                 self.side.staging.stores.pending or (not self.alive and self.side.prefetching.has_work())

@@ -11,8 +11,10 @@ from kvpipe.cache.policy.hints import Action, Hint
 
 NONE: Final = "none"
 RESUME: Final = "resume"
-"""Each hint says when the next prompt comes that begins with at least half of this prompt. The announced pause is the
-real pause times a random log-normal factor. Prompts that are not resumed get no hint."""
+"""Each hint announces when the session resumes: when a prompt comes that begins with at least half of this prompt.
+
+The announced pause is the real pause times a random log-normal factor. Prompts that are not resumed get no hint.
+"""
 ADVERSARIAL: Final = "adversarial"
 """The hints are wrong: short pauses are announced as long pauses, and long pauses as short pauses (3600 s² / pause).
 Prompts that are not used again are announced to be resumed in 1 s."""

@@ -1,7 +1,7 @@
 """The yardstick: a pool of a given size with kvpipe's own catalog and one policy, without an engine.
 
 A request loads the longest prefix of whole chunks that the pool holds, and saves all its other whole chunks. The
-request ends at once, or, if answers take time, at the end of the request's answer.
+request ends at once, or at the end of its answer if answers take time.
 """
 
 from __future__ import annotations

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 
 class AskedEngine(NamedTuple):
-    """An engine that would start.
+    """Facts of an engine that vLLM and kvpipe accept.
 
-    `block_tokens` is the number of tokens per block. `others` has the options that vLLM's engine does not know.
+    `block_tokens` is the number of tokens per block. `others` has the options that vLLM's engine arguments do not
+    include.
     """
 
     architecture: str
@@ -76,7 +77,7 @@ def make_asked_engine(model: str, extra: dict[str, Any], options: Sequence[str],
 
 
 def _choose_executor(config: VllmConfig) -> None:
-    """Make vLLM choose the executor, because kvpipe's plug-in checks the engine when vLLM does so."""
+    """Make vLLM choose the executor, because kvpipe's plug-in checks the engine at that moment."""
     from vllm.v1.executor import Executor  # noqa: PLC0415  (slow)
 
     Executor.get_class(config)

@@ -38,9 +38,17 @@ class AnnouncedBlock(NamedTuple):
     lora_name: str | None
     session: str | None
 
+    @property
+    def adapter(self) -> tuple[str, str] | None:
+        """The name and the path of the block's adapter, which the hash covers, or None without an adapter."""
+        return next(((key[1], key[2]) for key in self.extra_keys or () if key[0] == "lora"), None)
+
 
 class _Note(msgspec.Struct, frozen=True, array_like=True):
-    """The encoded form of an `AnnouncedBlock`, without `lora_id`: each engine has its own numbers of adapters."""
+    """The encoded form of an `AnnouncedBlock`, without `lora_id`: each engine has its own numbers of adapters.
+
+    The engine that reads the note adds its own number (`KvEvents.arrived`).
+    """
 
     hash: bytes
     parent: bytes | None
@@ -100,7 +108,7 @@ class BlockMaker:
 
 
 def read_note(note: bytes) -> AnnouncedBlock | None:
-    """Return the block of a note, or None if another release has written the note."""
+    """Return the block of a note, or None if another release of kvpipe has written the note."""
     try:
         read = _decoder.decode(note)
         tokens = array("q", read.tokens)
@@ -113,12 +121,13 @@ def read_note(note: bytes) -> AnnouncedBlock | None:
 class NotedBlocks:
     """The blocks of chunks that can be found and are not announced yet.
 
-    A scan of the slot table finds chunks in the order of their slots. Routers need a block's parent before the block.
+    A scan of the slot table finds chunks in the order of their slots. But a router can use a block only after the
+    block's parent, so `take` puts parents first.
     """
 
     def __init__(self) -> None:
         """Start without blocks."""
-        # The search for a dict's first entry passes all removed entries.
+        # An OrderedDict finds its first entry in constant time. A dict would search through all removed entries.
         self._waiting: OrderedDict[Chunk, AnnouncedBlock] = OrderedDict()
         self._named: dict[tuple[int, BlockHash], Chunk] = {}
 
@@ -128,7 +137,7 @@ class NotedBlocks:
         self._named[chunk.group, block.hash] = chunk
 
     def block(self, chunk: Chunk) -> AnnouncedBlock | None:
-        """Return the block of a chunk, or None if the chunk has none here."""
+        """Return the block of a chunk, or None if no block of the chunk is waiting here."""
         return self._waiting.get(chunk)
 
     def pop(self, chunk: Chunk) -> None:
@@ -142,7 +151,7 @@ class NotedBlocks:
         taken: list[tuple[Chunk, AnnouncedBlock]] = []
         while self._waiting and len(taken) < ANNOUNCED_MAX:
             chunk: Chunk | None = next(iter(self._waiting))
-            chain: dict[Chunk, None] = {}  # the chunk and the waiting chunks before it
+            chain: dict[Chunk, None] = {}  # the chunk, its parent, the parent's parent, and so on
             while chunk is not None and chunk not in chain:
                 chain[chunk] = None
                 parent = self._waiting[chunk].parent

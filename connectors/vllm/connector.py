@@ -65,7 +65,7 @@ def _nothing() -> None:
     return None
 
 
-watch_packing()  # for processes in which vLLM's plugin has not called it before the model is loaded
+watch_packing()  # needed in a process that loads the model without kvpipe's plug-in
 
 
 class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
@@ -208,7 +208,8 @@ class KVPipeConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Make the worker side over the rank's paged caches.
 
-        If vLLM registers other caches without a sleep before, the rank stops using its pool and copies nothing more.
+        If vLLM registers other caches later, and no sleep came between, the rank stops using its pool and copies
+        nothing more.
 
         Raises:
             UnsupportedError: the caches have a layout that kvpipe does not know.

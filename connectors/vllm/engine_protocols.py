@@ -79,7 +79,7 @@ class ManagedBlocks:
 def make_room(config: VllmConfig, geometry: Geometry) -> LoadAdmission:
     """Return the `LoadAdmission` for an engine with this configuration and geometry."""
     drafts = config.num_speculative_tokens
-    reserved = 1 + drafts + config.num_lookahead_tokens if drafts else 0  # as in vLLM's own reservation
+    reserved = 1 + drafts + config.num_lookahead_tokens if drafts else 0  # vLLM's own reservation uses the same number
     return LoadAdmission(
         geometry, config.max_in_flight_tokens, config.model_config.max_model_len, drafts, reserved_tokens=reserved
     )
@@ -103,7 +103,7 @@ class Remedies(Recovery):
         self._counters = Counters()
 
     def bind(self, blocks: CachedBlocks, counters: Counters) -> None:
-        """Keep the engine's blocks and the counters for faults. Called before the first step."""
+        """Keep `blocks` and `counters` for later calls. Called before the first step."""
         self._blocks, self._counters = blocks, counters
 
     def may_wait(self, request: Request, waiting: Mapping[str, Request]) -> bool:
@@ -111,7 +111,7 @@ class Remedies(Recovery):
         return self._blocks is None or self._room.fits(request, waiting.values(), self._blocks)
 
     def admitted(self, request_id: str, tables: Tables) -> bool:
-        """Whether vLLM gave the request KV of earlier weights, or embeddings of the kinds that `continued` names."""
+        """Whether vLLM gave the request KV of earlier weights, or embeddings for which `continued` returns True."""
         blocks = self._blocks
         if blocks is not None and self._stale.requests and self._stale.rests_on(request_id, tables, blocks):
             return True
@@ -160,7 +160,7 @@ class Remedies(Recovery):
                 self._stale.plan_step(step.preempted_req_ids or (), requests, blocks)
             except Exception as e:  # noqa: BLE001  (the spoiled blocks must be returned nevertheless)
                 self._counters.fault("stale_blocks_not_forgotten", error=repr(e))
-                self._stale.weights_changed(self._stale.requests, None)  # their blocks are removed in the next step
+                self._stale.weights_changed(self._stale.requests, None)  # the next step removes their blocks again
         return self._invalid.failing_loads(step, requests, blocks) if self._invalid.spoiled.clean else {}
 
     def weights_changed(self, requests: Collection[str]) -> None:

@@ -2,8 +2,8 @@
 
 vLLM calls the hooks in the operators of `Attention` and `MLAAttention`. A layer of another class, or of a subclass with
 its own `forward`, may attend without these operators. Examples are the caches of DeepSeek V3.2 and V4, and of their
-indexers. kvpipe relies on hooks only for layers that are known to call them. If a layer counts as unhooked, its copies
-only lose overlap with compute.
+indexers. kvpipe relies on hooks only for layers that are known to call hooks. Copies of all other layers are correct
+too, but do not overlap with compute.
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ def ignored(config: VllmConfig, mode: str) -> bool:
 
 
 def replays(config: VllmConfig) -> bool:
-    """Whether some steps replay CUDA graphs of whole steps, which call no hooks. Steps with a prefill call hooks."""
+    """Whether some steps replay CUDA graphs of whole steps, and so call no hooks.
+
+    A step with a prefill does call hooks.
+    """
     graphs = config.compilation_config.cudagraph_mode
     return graphs is not None and bool(graphs.has_full_cudagraphs())
 

@@ -12,6 +12,7 @@ everything that a block's hash covers. A consumer that receives all events can r
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
@@ -23,6 +24,7 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 from kvpipe.cache.chunks import Chunk
 from kvpipe.cache.tenants import SALT_KEPT_CHARS_MAX
 from kvpipe.connectors.vllm.block_notes import AnnouncedBlock, BlockMaker, NotedBlocks, read_note
+from kvpipe.threads.adapter_files import KNOWN_MAX, remember
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -57,7 +59,7 @@ class EndedPrompt:
     mm_features, prompt_embeds = (), None
 
     def __init__(self, request: Request) -> None:
-        """Keep the fields of `request`, which has no images and no embeddings."""
+        """Copy the fields from `request`, which has no images and no embeddings."""
         for name in self.__slots__:
             setattr(self, name, getattr(request, name))
 
@@ -77,6 +79,7 @@ class KvEvents:
         # By place, cache group and hash: the number of chunks that hold the block, and the block.
         self._held: dict[tuple[BlockPlace, int, BlockHash], tuple[int, AnnouncedBlock]] = {}
         self._of: dict[Chunk, dict[bytes, AnnouncedBlock]] = {}  # by chunk, then by key of the mark
+        self._numbers: OrderedDict[tuple[str, str], int] = OrderedDict()  # of adapters, by name and path
         self._events: list[KVCacheEvent] = []
 
     def watch(self, manager: KVCacheManager, taken: Callable[[], AbstractContextManager[None]]) -> None:
@@ -96,6 +99,11 @@ class KvEvents:
             return done
 
         manager.reset_prefix_cache = watched  # type: ignore[method-assign]
+
+    def arrived(self, request: Request) -> None:
+        """Remember this engine's number of the request's adapter, for the chunks that other engines save with it."""
+        if (lora := request.lora_request) is not None:
+            remember(self._numbers, (lora.lora_name, lora.lora_path), lora.adapter_id, KNOWN_MAX)
 
     def published(self, request: Request, chunk: Chunk, base: int) -> None:
         """Announce the changed marks of `chunk`, after a piece of the chunk was saved.
@@ -125,7 +133,8 @@ class KvEvents:
     def announce(self) -> None:
         """Let the next `take` announce some of the noted blocks, parents first.
 
-        vLLM takes events once per step, but a node's memory is polled more often, and also while vLLM takes no steps.
+        The blocks wait for `take`, because vLLM takes events once per step, but a node's memory is polled more often
+        than that, and also while vLLM takes no steps.
         """
         self._announces = True
 
@@ -183,7 +192,7 @@ class KvEvents:
             parent_block_hash=maybe_convert_block_hash(block.parent) if block.parent is not None else None,
             token_ids=block.tokens.tolist(),
             block_size=len(block.tokens),
-            lora_id=block.lora_id,
+            lora_id=self._number(block),
             medium=place.medium,
             lora_name=block.lora_name,
             extra_keys=to_event_extra_keys([block.extra_keys]),
@@ -194,6 +203,12 @@ class KvEvents:
             ownership=place.ownership,
             session_id=block.session,
         ))  # fmt: skip
+
+    def _number(self, block: AnnouncedBlock) -> int | None:
+        """Return this engine's number of the block's adapter, or None if no request of this engine has named it."""
+        if block.lora_id is None and block.adapter is not None:
+            return self._numbers.get(block.adapter)
+        return block.lora_id
 
     def _remove(self, place: BlockPlace, group: int, blocks: Iterable[AnnouncedBlock]) -> None:
         """Announce the removal of the `blocks` that no other chunk holds in this place."""

@@ -167,7 +167,8 @@ class KVPipeStats(KVConnectorStats):
 
         A gauge takes the value in `other`. Counters are added, and the values of histograms are appended.
 
-        A histogram keeps its last `KEPT_MAX` values, because a program that embeds the engine may never log them.
+        A histogram keeps its last `KEPT_MAX` values, because a program that embeds the engine may never read and reset
+        them.
         """
         for name, values in other.data.items():
             metric, mine = METRICS.get(name), self.data.setdefault(name, {})
@@ -208,8 +209,8 @@ class Meter:
         """Compute changes of the totals that `totals` returns.
 
         `seldom` returns totals that cost more time, so `seldom` is called at most every 0.5 s. `durations` returns the
-        new values of histograms. `can_wait()` returns whether a later step will report the present changes. If so, a
-        step reports nothing in the 0.1 s after another step's report.
+        new values of histograms. `can_wait()` returns whether a later step will report the present changes. If so,
+        `take` returns None for 0.1 s after a report.
         """
         self._totals, self._seldom, self._durations, self._can_wait = totals, seldom, durations, can_wait
         self._last: dict[str, dict[str, float]] = {}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 NAME = "KVPipeConnector"
 MODULE = "kvpipe.connectors.vllm.connector"
 _SNAPSHOTS: Final = "vllm.snapshot.server"
-"""The module of the program that `vllm snapshot create` starts. The snapshot is of this program's process."""
+"""The module of the program that `vllm snapshot create` starts, and of whose process vLLM takes the snapshot."""
 _CHECKS: Final = "_kvpipe_checks"
 _EXTRA: Final = "kv_connector_extra_config"
 _GIB: Final = 1 << 30
@@ -78,9 +78,9 @@ def _check_before_workers() -> None:
 def _take_no_embeddings() -> None:
     """Make vLLM refuse embeddings that clients send instead of images, unless the user has enabled such embeddings.
 
-    vLLM assumes that an engine which loads KV gets all KV from another engine, so that clients may even leave out the
-    embeddings. An engine with a cache computes the KV that it does not find, and a missing or wrong input crashes the
-    engine.
+    vLLM assumes that an engine which loads KV gets all KV from another engine. So vLLM lets clients send embeddings, or
+    even leave them out. But an engine with a cache computes the KV that it does not find, and a missing or wrong input
+    crashes the engine.
     """
     from vllm.config import VllmConfig  # noqa: PLC0415  (slow)
 
@@ -175,7 +175,7 @@ def _check(config: VllmConfig) -> None:
     _warn_of_failed_loads(transfer)
     settings = load_settings(_extra_of(transfer))
     check_stores(settings, loads=transfer.is_kv_consumer)
-    if config.parallel_config.data_parallel_size == 1:  # otherwise the scheduler may run on another machine
+    if config.parallel_config.data_parallel_size == 1:  # a data-parallel rank may have its scheduler on another machine
         check_settings(settings)
 
 

@@ -58,7 +58,7 @@ class WrongRoleError(RuntimeError):
 
 
 class OtherRole:
-    """Stands in for the role that a connector does not have. Every use raises `WrongRoleError`."""
+    """Takes the place of the role that a connector does not have. Every use raises `WrongRoleError`."""
 
     def __init__(self, has: str, lacks: str) -> None:
         """Keep the connector's role `has`, and the role `lacks` for which this object stands in."""

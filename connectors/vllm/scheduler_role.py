@@ -59,7 +59,10 @@ class SchedulerRole:
     """The scheduler's part of a connector. There is one per engine."""
 
     def __init__(self, door: Door, facts: RoleFacts) -> None:
-        """Make the remaining checks and the scheduler side. `door` makes the tiers, so that tests can replace them."""
+        """Make the checks that `facts` does not cover, and the scheduler side.
+
+        `door` makes the tiers, so that tests can replace the tiers.
+        """
         config, cache = facts.config, facts.cache
         self._config, self.settings, self.geometry = config, facts.settings, facts.geometry
         self._met: dict[int, Introduction] = {}  # by rank
@@ -95,7 +98,7 @@ class SchedulerRole:
         if config.model_config.enable_prompt_embeds:
             mixed_prompts.extend_hashes()
         often, seldom = (functools.partial(one, self.scheduler) for one in (gauges.totals, gauges.quota_totals))
-        requests = self.scheduler.requests  # a request computes in a later step; a session may wait for input
+        requests = self.scheduler.requests  # every tracked request except sessions computes in a later step
         self.meter = Meter(
             often, seldom, self.counters.durations.take,
             can_wait=lambda: len(requests.tracked) > len(requests.sessions),
@@ -179,6 +182,8 @@ class SchedulerRole:
         """Begin to track a request. `kv_transfer_params` that are not a mapping are replaced by None."""
         if not isinstance(request.kv_transfer_params, Mapping | None):
             request.kv_transfer_params = None  # vLLM's scheduler calls `get` on the parameters next
+        if self.events is not None:
+            self.events.arrived(request)
         ignore = functools.partial(self.counters.count, "limits_ignored")
         self.scheduler.on_new_request(request, hints_of(request), limits_of(request, ignore))
 
@@ -195,7 +200,7 @@ class SchedulerRole:
         try:
             if request.mm_features:
                 self._remedies.encoded.began(request.request_id, adapted=request.lora_request is not None)
-        finally:  # vLLM relies on the load from here on
+        finally:  # vLLM expects the load, so plan it even if the call above raises
             self.scheduler.admitted(request, blocks.blocks, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
@@ -279,5 +284,5 @@ class SchedulerRole:
 
     def shutdown(self) -> None:
         """End all threads. Idempotent."""
-        with self._ends:  # calls in reverse order; every call is made even if another call raises
+        with self._ends:  # ends the parts in reverse order, and each part even if ending another part raises
             self._ends.callback(self.scheduler.shutdown)

@@ -107,7 +107,7 @@ def _check_stages(config: VllmConfig) -> None:
         return
     if not config.use_v2_model_runner:  # V1 ends and clears steps on the last stage only
         refuse("pipeline parallelism with speculative decoding by vLLM's runner V1", "unset speculative_config")
-    if not config.scheduler_config.async_scheduling:  # otherwise the scheduler receives the next step's drafts
+    if not config.scheduler_config.async_scheduling:  # without it, the scheduler receives the next step's drafts
         refuse(
             "pipeline parallelism with speculative decoding without asynchronous scheduling",
             "set async_scheduling to True",
@@ -122,8 +122,7 @@ def make_geometry(
 
     `branches` says that an engine which keeps states within blocks also keeps the states at which prompts branch. `dcp`
     is the number of ranks among which decode context parallelism divides the tokens of a block. A block of a divided
-    group has `dcp` times the tokens, and each rank holds one page of the block. A rank decides itself how its page is
-    laid out.
+    group has `dcp` times the tokens, and each rank holds one page of the block.
 
     Raises:
         UnsupportedError: a group's cache is of a kind that kvpipe does not know.
@@ -282,7 +281,7 @@ def _checkpoints(group: KVCacheGroupSpec) -> bool:
 
 def check_load(settings: Settings, geometry: Geometry, stages: int = 1) -> None:
     """Raise `UnsupportedError` if loads are configured to be sync and vLLM could not recover from a failed load."""
-    if settings.load == "sync" and stages > 1:  # vLLM computes further steps before a load's failure is known
+    if settings.load == "sync" and stages > 1:  # vLLM computes further steps before it knows of a failed load
         refuse(f"load='sync' with pipeline_parallel_size={stages}", "set load to 'auto' or 'async'")
     if settings.load == "sync" and geometry.loads_between_steps:
         what = f"a sliding window of {geometry.groups[0].window_tokens} tokens"

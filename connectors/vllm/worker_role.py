@@ -79,7 +79,8 @@ class WorkerRole:
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Make the worker side over the rank's paged caches.
 
-        If vLLM registers other caches without a sleep before, the rank stops using its pool and copies nothing more.
+        If vLLM registers other caches later, and no sleep came between, the rank stops using its pool and copies
+        nothing more.
 
         Raises:
             UnsupportedError: the caches have a layout that kvpipe does not know.

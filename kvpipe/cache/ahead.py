@@ -1,8 +1,9 @@
 """Counts the chunks that are in memory ahead of requests, and the number of these chunks that requests have used.
 
-Chunks for announced resumes may take a limited share of the pool's slots. The limit grows with the share of announced
-chunks that requests have used. If a client announces requests that never come, other clients lose at most these slots.
-With quotas, each quota has its own limit, a share of the slots that the quota may hold.
+A client's hint can announce that a prompt will be resumed, and the prompt's chunks are then held in memory. Such chunks
+may take a limited share of the pool's slots. The limit grows with the share of announced chunks that requests have
+used. If a client announces requests that never come, other clients lose at most these slots. With quotas, each quota
+has its own limit, a share of the slots that the quota may hold.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ class AccountAhead:
     def room(self, slots: int) -> int:
         """Return how many more chunks may be added, for an account that may hold `slots` slots.
 
-        The limit is proportional to the square of the used share. A limit proportional to this share would be too high:
-        even if an announced request never comes, other requests use some of its chunks.
+        The limit is proportional to the square of the used share. A limit proportional to the used share itself would
+        be too high. The reason is that other requests use some of the announced chunks even if the announced request
+        never comes.
         """
         if self._used + self._wasted > slots:
             self._used, self._wasted = self._used / 2, self._wasted / 2
@@ -67,7 +69,7 @@ class Ahead:
     def __init__(self, counters: Counters, account: Callable[[Tenant], object]) -> None:
         """Start without chunks.
 
-        `account(tenant)` returns a hashable object: the account whose slots the tenant's chunks take.
+        `account(tenant)` returns the account whose slots the tenant's chunks take, as a hashable object.
         """
         self.chunks: dict[Chunk, int] = {}
         self.by_account = defaultdict[object, AccountAhead](AccountAhead)
@@ -78,7 +80,7 @@ class Ahead:
         return self.by_account[self._account(tenant)]
 
     def brought(self, chunk: Chunk) -> None:
-        """Count a chunk that was fetched from a tier, can be found, and has no waiting request."""
+        """Count a chunk that was fetched from a tier and can be found, but for which no request waits."""
         self.chunks[chunk] = self.chunks.get(chunk, 0) | BROUGHT
         self._counters["chunks_prefetched"] += 1
 
@@ -121,7 +123,7 @@ class Ahead:
     def forget(self, chunk: Chunk) -> None:
         """Remove `chunk`, one of `self.chunks`, after a reset.
 
-        The chunk is not counted as wasted, because its announcement was not wrong.
+        The chunk is not counted as wasted, because the reset, and not a wrong announcement, removed the chunk.
         """
         if self.chunks.pop(chunk) & ANNOUNCED:
             self.of_account(chunk.tenant).announced -= 1

@@ -64,7 +64,7 @@ class Catalog:
         """The lowest slot that was never used. No slot with a higher number was used either."""
         self._index: tuple[MutableMapping[bytes, Chunk], ...] = tuple(by_key(slots) for _ in range(groups))
         self._before: tuple[MutableMapping[bytes, Chunk], ...] = tuple(by_key(slots) for _ in range(groups))
-        """By group: the keys of chunks that the last reset has forgotten and whose slots are not freed yet."""
+        """By group and key, the chunks that the last reset has forgotten and whose slots are not freed yet."""
         self._pending: tuple[dict[bytes, Chunk], ...] = tuple({} for _ in range(groups))
         self._writing: dict[Chunk, None] = {}
         self._era, self._swept = b"", 0
@@ -90,9 +90,9 @@ class Catalog:
         self._size_policy()
 
     def limit(self, slots: int) -> None:
-        """Use only the first `slots` slots, because a rank's pool has no more slots.
+        """Use only the first `slots` slots, because some rank's pool has no more slots.
 
-        Called before any slot beyond this limit is used.
+        The call must come before any slot beyond this limit is used.
         """
         self.slots = min(self.slots, slots)
         self.ready = min(self.ready, self.slots)
@@ -192,7 +192,7 @@ class Catalog:
             chunk.leases -= 1
             if chunk.leases or chunk.writers:
                 continue
-            if chunk.fire(m.DRAINED).moves:  # the chunk was evicted while it was leased
+            if chunk.fire(m.DRAINED).moves:  # the chunk was evicted during the lease, and this was the last lease
                 self._vacate(chunk)
             else:
                 chunk.used_s = self._second
@@ -430,7 +430,7 @@ class Catalog:
             return
         if chunk.written != chunk.ready:
             chunk.tail = next((mark.key for mark in chunk.marks if mark.units == chunk.ready), b"")
-        chunk.written = chunk.ready  # not earlier: a job may have written units that follow a lost piece
+        chunk.written = chunk.ready  # only now, because jobs may have still been writing units behind a lost piece
         if not chunk.marks:  # while this chunk was written, the same content was published from another slot
             self._drop(chunk, EVICTED)
         elif not chunk.leases:
@@ -442,7 +442,8 @@ class Catalog:
 
         If the policy is a `SessionPolicy`, pass the time and `over` (whether the request has ended) to the policy.
         """
-        now_s = time.monotonic() if self._clock is None else self._clock()  # as the property `now_s`, but faster
+        # the same as the property `now_s`, but faster
+        now_s = time.monotonic() if self._clock is None else self._clock()
         if now_s - self._second >= 1.0:
             self._second = int(now_s)  # one int object for all chunks that are used in this second
         if self._request is not None:

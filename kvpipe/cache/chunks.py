@@ -42,6 +42,9 @@ class Chunk(Cursor):
         "used_s", "writers", "written",
     )  # fmt: skip
 
+    stamp: bytes = b""
+    """The chunk's stamp in a node's memory (see `Job.stamps`). In a private pool it is b""."""
+
     def __init__(
         self, machine: Compiled, group: int, slot: int, watch: Watch | None = None, tenant: Tenant = ANYBODY
     ) -> None:
@@ -56,7 +59,8 @@ class Chunk(Cursor):
         mark, followed by the era. Chunks with equal content have equal identities if they are of one era. `place`
         belongs to the policy (`Evictable.place`).
         """
-        self.machine, self.key, self.state, self.watch = machine, slot, machine.initial, watch  # as `Cursor`
+        # the same attributes as `Cursor.__init__` sets
+        self.machine, self.key, self.state, self.watch = machine, slot, machine.initial, watch
         self.group, self.slot, self.tenant = group, slot, tenant
         self.written = self.ready = self.writers = self.leases = self.used_s = self.place = 0
         self.marks: tuple[Mark, ...] = ()
@@ -74,7 +78,7 @@ class Chunk(Cursor):
         return True
 
     def seal(self) -> None:
-        """Note that the request that fills the chunk adds no more units. Other requests may still add units."""
+        """Record that the request that fills the chunk adds no more units. Other requests may still add units."""
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):

@@ -59,9 +59,10 @@ class _FairEntry(NamedTuple):
 
 
 class FairShares(Generic[K]):
-    """The entries of one bounded structure, by tenant. `amount` is the sum of the amounts of all entries.
+    """The entries of one structure of bounded size, by tenant.
 
-    The time of a call is logarithmic in the number of entries. With quotas, a call also compares all quotas.
+    `amount` is the sum of the amounts of all entries. A call takes time logarithmic in the number of entries. With
+    quotas, a call also compares all quotas.
     """
 
     def __init__(self, account: Callable[[Tenant], object] = lambda _: None) -> None:
@@ -125,7 +126,7 @@ class FairShares(Generic[K]):
         return account.turn, account.salts[entry.salt].turn
 
     def serve(self, key: K) -> None:
-        """Note that the tenant of an entry is served now.
+        """Record that the tenant of an entry is served now.
 
         All other waiting tenants are served before this tenant is served again.
         """

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from kvpipe.protocol.engine import Request, SpansOf, WholeSpan
 
 KeyIndex = Mapping[bytes, object]
-"""The keys of one cache group that count as held."""
+"""The keys of one cache group whose chunks count as held."""
 
 
 def uncut(spans: Sequence[WholeSpan], tokens: int) -> int:
-    """Return the longest prefix, of at most `tokens` tokens, that does not end inside one of `spans`."""
+    """Return the length of the longest prefix, of at most `tokens` tokens, that does not end inside one of `spans`."""
     for first, stop in spans:
         if first < tokens < stop:
             return first
@@ -58,7 +58,10 @@ class Prefixes:
         growing = [group for group in self._groups if group not in geometry.states]
         kinds: list[tuple[Collection[int], int, int]] = [(self._states, 1, 0), (growing, self._per_chunk, self._ahead)]
         self._kinds = [(groups, units * self._hashes_per_unit, ahead) for groups, units, ahead in kinds if groups]
-        """(groups, hashes per key, `ahead`). A key is the hash that is `ahead` hashes after its units' last hash."""
+        """(groups, hashes per key, `ahead`).
+
+        The key of some units is the hash that is `ahead` hashes after the last hash of these units.
+        """
         self._full = [i for i, g in enumerate(geometry.groups) if g.window_tokens is None and not g.state]
         self._windows = [
             (i, (g.window_tokens if g.local else g.window_tokens + self._unit - 2) // self._unit, g.local)
@@ -121,8 +124,9 @@ class Prefixes:
     ) -> int:
         """Return the longest prefix, in units, for which every cache group holds all needed chunks.
 
-        `extra` has, per group, more keys that count as held. `continued` asks for the hit of a longer request that
-        begins with all tokens of this request. The result is at most `units_max`; None: no limit.
+        `extra` has, per group, more keys that count as held. With `continued`, the result is the hit of a longer
+        request that begins with all tokens of this request. The result is at most `units_max`, or has no limit if
+        `units_max` is None.
         """
         indexes: list[KeyIndex] = list(map(self._catalog.index, self._groups))
         if extra:
@@ -160,15 +164,15 @@ class Prefixes:
     def _gives_back(self, request: Request, units: int) -> bool:
         """Whether a hit must end before the last of `units` units, because vLLM computes the last token again.
 
-        The window of this token reaches one token further back than the window of a new token. A state already includes
-        this token.
+        The last token's window reaches one token further back than the window of a new token. A state already includes
+        the last token.
         """
         return self._partial and units * self._unit >= request.num_tokens
 
     def _last_boundary(self, indexes: Sequence[KeyIndex], hashes: Sequence[bytes], best: int) -> int:
         """Return the last boundary, in units, at which all groups of states hold a state.
 
-        The result is at most `best`. 0 means that no boundary is held.
+        The result is at most `best`, and is 0 if the groups share no boundary.
         """
         keys = reversed(self._keys(hashes, 1, best, ahead=0))
         held = (all(key in indexes[group] for group in self._states) for key in keys)
@@ -182,7 +186,7 @@ class Prefixes:
             if not shorter:
                 break
             best = min(shorter)
-            for group in self._full:  # only the last chunk of a held prefix can be shorter
+            for group in self._full:  # look for a shorter last chunk: all others are whole
                 best = self._longest_in_last_chunk(indexes[group], hashes, best)
         return best
 
@@ -211,7 +215,7 @@ class Prefixes:
         return miss_reasons.BELOW_MINIMUM if self._cuts(hashes, units, stop) else miss_reasons.NOT_SAVED
 
     def _cuts(self, hashes: Sequence[bytes], units: int, stop: int) -> bool:
-        """Whether more than `units` of `stop` units are held, but a hit of more units would cut a span."""
+        """Whether more than `units` of the first `stop` units are held, but a longer hit would cut a span."""
         if self._spans_of is None:
             return False
         return self._longest(list(map(self._catalog.index, self._groups)), hashes, stop) > units

@@ -1,10 +1,10 @@
 """A pool with quotas: how many slots the requests of a salt are guaranteed, and how many they may hold at most.
 
-Every used slot belongs to the account of its chunk's tenant, no matter which request reads or writes the chunk.
+Every used slot counts for the account of its chunk's tenant, no matter which request reads or writes the chunk.
 Accounts get free slots in the order in which they ask, up to their limits. An account at its limit evicts one of its
-own chunks. If an account below its limit asks and no slot is free, the account that exceeds its guaranteed share most
-evicts a chunk. An account within its share loses no slot to another account. Each account has its own policy, which
-chooses the chunk to evict.
+own chunks. If an account below its limit asks and no slot is free, the account that exceeds its guaranteed share the
+most evicts one of its chunks. An account within its share loses no slot to another account. Each account has its own
+policy, which chooses the chunk to evict.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ class SharedMemory(Protocol):
 
     @property
     def answers(self) -> bool:
-        """Whether there is a holder at present."""
+        """Whether the memory has a holder that answers at present."""
 
     @property
     def slots_usable(self) -> int:

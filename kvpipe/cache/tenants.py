@@ -54,9 +54,8 @@ class Tenant:
 
     Salt and adapter are part of every key under which a chunk is found. vLLM's hash of each block includes the hash of
     the block before, and the adapter's name and path. The hash of the first block includes the salt. kvpipe appends the
-    adapter's digest. So equal keys always belong to one tenant.
-
-    While a tenant is referenced, its catalog has no second object for the same pair. So tenants are compared with `is`.
+    adapter's digest. Therefore equal keys always belong to one tenant. While a tenant is referenced, its catalog
+    creates no second object for the same pair. Therefore tenants are compared with `is`.
     """
 
     __slots__ = ("__weakref__", "adapter", "salt")

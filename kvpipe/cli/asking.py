@@ -47,9 +47,10 @@ def list_commands(
     commands: Mapping[str, argparse.ArgumentParser],
     headed: Mapping[str, Sequence[str]],
 ) -> None:
-    """Write `commands` into the help of `parser`, under headings. `headed` has the names of the commands by heading.
+    """Write `commands` into the help of `parser`, under headings.
 
-    The description of each command is shown up to the first semicolon.
+    `headed` has the names of the commands by heading. Each command is shown with its description up to the first
+    semicolon.
     """
 
     def row(name: str) -> str:

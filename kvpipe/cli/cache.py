@@ -36,7 +36,7 @@ from kvpipe.tiers.spec import TierSpec
 LISTED_MAX: Final = 1000
 BATCH: Final = 256  # the number of keys that one call deletes
 TRIES: Final = 8
-"""The largest number of values that are read to find a namespace's format and encryption key."""
+"""The largest number of values that are read to learn a namespace's format and encryption key."""
 PIPE_COLUMNS: Final = 240
 WELL, NOT_WELL, DOUBTFUL, INTERRUPTED = 0, 1, 2, 130
 """Exit statuses. DOUBTFUL means that this command cannot judge some values, so no value is deleted."""
@@ -151,7 +151,7 @@ async def _at(name: str, spec: TierSpec, args: argparse.Namespace, action: TierA
     if task := asyncio.current_task():
         # asyncio's own handler does not wake a loop that is about to wait, and so would handle the interrupt late.
         asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
-    spec = spec.model_copy(update={"store": "never"})  # so that `make_tier` creates no folder and evicts no value
+    spec = spec.model_copy(update={"store": "never"})  # a tier that never stores creates no folder and evicts no value
     tier, report = make_tier(name, spec, writes=False), Findings(tier=name)
     try:
         with _progress(name, args) as shown:
@@ -192,7 +192,7 @@ def _progress(name: str, args: argparse.Namespace) -> Iterator[tuple[Callable[[]
         task = shown.add_task(escape(name))
 
         def show(report: Findings) -> None:
-            shown.stop()  # a running progress display would capture stdout, too
+            shown.stop()  # a running progress display would capture the report, which goes to stdout
             _show(report, as_json=args.json)
             sys.stdout.flush()
             shown.start()
@@ -224,7 +224,7 @@ async def _ls(job: TierCommand, report: Findings) -> int:
     async for entry in job.entries():
         seen += 1
         first.append(entry)
-        if len(first) >= 2 * limit:  # drop entries, so that few entries are in memory
+        if len(first) >= 2 * limit:  # keep only `limit` entries, so that memory stays small
             first = sorted(first, key=_by_key)[:limit]
     first = sorted(first, key=_by_key)[:limit]
     report |= {"items": seen, "listed": len(first)}
@@ -263,7 +263,7 @@ async def _verify(job: TierCommand, report: Findings) -> int:
 async def _delete_damaged(job: TierCommand, judge: Judge, damaged: Mapping[Key, str]) -> int:
     """Delete the values that are still damaged, and return their number.
 
-    Each value is judged again, because an engine may have replaced a damaged value after the first judgement.
+    Each value is judged again, because an engine may have replaced it since the first judgement.
     """
     deleted = 0
     async for batch in job.batches(job.spec.lanes, lambda entry: entry.key in damaged):
@@ -319,8 +319,8 @@ def _why(args: argparse.Namespace) -> str:
 class _Namespaces:
     """Judges the namespaces of a tier. All values of a namespace have the same format and encryption key.
 
-    A namespace is GOOD or STALE as soon as one of its values is GOOD or STALE. If no value of TRIES values is GOOD or
-    STALE, the namespace gets the verdict on the first value that cannot be judged.
+    A namespace is GOOD or STALE as soon as one of its values is GOOD or STALE. If none of TRIES values is GOOD or
+    STALE, the namespace gets the verdict of its first value that cannot be judged.
     """
 
     def __init__(self, job: TierCommand) -> None:
@@ -328,7 +328,7 @@ class _Namespaces:
         self._tries = Counter[str]()
         self.verdicts = defaultdict[str, Judgement](lambda: Judgement(GONE))
         self.read = set[Key]()
-        """The keys of values that were read. A read is a use, so the ages of these values restart at 0."""
+        """The keys of values that were read. A read counts as a use, so their ages have restarted at 0."""
 
     async def look(self, entry: Entry) -> None:
         """Read and judge a value, unless the verdict on its namespace is final. Raises `TierError`."""

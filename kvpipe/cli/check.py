@@ -61,7 +61,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _ask(command: list[str], extra: dict[str, Any], block_tokens: int | None, *, tiers: bool) -> int:
-    """Print the engine that vLLM would start for `command`: a model and options. Returns its tokens per block."""
+    """Print the engine that vLLM would start for `command`, a model and options.
+
+    Returns the engine's tokens per block.
+    """
     if not command or command[0].startswith("-"):
         raise UsageError("kvpipe check: --model has no model; write --model MODEL, then the options of `vllm serve`")
     model, *options = command
@@ -98,7 +101,7 @@ def public_values(model: BaseModel) -> dict[str, Any]:
 
 
 _MADE = {"trace_file", "control_file"}
-"""The keys that name files that kvpipe creates, so that the files may be missing."""
+"""The keys of files that kvpipe itself creates, so these files may be missing."""
 
 
 def text_of(value: object) -> str:

@@ -32,7 +32,7 @@ VALUE_BYTES_MAX: Final = 8 << 30
 GOOD, GONE, DAMAGED = "good", "gone", "damaged"
 STALE, UNJUDGED = "stale", "unjudged"
 NOT_ENCRYPTED: Final = "not encrypted"
-"""`why` of a GOOD value that is not encrypted although an encryption key is configured."""
+"""The value of `why` for a GOOD value that is not encrypted although an encryption key is configured."""
 REMEDIES: Final = {
     "encrypted": "name the key",
     "another encryption key": "name the key",
@@ -82,7 +82,7 @@ class Judge:
         small = [entry for entry in batch if entry.bytes <= LARGE_BYTES]
         found = dict(zip(small, await self._verdicts(small, self._buffers), strict=True))
         for entry in batch:
-            if entry.bytes > VALUE_BYTES_MAX:  # such an entry is not a value, and is not read
+            if entry.bytes > VALUE_BYTES_MAX:  # an entry of this size is not a value of kvpipe, and is not read
                 found[entry] = _LENGTH
             elif entry not in found:
                 (found[entry],) = await self._verdicts([entry], [_room(entry)])
@@ -129,4 +129,5 @@ def _room(entry: Entry) -> memoryview:
 
 
 def _padded(size: int) -> int:
-    return max(HEADER_BYTES, -(-size // ALIGN_BYTES) * ALIGN_BYTES)  # a partly written value may have any size
+    # rounded up, because a partly written value may have any size
+    return max(HEADER_BYTES, -(-size // ALIGN_BYTES) * ALIGN_BYTES)

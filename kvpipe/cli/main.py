@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.rest, args.is_process = rest, argv is None
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a path may contain bytes that are not valid text
+            stream.reconfigure(errors="backslashreplace")  # a printed path may contain bytes that are not valid text
     try:
         return int(args.run(args))
     except UsageError as e:

@@ -67,7 +67,7 @@ def used(memory: MemoryStatus) -> list[UsedSlots]:
 
 
 def engine_name(engine: ClientStatus) -> str:
-    """Return an engine's name. A new holder does not know the name before the engine has connected again."""
+    """Return an engine's name, or a text instead: a new holder learns the name when the engine connects again."""
     return printable(engine.name) or f"engine {engine.row}"
 
 

@@ -1,11 +1,13 @@
-"""`kvpipe pool start|status` starts or shows the memory that all engines of a node share."""
+"""`kvpipe pool start|status|moves` starts or shows the memory that all engines of a node share."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Final
 
@@ -19,8 +21,10 @@ from kvpipe.node.health import HolderHealth, health_of
 from kvpipe.node.holder import Holder
 from kvpipe.node.messages import MemoryStatus
 from kvpipe.node.processes import checked_folder, folder_of_user, holder_of
+from kvpipe.node.slot_moves import moves_of
 
 FOREVER_S: Final = 1e12
+FOLLOW_S: Final = 0.2
 
 
 def add_parsers(pool: argparse.ArgumentParser) -> None:
@@ -33,7 +37,11 @@ def add_parsers(pool: argparse.ArgumentParser) -> None:
     status = sub.add_parser("status", help="show the holder, the slots and the engines")
     status.add_argument("--json", action="store_true", help="print JSON")
     status.set_defaults(run=_status)
-    for one in (start, status):
+    moves = sub.add_parser("moves", help="print the latest moves of slots, one JSON object per line, the oldest first")
+    moves.add_argument("--slot", type=int, default=None, help="only moves of this slot")
+    moves.add_argument("--follow", action="store_true", help="print later moves, too, until the holder ends")
+    moves.set_defaults(run=_moves)
+    for one in (start, status, moves):
         one.add_argument("--dir", type=Path, default=None, help="the engines' pool_dir (default: as theirs)")
 
 
@@ -61,6 +69,20 @@ def _status(args: argparse.Namespace) -> int:
     else:
         sys.stdout.write("\n".join(lines(folder, health)) + "\n")
     return int(health.status is None)
+
+
+def _moves(args: argparse.Namespace) -> int:
+    folder = args.dir or folder_of_user()
+    regions = moves_of(folder)
+    while True:
+        runs = bool(holder_of(folder))
+        for move in itertools.chain.from_iterable(region.read() for region in regions):
+            if args.slot in {None, move.slot}:
+                sys.stdout.write(msgspec.json.encode(move).decode() + "\n")
+        sys.stdout.flush()
+        if not (args.follow and runs):
+            return 0
+        time.sleep(FOLLOW_S)
 
 
 def as_dict(health: HolderHealth) -> dict[str, object]:

@@ -38,7 +38,7 @@ def screen(
 ) -> RenderableType:  # fmt: skip
     """Draw the state of `engines` and of the `node`'s memory, and at most `requests_max` of the slowest requests.
 
-    With `fits`, as many users and requests are left out as necessary for the drawing to fit on `console`.
+    With `fits`, users and requests are left out until the drawing fits on `console`.
     """
     wide = console.width >= WIDE
     rows = sorted(_requests(engines), key=lambda row: slowness(row[1].lived_s, row[1].answer_tokens), reverse=True)

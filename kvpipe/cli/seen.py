@@ -89,14 +89,15 @@ class SeenEngine:
         began_s = time.monotonic()
         try:
             self.holders = Holders.model_validate(await self._ask(token, f"/v1/holders?rows_max={USERS}"))
-        except UsageError:  # a large pool may take too long to count, but the state is known
+        except UsageError:  # a large pool may take too long to count; the state is shown without its users
             self.holders = None
         now_s = time.monotonic()
         self._count_at_s = now_s + max(COUNT_S_MIN, (now_s - began_s) / COUNT_SHARE_MAX)
 
     async def _ask(self, token: str, path: str) -> Any:  # noqa: ANN401  (JSON)
         asked = functools.partial(send_request, self.address, token, "GET", path, answer_s_max=ANSWER_S_MAX)
-        own = anyio.CapacityLimiter(1)  # with a shared limiter, hanging engines would take all of its threads
+        # a limiter of its own, because hanging engines would take all threads of a shared limiter
+        own = anyio.CapacityLimiter(1)
         return await anyio.to_thread.run_sync(asked, abandon_on_cancel=True, limiter=own)
 
     def _lose(self, why: str) -> None:
@@ -109,7 +110,7 @@ class SeenEngine:
         self.error = ""
         last = self.last
         if last is not None and (state.engine != last.engine or state.step < last.step or state.up_s < last.up_s):
-            self._samples.clear()  # another engine now listens at the address
+            self._samples.clear()  # earlier samples are of another engine that has listened at this address
             self.holders, self._count_at_s = None, 0.0
         self._samples.append(StateSample(now_s, state))
         while len(self._samples) > 2 and self._samples[1].at_s <= now_s - OVER_S:  # noqa: PLR2004  (a first and a last)

@@ -20,7 +20,10 @@ class SeenNode:
     """
 
     def __init__(self, folder: Path, *, always: bool) -> None:
-        """Make the entry of a memory that was not queried yet. With `always`, it is shown even without a holder."""
+        """Make the entry of a memory that was not queried yet.
+
+        With `always`, the memory is shown even without a holder.
+        """
         self.folder, self._always = folder, always
         self.health: HolderHealth | None = None
         self.error = ""
@@ -37,7 +40,8 @@ class SeenNode:
     async def look(self) -> None:
         """Query the holder. Never raises."""
         self._asked_at_s = time.monotonic()
-        own = anyio.CapacityLimiter(1)  # with a shared limiter, hanging queries would take all of its threads
+        # a limiter of its own, because hanging queries would take all threads of a shared limiter
+        own = anyio.CapacityLimiter(1)
         try:
             self.health = await anyio.to_thread.run_sync(health_of, self.folder, abandon_on_cancel=True, limiter=own)
             self.error = ""

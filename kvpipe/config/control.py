@@ -62,9 +62,9 @@ def read_freeze(text: str) -> bool | None:
 
 
 async def watch_control_file(path: Path, set_freeze: Callable[[bool], None]) -> None:
-    """Call `set_freeze` with the control file's value of `freeze` when the value has changed. Run until cancelled.
+    """Call `set_freeze` with the control file's value of `freeze` each time the value has changed.
 
-    A file that is missing, unreadable or has any other content changes nothing.
+    Run until cancelled. A file that is missing, cannot be read, or has other content changes nothing.
     """
     last: bool | None = None
     read = partial(files.read_small, path, CONTROL_BYTES_MAX)

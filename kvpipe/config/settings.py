@@ -33,7 +33,7 @@ PREFIX = "KVPIPE_"
 FILE_BYTES_MAX: Final = 1 << 20
 _HOST: Final = "SERVICE_HOST"
 _SERVICE: Final = re.compile(r"SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?")
-"""The endings of the variables that Kubernetes sets for a service (kubernetes.io/docs/concepts/services-networking)."""
+"""The endings of variables that Kubernetes sets for a service (kubernetes.io/docs/concepts/services-networking)."""
 
 
 def _policy(value: object) -> object:
@@ -54,7 +54,7 @@ def _address(text: str) -> str:
 
 
 class Settings(BaseSettings):
-    """Every key that a user can set. The name of a key includes the unit of the key's value, if there is a unit."""
+    """Every key that a user can set. If the value of a key has a unit, the key's name includes the unit."""
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="forbid", frozen=True, validate_default=True)
 
@@ -100,6 +100,11 @@ class Settings(BaseSettings):
         default=False,
         description="With `pool: node`: use a private pool, with a warning, if the node's memory cannot be used. "
         "If false, the engine does not start in this case.",
+    )
+    pool_checksums: bool = Field(
+        default=False,
+        description="With `pool: node`: write a checksum of each saved chunk, and compare it with each load. Engines "
+        "of one memory may differ ([cost](docs/node-pool.md#damaged-chunks)).",
     )
     keep_s: Annotated[int, BeforeValidator(no_bool), Field(ge=0, le=31_536_000)] = Field(
         600,
@@ -283,7 +288,7 @@ class Settings(BaseSettings):
 
         pydantic-settings has a source for YAML too. Decision 36 has the reasons why kvpipe does not use that source.
         """
-        # pydantic-settings looks up the variable of every field, which takes 5 ms. Usually no variable is set.
+        # pydantic-settings would look up the variable of every field, which takes 5 ms. Usually no variable is set.
         in_env = env_settings() if any(map(_is_ours, os.environ)) else {}
         sources = (init_settings, InitSettingsSource(settings_cls, in_env))
         path = (in_env | init_settings()).get("config_file")
@@ -312,7 +317,7 @@ def load_settings(extra: dict[str, Any] | None = None) -> Settings:
     except ValidationError as e:
         problem = e.errors()[0]
         cause = problem.get("ctx", {}).get("error")
-        if isinstance(cause, ConfigError):  # the cause's message is complete, and shows no secret of a URL
+        if isinstance(cause, ConfigError):  # the cause's message is complete, and hides the secrets of URLs
             raise cause from None
         msg = f"kvpipe: {config_errors.first_problem(e, Settings.model_fields)}"
         raise ConfigError(msg) from None
@@ -377,7 +382,7 @@ class _Where(BaseModel):
 
 
 class _Loader(yaml.SafeLoader):
-    """A loader of YAML that refuses aliases. A table of keys needs no alias. With aliases, a short file may be huge."""
+    """A loader of YAML that refuses aliases, which are not needed and could expand a short file to huge data."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:  # noqa: FBT001, FBT002  (PyYAML's signature)
         """Construct a table. Refuse a key that is given twice."""

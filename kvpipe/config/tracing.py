@@ -66,7 +66,8 @@ def tracing(settings: Settings, engine: str, side: str, rank: int, layers: int) 
             sample=settings.trace_sample, detail=detail,
         )  # fmt: skip
         sinks.append(FileSink(settings.trace_file, settings.trace_bytes_max, started))
-    if settings.otel and rank == SCHEDULER:  # only the scheduler's side has the events of requests
+    # not on ranks, because only the scheduler's side has the events of requests
+    if settings.otel and rank == SCHEDULER:
         from kvpipe.trace.otel import OtelSink  # noqa: PLC0415  (an extra)
 
         sinks.append(OtelSink(engine))

@@ -1,9 +1,9 @@
-"""The prompts that clients have announced, and the times for which they are announced.
+"""The prompts that clients have announced, and the times at which requests for these prompts are expected.
 
 A resume hint announces that a later request will continue the prompt. Prefetching handles one prompt after the other.
 A *turn* of a prompt fetches the prompt's chunks that memory has lost. The turn also refreshes the prompt's chunks in
-memory, so that they are evicted later. The first turn is some time before the announced time. Further turns follow,
-because the hint may be wrong, and because memory may have lost the chunks again.
+memory, so that they are evicted later. The first turn is some time before the announced time. More turns follow,
+because the request may come later than announced, and memory may have lost the chunks again by then.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ HASHES_MAX: Final = 1 << 19
 If there are more, the tenant with the most hashes loses a prompt. A hash takes 75 bytes.
 """
 HASHES_MAX_WITH_REQUESTS: Final = 1 << 16
-"""The largest number of block hashes if requests are kept for routers.
+"""The largest number of block hashes if the requests of prompts are kept, too, for routers.
 
 This number is lower than `HASHES_MAX`, because the tokens of a block take ten times as much memory as its hash.
 """
 TURNS: Final = (0.9, 1.5)
 """The times of a prompt's turns, as shares of the prompt's pause.
 
-An earlier first turn would take memory from prompts that are announced for an earlier time.
+If the first turn came earlier, the prompt would take memory from prompts that are announced for an earlier time.
 """
 LEAD_S_MIN: Final = 2.0
 """The shortest time from a prompt's first turn to its announced time, in seconds."""
 BETWEEN_S_MIN: Final = 1.0
 """The shortest time between two turns of a prompt, in seconds."""
 IDLE_S: Final = 120.0
-"""A prompt whose announced time is at most this many seconds away has its first turn before an engine becomes idle.
+"""Before an engine becomes idle, each prompt whose announced time is at most this many seconds away has its first turn.
 
 The reason is that an idle engine makes no steps.
 """
@@ -95,7 +95,7 @@ class Announcement:
 
     @property
     def waypoints(self) -> list[bytes]:
-        """The hashes after n blocks, where n is `place + 1` with some of the lowest binary digits cleared."""
+        """The prompt's hashes after n blocks, for each n that is `place + 1` with some lowest binary digits cleared."""
         size = self.place + 1
         return [
             self.asked.block_hashes[(size >> bit << bit) - 1] for bit in range(size.bit_length()) if size >> bit & 1
@@ -146,11 +146,12 @@ class Announcements:
         self._counters, self._hashes_max = counters, hashes_max
         self._shares, self._hashes = FairShares[bytes](account), FairShares[bytes](account)
         self._waypoints = Counter[bytes]()
-        self._due, self._fresh = _Times(), _Times()  # by `due_s`; by `at_s`, for prompts before their first turn
+        # all prompts by `due_s`, and prompts before their first turn by `at_s`
+        self._due, self._fresh = _Times(), _Times()
 
     @property
     def due_s(self) -> float:
-        """The time of the next turn."""
+        """The time of the earliest next turn of any prompt."""
         return self._due.first_s
 
     def add(self, one: Announcement) -> None:
@@ -216,7 +217,7 @@ class Announcements:
         return one
 
     def clear(self) -> None:
-        """Forget all prompts after a reset, because the chunks of these prompts cannot be found any more."""
+        """Forget all prompts after a reset, because their chunks cannot be found any more."""
         for key in [*self.prompts]:
             self._forget(key, "reset")
 

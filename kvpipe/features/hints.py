@@ -1,7 +1,7 @@
 """Hints are a client's statements about a prompt's future. Clients may be wrong, so hints are checked and bounded.
 
-A hint changes only two things: which chunks are evicted first, and which chunks are fetched from tiers ahead of a
-request. Ignored hints are counted by reason.
+A hint changes only which chunks are evicted first, and which chunks are fetched from tiers ahead of a request. Ignored
+hints are counted by reason.
 """
 
 from __future__ import annotations

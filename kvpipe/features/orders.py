@@ -1,9 +1,10 @@
-"""Orders: reads and changes that operators request. The thread that has the turn carries orders out in slices.
+"""Orders are reads and changes that operators request.
 
-Only the thread that has the turn may access the catalog and all other data of the scheduler side. The engine's thread
-has the turn from its first call until it reports that it has nothing to do (`give`). After this report, another thread
-may borrow the turn for one slice. Therefore a busy engine takes no lock, but reads one attribute. At its next call, the
-engine's thread takes the turn back, and waits at most for the rest of one slice.
+The *turn* is the right to use the catalog and all other data of the scheduler side. Only the thread that has the turn
+may use these data, and carries orders out in slices. The engine's thread has the turn from its first call until it
+reports that it has nothing to do (`give`). After this report, another thread may borrow the turn for one slice.
+Therefore a busy engine takes no lock, but reads one attribute. At its next call, the engine's thread takes the turn
+back, and waits at most for the rest of one slice.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Turns:
     def take(self) -> None:
         """Take the turn back, after waiting for the end of another thread's slice. A second call has no effect."""
         if self.away:
-            self._wanted = True  # prevents other threads from beginning another slice
+            self._wanted = True  # so that other threads begin no further slice
             self._lock.acquire()
             self.away = self._wanted = False
 
@@ -124,7 +125,7 @@ class Order:
 class Orders:
     """The queues of orders of one scheduler side: `reads`, and `due`, the changes.
 
-    The first change in its queue is carried out. If a change yields `WAITS`, the change moves to the end of the queue.
+    Changes are carried out one after the other. If a change yields `WAITS`, the change moves to the end of the queue.
     Reads are carried out part by part, one after the other. While both queues have orders, the parts of reads and of
     changes alternate. So a read does not wait for the end of a long change, and reads do not stop changes.
     """
@@ -200,7 +201,8 @@ class Orders:
                     order.over = True
                     self.wake()
                 elif queue is self.reads:
-                    queue.rotate(-1)  # the next part is of another read: a long read must not delay a short read
+                    # the next part is of another read, so that a long read does not delay a short read
+                    queue.rotate(-1)
             if time.monotonic() >= until_s:
                 break
         return done > 0

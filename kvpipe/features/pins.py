@@ -1,8 +1,7 @@
 """Operators' orders on the pool: pin a prompt until a deadline, end a pin, evict a prompt or tenants.
 
-A pin is a set of leases. The owner of these leases differs from the owners of all requests. A pin ends at its deadline,
-when an operator releases the pin, when any of its chunks is evicted, and at a reset. The work of an order is done in
-parts (`kvpipe.features.orders`).
+A pin is a set of leases, whose owner is not a request. A pin ends at its deadline, when an operator releases the pin,
+when any of its chunks is evicted, and at a reset. The work of an order is done in parts (`kvpipe.features.orders`).
 """
 
 from __future__ import annotations
@@ -218,7 +217,7 @@ class PromptPins(Subscriber):
         self.pins.pop(pin.number, None)
 
     def _reaches(self, prefixes: Prefixes, asked: Request) -> tuple[int, int]:
-        """Return (units of the hit of a longer prompt, units of the hit of this prompt itself)."""
+        """Return (units of the hit of a longer prompt that begins with this one, units of the hit of this prompt)."""
         continued = prefixes.longest(asked, continued=True)
         whole = continued * self._context.geometry.unit_tokens >= asked.num_tokens
         return continued, prefixes.longest(asked) if whole else continued
@@ -244,7 +243,7 @@ class PromptPins(Subscriber):
     # ---- evictions ------------------------------------------------------------------------------------------------
 
     def evict(self, prefixes: Prefixes, asked: Request, first_tokens: int) -> Work:
-        """Evict a prompt's chunks in memory, from the last chunk back to the chunk with token `first_tokens`.
+        """Evict a prompt's chunks in memory, from the last chunk back to the chunk that has token `first_tokens`.
 
         Chunks that are being written are evicted too. Pins that hold any evicted chunk end. Returns an `EvictedPrompt`.
         """
@@ -271,7 +270,7 @@ class PromptPins(Subscriber):
         return EvictedPrompt(dropped, held, ended)
 
     def _sent(self) -> Work:
-        """Wait until the holder of a node's memory has carried out the evictions. Do not wait for a lost holder."""
+        """Wait until the holder of a node's memory has carried out the evictions. Without a holder, do not wait."""
         until_s = self.clock() + SENT_S_MAX
         while self._context.catalog.evictions_wait and self.clock() < until_s:
             yield

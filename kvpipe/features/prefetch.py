@@ -37,8 +37,8 @@ PREFETCHES_MAX: Final = 8
 IDLE_S_MAX: Final = 2.0
 """The longest time in which an engine without other work makes steps for announced prompts, in seconds.
 
-The reason is that the engine may be about to end or to pause. vLLM then waits until no work is pending, and kills
-processes after 5 seconds.
+The limit exists because the engine may be about to end or to pause. In this case vLLM waits until no work is pending,
+and kills processes after 5 seconds.
 """
 _NEVER: Final = float("inf")
 
@@ -50,14 +50,14 @@ class Prefetch:
     """
 
     def __init__(self, asked: KnownPrompt, request: Request | None, announced: Announcement | None = None) -> None:
-        """Wait for a turn. `request` is explained in `WantedPrompt`.
+        """Create a prefetch that waits for its turn. `request` is explained in `WantedPrompt`.
 
         `announced` is the announcement, if a hint has made one.
         """
         self.asked, self.request, self.announced = asked, request, announced
         self.stage: AheadStage | None = None
         self.over = False
-        # The limit includes the wait for the turn, because the engine makes steps during this wait, too.
+        # The stage's deadline includes the wait for the turn, because the engine makes steps during this wait, too.
         self.until_s = time.monotonic() + AHEAD_S_MAX
 
 
@@ -108,7 +108,7 @@ class Prefetching(Subscriber):
         return self._due[-1]
 
     def _why_not(self) -> str:
-        """Return why requests cannot be served from tiers now, or "" if they can."""
+        """Return why tiers cannot serve requests now, or "" if tiers can."""
         if self._staging is None:
             return "this engine has no tiers: there is nothing to fetch from"
         if self._switches.bypass or not self._switches.loads or self._switches.tier_lost:
@@ -116,7 +116,7 @@ class Prefetching(Subscriber):
         return "the ranks are checking whether the weights have changed" if self._weights.doubtful else ""
 
     def finished(self, tracked: Tracked, chunks: dict[Chunk, None]) -> None:  # noqa: ARG002  (as of the event)
-        """Record the announcement, if the client has announced a request that begins with all of this request."""
+        """If the client has announced a request that begins with all of this request, record the announcement."""
         pause_s = next((wish.in_s for wish in tracked.wishes if wish.action is Action.RESUME), None)
         if pause_s is None or self._staging is None:
             return
@@ -142,11 +142,11 @@ class Prefetching(Subscriber):
                 one.until_s = 0.0
 
     def reset(self) -> None:
-        """Forget the announced prompts, because the chunks of these prompts cannot be found after a reset."""
+        """Forget the announced prompts, because their chunks cannot be found after a reset."""
         self.announced.clear()
 
     def _take_turn(self, *, idle: bool) -> None:
-        """Queue the announced prompt whose turn it is, if there is one."""
+        """If it is the turn of an announced prompt, queue a prefetch of this prompt."""
         now_s = self._context.catalog.now_s
         if self._has_turn(now_s, idle=idle):
             one = self.announced.take(now_s, idle=idle)
@@ -207,7 +207,7 @@ class Prefetching(Subscriber):
         return [*self._pins.needed(self.prefixes, asked, reach)]
 
     def _end_turn(self, one: Prefetch, announced: Announcement) -> None:
-        """Record the fetch of a turn that ends.
+        """End the turn of an announced prompt, and record its fetch.
 
         If no chunk was fetched, refresh the prompt's chunks in memory, so that they are evicted later. The number of
         refreshed chunks is limited to the number that announced resumes may hold. If the policy takes hints, no refresh

@@ -72,12 +72,14 @@ class NameClaim:
         self._fd = -1
         try:
             folder = state_dir or default_state_dir()
-            self._path = folder / (f"{name}+{rank}.json" if rank else f"{name}.json")  # no valid name has a plus sign
+            # no other name has this file, because no valid name has a plus sign
+            self._path = folder / (f"{name}+{rank}.json" if rank else f"{name}.json")
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._fd = os.open(self._path, _OPEN, 0o600)
             if kind := files.file_type(os.fstat(self._fd).st_mode):
                 raise files.OddFileError(f"it is {kind}")  # noqa: TRY301
-            self._claim(json.loads(json.dumps(facts)))  # as read from the record: a tuple becomes a list
+            # converted as in the record, where a tuple is a list, so that both can be compared
+            self._claim(json.loads(json.dumps(facts)))
         except (OSError, RuntimeError, ValueError) as error:
             self.release()
             if isinstance(error, ConfigError):
@@ -97,7 +99,7 @@ class NameClaim:
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, json.dumps(facts, sort_keys=True).encode(), 0)
             if files.try_lock(self._fd, fcntl.LOCK_SH):
-                return  # if the lock failed, another engine has locked the record after `try_lock` above
+                return  # the lock fails only if another engine has locked the record since `try_lock` above
         until = time.monotonic() + LOCK_S_MAX
         while not files.try_lock(self._fd, fcntl.LOCK_SH):
             if time.monotonic() > until:

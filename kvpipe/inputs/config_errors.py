@@ -57,7 +57,7 @@ def first_problem(error: ValidationError, fields: Fields, owner: str = "valid ke
     A value that may be a secret is not shown. This rule applies to an unknown key, a key that names a variable for a
     secret, a key in `_UNSHOWN`, and a key with ``repr=False``. `owner` is the text before the list of valid keys.
     """
-    problems = error.errors()  # an unknown key is reported first, because it may be a misspelling of a missing key
+    problems = error.errors()  # unknown keys come first, because an unknown key may be the misspelling of a missing key
     problem = next((one for one in problems if one["type"] == "extra_forbidden"), problems[0])
     if not problem["loc"]:  # the problem is that keys contradict each other
         return pydantic_reason(problem["msg"])
@@ -115,7 +115,7 @@ def error_place(error: Exception) -> str:
 def public_url(text: str) -> str:
     """Return a URL without user, password, path and query. Any other text is returned without its query.
 
-    The path is kept if the URL names a file, or if the path is the number of a database.
+    The path is kept if the URL is of a file, or if the path is the number of a database.
     """
     scheme, mark, rest = text.partition("://")
     if not mark and "@" not in text:

@@ -39,7 +39,7 @@ def owner_of(uid: int) -> str:
 
 
 def doubts(path: Path) -> str:
-    """Return why other users can write to a file or folder, or read a file. Return "" if they cannot do so."""
+    """Return why other users can write to a file or folder, or can read a file. Return "" if they can do neither."""
     try:
         found = path.stat()
     except (OSError, ValueError):

@@ -34,7 +34,7 @@ _REMEDIES: Final = {
 LOCK_S_MAX: Final = 0.5
 """The longest wait for a socket's lock, in seconds.
 
-A starting engine checks whether the sockets of other engines are stale, and holds each socket's lock during the check.
+The lock may be held by a starting engine, which checks whether other engines' sockets are stale.
 """
 NUMBER_MAX: Final = 64
 """The largest number that is appended to an engine's default name."""
@@ -126,7 +126,7 @@ def remove_stale(address: Address) -> None:
         path = Path(one.path)
         try:
             lock = os.open(_lock_of(path), _LOCK & ~os.O_CREAT)
-        except OSError:  # the socket does not belong to an engine, or belongs to another user
+        except OSError:  # this file is not an engine's socket, or belongs to another user
             continue
         try:
             if files.try_lock(lock) and is_stale(one):
@@ -219,7 +219,7 @@ class OperatorSocket:
         """Close the socket and delete its file. A forked process only closes its copies. Later calls have no effect."""
         if self._process == os.getpid():
             with contextlib.suppress(OSError):
-                self.socket.shutdown(socket.SHUT_RDWR)  # closing is not enough if a forked process has a copy
+                self.socket.shutdown(socket.SHUT_RDWR)  # needed because a forked process may have a copy of the socket
             if self._bound:
                 with contextlib.suppress(OSError):
                     Path(self.address.path).unlink()

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from kvpipe.errors import ConfigError, UsageError
-from kvpipe.inputs import config_errors
 
 TIERS: Final = "kvpipe.tiers"
 """The group of tiers. An entry point's name is the tier's `kind`, and its object is a subclass of `TierSpec`."""
@@ -56,7 +55,7 @@ class Plugin(NamedTuple):
         except UsageError:
             raise
         except (Exception, SystemExit) as error:
-            why = config_errors.pydantic_reason(f"{type(error).__name__}: {error}")
+            why = _reason(error)
             raise ConfigError(f"kvpipe: {self} cannot be made ({why}); update the package, or uninstall it") from error
 
     def check(self, made: object, protocol: type) -> None:
@@ -65,6 +64,12 @@ class Plugin(NamedTuple):
             where = f"{protocol.__module__}.{protocol.__name__}"
             msg = f"kvpipe: {self} has no {', '.join(missing)}; {where} lists what is needed"
             raise ConfigError(msg)
+
+
+def _reason(error: BaseException) -> str:
+    from kvpipe.inputs import config_errors  # noqa: PLC0415  (pydantic: a node's holder does without)
+
+    return config_errors.pydantic_reason(f"{type(error).__name__}: {error}")
 
 
 def names(group: str) -> list[str]:
@@ -88,7 +93,7 @@ def load(group: str, name: str) -> Plugin:
     try:
         made_of = first.load()
     except (Exception, SystemExit) as error:  # importing the package may raise anything
-        why = config_errors.pydantic_reason(f"{type(error).__name__}: {error}")
+        why = _reason(error)
         made = Plugin(group, name, _package(first), None)
         msg = f"kvpipe: {made} cannot be imported ({why}); update the package, or uninstall it"
         raise ConfigError(msg) from error
@@ -103,7 +108,7 @@ def lacking_members(made: object, protocol: type) -> list[str]:
         if inspect.isfunction(one) and (not name.startswith("_") or name == "__len__")
     ]
     out = [f"{name}()" for name in methods if not callable(getattr(made, name, None))]
-    if not isinstance(made, type):  # attributes of a class are not checked, because `__init__` may set them
+    if not isinstance(made, type):  # checked only for an object, because a class may set the attributes in `__init__`
         out += [name for name in protocol.__annotations__ if not hasattr(made, name)]
     return out
 

@@ -68,7 +68,7 @@ class QuotaSpec(BaseModel):
             return self.salt.get_secret_value() if self.salt is not None else ""
         salt = os.environ.get(self.salt_env, "")
         if not salt or len(salt) > SALT_CHARS_MAX:
-            # If no variable has this name, the name may be the salt itself, so the message hides the name.
+            # The user may have written the salt itself instead of a variable's name, so the message hides the name.
             which = self.salt_env if self.salt_env in os.environ else "that salt_env names"
             raise ConfigError(
                 f"kvpipe: quotas: {self.name}: environment variable {which} is not set, empty or longer than "
@@ -77,7 +77,7 @@ class QuotaSpec(BaseModel):
         return salt
 
     def slots(self, pool: int) -> tuple[int, int]:
-        """Return (number of guaranteed slots, largest number of slots, at least 1) of a pool of `pool` slots."""
+        """Return (number of guaranteed slots, limit on slots) for a pool of `pool` slots. The limit is at least 1."""
         return int(self.share * pool + _ROUNDING), max(1, int(self.limit * pool + _ROUNDING))
 
 

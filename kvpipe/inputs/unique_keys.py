@@ -1,4 +1,4 @@
-"""Tables in JSON and YAML must have each key only once, because the intended value of a repeated key is unknown."""
+"""Reads tables in JSON and YAML, and refuses repeated keys, because it is unknown which value the user wants."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class TwiceError(ValueError):
 
 
 def once(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
-    """Return a table of `pairs`. Raises `TwiceError` if a key is given twice."""
+    """Return a dict of `pairs`. Raises `TwiceError` if a key is given twice."""
     table = dict(pairs)
     if len(table) < len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)

@@ -49,7 +49,7 @@ def size_text(size: int) -> str:
 
 
 def exact_size(size: int) -> str:
-    """Return a text for exactly `size` bytes: the text of `size_text` if that text is exact, or else the bytes."""
+    """Return an exact text for `size` bytes: as `size_text` if no rounding is needed, or else the number of bytes."""
     text = size_text(size)
     number, unit = text.rstrip("BKMGTPEi"), text.lstrip("0123456789.")
     return text if float(number) * 1024 ** "BKMGTPE".index(unit[0]) == size else f"{size}B"

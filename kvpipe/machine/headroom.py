@@ -64,7 +64,7 @@ def cgroup_rooms(proc: Path, cgroups: Path) -> Iterator[Headroom]:
         else:
             continue
         parts = [part for part in path.split("/") if part]
-        if ".." in parts:  # the group is outside of this process's cgroup namespace
+        if ".." in parts:  # the group is outside of this process's cgroup namespace, so only the root's limits are read
             parts = []
         for depth in range(len(parts), -1, -1):
             folder = root.joinpath(*parts[:depth])
@@ -74,7 +74,7 @@ def cgroup_rooms(proc: Path, cgroups: Path) -> Iterator[Headroom]:
                 stat = (folder / "memory.stat").read_text(encoding="utf-8")
             except OSError:  # the group is not mounted here, or is the root, which has no limit
                 continue
-            if most != "max":  # instead of "max", version 1 has a number larger than any memory
+            if most != "max":  # version 1 has no "max", but a number larger than any memory
                 idle = dict(row.split(maxsplit=1) for row in stat.splitlines()).get(cached, "0")
                 yield Headroom(int(most) - used + int(idle), int(most), f"cgroup limit {int(most) / (1 << 30):.1f}GiB")
 

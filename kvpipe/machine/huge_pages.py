@@ -11,9 +11,10 @@ _ALLOWS: Final = frozenset({"always", "within_size", "advise", "force"})
 
 
 class SharedHugePages(NamedTuple):
-    """The kernel's setting for huge pages of shared memory. `file` has the setting.
+    """The kernel's setting for huge pages of shared memory.
 
-    `mode` is the setting's value, and `page_bytes` the size of a huge page. Without huge pages, they are "" and 0.
+    `file` has the setting. `mode` is the setting's value, and `page_bytes` the size of a huge page. If the kernel has
+    no huge pages, `mode` is "" and `page_bytes` is 0.
     """
 
     mode: str
@@ -29,7 +30,8 @@ class SharedHugePages(NamedTuple):
 def shared_huge_pages(folder: Path = HUGE_PAGES) -> SharedHugePages:
     """Return the setting for huge pages of the largest size that the kernel maps with one entry.
 
-    Newer kernels have one file per size. This file may say that the value of the file for all sizes is used.
+    Newer kernels have one file per page size. Such a file may contain `inherit`, and then the file for all sizes
+    counts.
     """
     for_all = folder / "shmem_enabled"
     with contextlib.suppress(OSError, ValueError):
@@ -42,5 +44,8 @@ def shared_huge_pages(folder: Path = HUGE_PAGES) -> SharedHugePages:
 
 
 def _chosen(file: Path) -> str:
-    """Return the value in brackets, or "" if no value is in brackets. Raises OSError if the file is missing."""
+    """Return the chosen value of a setting, which is the value in brackets, or "".
+
+    Raises OSError if the file is missing.
+    """
     return next((word[1:-1] for word in file.read_text(encoding="ascii").split() if word[:1] == "["), "")

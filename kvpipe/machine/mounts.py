@@ -17,7 +17,7 @@ _SHARED: Final = frozenset({
 
 
 def is_on_this_host(folder: Path, mounts: Path = MOUNTS) -> bool | None:
-    """Return whether `folder` is on a file system that only this host can access. None means that this is unknown.
+    """Return whether `folder` is on a file system that only this host can access, or None if this is unknown.
 
     `mounts` is a file in the format of Linux's `/proc/self/mountinfo`.
     """
@@ -32,6 +32,7 @@ def is_on_this_host(folder: Path, mounts: Path = MOUNTS) -> bool | None:
         if len(fields) < 5 or not right:  # noqa: PLR2004  (the fifth field is the mount point)
             continue
         point = Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4]))
-        if place.is_relative_to(point) and len(point.parts) >= best:  # a later mount hides an earlier one
+        # `>=`, because a later mount hides an earlier mount at the same folder
+        if place.is_relative_to(point) and len(point.parts) >= best:
             best, kind = len(point.parts), right.split()[0]
     return True if kind in _LOCAL else False if kind in _SHARED else None

@@ -186,7 +186,8 @@ def _query_keys(known: Sequence[str]) -> str:
 def _read(body: bytes, kind: type[_T]) -> _T:
     try:
         found = msgspec.json.decode(body, type=kind)
-        if _STRING.sub(b"", body).count(b":") > _keys(body):  # msgspec keeps the last value of a key
+        # some key is repeated; msgspec would keep the key's last value
+        if _STRING.sub(b"", body).count(b":") > _keys(body):
             parse_json(body)
     except TwiceError as error:
         raise BadRequestError(f"the body: {error}") from None

@@ -8,7 +8,10 @@ from collections.abc import Iterator
 
 
 class Bell:
-    """Any thread rings the bell. Tasks of one loop wait for a ring. While no task waits, `ring` only tests a set."""
+    """Any thread may ring the bell, and tasks of one loop wait for a ring.
+
+    While no task waits, `ring` only tests a set.
+    """
 
     def __init__(self) -> None:
         """Make a bell for which no task waits."""

@@ -118,13 +118,14 @@ def send_request(
             can hold.
 
     """
-    check_token(token)  # http.client's error about a header would show the token
+    check_token(token)  # before the request, because http.client's error about a bad header would show the token
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
     content = None if body is None else json.dumps(body, separators=(",", ":"))
     connection = connect(address, answer_s_max)
     try:
         connection.connect()
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the engine refuses before it reads the body
+        # the engine has refused the request before it read the whole body
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             connection.request(method, path, content, headers)
         answer = connection.getresponse()
         found = json.loads(answer.read(ANSWER_BYTES_MAX), parse_int=_integer, parse_float=_real, parse_constant=_real)
@@ -135,7 +136,7 @@ def send_request(
     except _NumberError as error:
         raise UsageError(f"kvpipe: {address}: its answer is unreadable ({error})") from None
     except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
-        why = config_errors.pydantic_reason(files.why(error))  # another program may have sent the text
+        why = config_errors.pydantic_reason(files.why(error))  # the text may come from another program than an engine
         raise UsageError(f"kvpipe: no engine answers at {address} ({why})") from None
     finally:
         connection.close()

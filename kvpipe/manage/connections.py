@@ -32,7 +32,8 @@ HEADERS_S_MAX: Final = 5.0
 An idle connection is closed this number of seconds after its last answer.
 """
 
-_SILENT: Final = logging.getLogger("kvpipe-manage-http")  # a parent's configuration would reset this logger
+# a name without a dot, because configuring a parent logger would reset this logger
+_SILENT: Final = logging.getLogger("kvpipe-manage-http")
 """The logger of uvicorn's connections. This logger is silent, because clients could cause any number of lines."""
 _SILENT.propagate = False
 _SILENT.addHandler(logging.NullHandler())
@@ -51,7 +52,7 @@ class Places:
         self._unknown, self._known = (
             dict[BoundedConnection, None](),
             dict[BoundedConnection, None](),
-        )  # the oldest first
+        )  # both in order of age, the oldest first
 
     def protocol(self) -> type[H11Protocol]:
         """Return the class of this server's connections, for uvicorn."""
@@ -64,7 +65,10 @@ class Places:
         self._unknown[one] = None
 
     def asks(self, one: BoundedConnection) -> None:
-        """Handle a complete request header of the connection `one`. A header with the token makes `one` known."""
+        """Handle a complete request header of the connection `one`.
+
+        If the header has the token, move `one` to the connections with the token.
+        """
         if one not in self._unknown or not self.admits(one.scope):  # type: ignore[arg-type]
             return
         del self._unknown[one]
@@ -104,7 +108,7 @@ class BoundedConnection(H11Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether no request is being answered: no header is complete, or the last request's answer is complete."""
+        """Whether no request is being answered, because no header is complete or the last answer is complete."""
         return self.cycle is None or self.cycle.response_complete
 
     def connection_made(self, transport: Any) -> None:  # noqa: ANN401

@@ -33,15 +33,21 @@ if TYPE_CHECKING:
     from kvpipe.scheduler.side import SchedulerSide
 
 PAUSE_S: Final = 0.0005
-"""The pause in seconds between two slices of hashing or of orders, in which other threads get the interpreter."""
+"""The pause between two slices of hashing or of orders, in seconds.
+
+During the pause, other threads get the interpreter.
+"""
 WAIT_S_MAX: Final = 5.0
 """The longest wait for a change, in seconds. After this time the answer is `Pending`."""
 READ_S_MAX: Final = 4.0
-"""The longest wait for a read, in seconds. After it the engine is reported as busy. `kvpipe top` waits 1 s longer."""
+"""The longest wait for a read, in seconds.
+
+After this time the engine is reported as busy. `kvpipe top` waits 1 s longer.
+"""
 COUNT_S_MAX: Final = 20.0
 """The longest wait for a count of all slots, in seconds. This time is shorter than `CONNECTION_S_MAX`."""
 EVICTIONS_S: Final = 0.3
-"""The interval in seconds at which an idle engine sends evictions again that a node's holder has not answered."""
+"""The interval, in seconds, at which an idle engine repeats evictions that a node's holder has not answered."""
 PENDING_MAX: Final = 256
 """The largest number of pending orders whose results are kept. The oldest orders are dropped first."""
 _NO_ADAPTER: Final = "adapter: some rank does not hold it, or ranks hold different versions of it"
@@ -239,9 +245,10 @@ class ManagedEngine:
         return await self._outcome(orders.queue_change(make))
 
     async def send_evictions(self) -> None:
-        """Send evictions of a node's chunks whose orders are over, while the engine is idle. Never returns.
+        """While the engine is idle, send evictions of a node's chunks again.
 
-        An order of an eviction ends after one second, also if no holder answers. The next holder may come later.
+        Never returns. An operator's eviction is over after one second, even if the node has no holder then. A holder
+        that starts later gets the evictions from here.
         """
         while True:
             await anyio.sleep(EVICTIONS_S)
@@ -250,7 +257,7 @@ class ManagedEngine:
     def _slice(self) -> bool:
         """Carry out a slice of the waiting orders if the engine is idle. Returns whether any part was carried out.
 
-        Evictions of chunks for which a node's holder has not answered are sent, too.
+        Evictions that a node's holder has not answered are sent again, too.
         """
         orders, node = self._side.orders, self._side.node
         waits = orders.due or orders.reads or (node is not None and node.pool.stock.evictions)
@@ -376,7 +383,10 @@ class HashedPrompt(KnownPrompt):
     def __init__(
         self, prompt: models.Prompt, keys: Sequence[bytes], hashes: Sequence[bytes], digest: bytes = b""
     ) -> None:
-        """`keys` are the hashes, each followed by `digest`: the digest of the adapter, or b"" if it is not known."""
+        """Make the keys: the hashes, each followed by `digest`.
+
+        `digest` is the adapter's digest, or b"" if it is not known.
+        """
         one = prompt.adapter
         adapter = AdapterIdentity(one.name, one.path, digest) if one is not None else None
         super().__init__(keys, len(prompt.tokens), prompt.cache_salt or "", adapter)

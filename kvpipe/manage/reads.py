@@ -43,7 +43,7 @@ _Ranked = tuple[tuple[bool, float], "Tracked"]
 
 
 def at_once(look: Callable[[], object]) -> Work:
-    """Make an order of one part. The order's result is the result of `look`."""
+    """Make the work of an order that has one part. The order's result is the result of `look`."""
     yield from ()
     return look()
 
@@ -190,7 +190,8 @@ def _answer_tokens(tracked: Tracked) -> int:
 class HeldKeys(NamedTuple):
     """The keys of a prompt that memory holds: `found` has these keys by cache group.
 
-    `space` and `also` are `name` and `also` of the tiers' `Namespace`. Both are empty if the engine uses no tiers.
+    `space` is the engine's namespace in tiers, and `also` the second namespace, if any (`Namespace`). Both are empty if
+    the engine uses no tiers.
     """
 
     found: tuple[dict[bytes, object], ...]
@@ -221,7 +222,7 @@ def held_keys(side: SchedulerSide, units: Sequence[bytes], states: Sequence[byte
 class TenantCount(NamedTuple):
     """The number of one tenant's chunks. `held` is the number of these chunks that have readers or writers.
 
-    `used_s` is the last use of any of these chunks, in seconds of the catalog's clock.
+    `used_s` is the time of the last use of any of these chunks, in seconds of the catalog's clock.
     """
 
     tenant: Tenant
@@ -245,7 +246,8 @@ class PoolUsers(NamedTuple):
 
 def pool_users(side: SchedulerSide) -> Work:
     """Count the chunks in the pool by tenant, and return the `PoolUsers`."""
-    out: dict[Tenant, list[int]] = {}  # by tenant: the fields chunks, held and used_s of `TenantCount`
+    # for each tenant: the values of `chunks`, `held` and `used_s` of its `TenantCount`
+    out: dict[Tenant, list[int]] = {}
     catalog, rest = side.catalog, 0
     for first in range(0, catalog.ready, SLOTS_PER_PART):
         for slot in range(first, min(first + SLOTS_PER_PART, catalog.ready)):

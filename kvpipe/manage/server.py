@@ -64,8 +64,10 @@ class Guard:
 
     def admits(self, scope: AsgiScope) -> bool:
         """Whether a request has the token."""
-        tokens = b", ".join(value for name, value in scope["headers"] if name == b"authorization")  # two fail
-        given = hashlib.sha256(tokens).digest()  # both digests have the same length
+        # two such headers fail
+        tokens = b", ".join(value for name, value in scope["headers"] if name == b"authorization")
+        # digests have equal lengths, so comparing them does not reveal the token's length
+        given = hashlib.sha256(tokens).digest()
         return hmac.compare_digest(given, self._wanted)
 
     async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
@@ -131,7 +133,8 @@ class OperatorServer:
 
     async def _serve(self) -> None:
         try:
-            await self._server.serve(sockets=[self._listener.socket.dup()])  # uvicorn closes this copy
+            # a copy, because uvicorn closes the socket that it gets
+            await self._server.serve(sockets=[self._listener.socket.dup()])
         finally:
             for server in getattr(self._server, "servers", ()):
                 server.close()

@@ -32,7 +32,7 @@ def read_token(settings: Settings) -> bytes:
         if file is not None and file.stat().st_mode & 0o077:
             why = "manage_token_file: other users may read the file; run chmod 0600 on it"
     except (OSError, ValueError):
-        pass  # `secret` reports the error
+        pass  # `secret` below reports the error
     try:
         found = secret(settings.manage_token_env, file, "manage_token")
     except ValueError as error:

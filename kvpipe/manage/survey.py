@@ -55,7 +55,7 @@ class TierSurvey:
         self._groups = range(len(side.geometry.groups))
         nothing: Any = _NoChunks()
         self.prefixes = Prefixes(nothing, side.geometry, hash_tokens, lambda asked: asked.block_hashes, _nobody)
-        """Finds the longest prefix of a prompt among keys that the caller passes."""
+        """Finds how long a prefix of a prompt is held, judging only by keys that the caller passes."""
         self._one = anyio.Lock()
         self._last: dict[int, TierLookup] = {}
         self.seconds_max = SURVEY_S_MAX
@@ -84,7 +84,7 @@ class TierSurvey:
         return tiers, found
 
     def _may_ask(self, place: int) -> bool:
-        """Whether the tier with the index `place` has ended its last survey. A tier gets only one survey at a time."""
+        """Whether the tier with the index `place` has ended its last survey, so that it may get the next survey."""
         return place not in self._last or self._last[place].done
 
     def _lookup(self, asked: Request, space: str, also: str) -> TierLookup:

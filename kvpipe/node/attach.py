@@ -14,6 +14,7 @@ from kvpipe.node.processes import folder_of_user
 from kvpipe.node.segment import Segment
 from kvpipe.protocol.geometry import Geometry
 from kvpipe.statemachine import node_link as m
+from kvpipe.transfer.marks import MARK_BYTES
 from kvpipe.transfer.pool import SharedSlots, SlotsFile
 
 LOOK_S: Final = 0.005
@@ -35,6 +36,10 @@ class PoolKeys(Protocol):
     @property
     def keep_s(self) -> int:
         """How many seconds the holder keeps memory that no engine uses."""
+
+    @property
+    def pool_checksums(self) -> bool:
+        """Whether ranks write and compare digests of chunks."""
 
 
 class Attached(NamedTuple):
@@ -84,18 +89,18 @@ def node_options(settings: PoolKeys, geometry: Geometry, engine: NodeEngine) -> 
     return NodePoolOptions(
         settings.pool_dir or folder_of_user(), own.ljust(32, b"\0"), slots, slot_bytes, stock=stock,
         wait_s_max=settings.pool_wait_s_max, keep_s=settings.keep_s, token=own, name=engine.name,
-        note_bytes=node_note_bytes(geometry), policy=engine.policy,
+        note_bytes=node_note_bytes(geometry, engine.parts), policy=engine.policy,
     )  # fmt: skip
 
 
-def node_note_bytes(geometry: Geometry) -> int:
-    """Return the size of the note at the end of a slot."""
-    return note_bytes(geometry.chunk_tokens + geometry.ahead_tokens)
+def node_note_bytes(geometry: Geometry, parts: int) -> int:
+    """Return the size of the note at the end of a slot with `parts` parts."""
+    return node_slot_bytes(geometry, parts) - (geometry.slot_bytes + MARK_BYTES) * parts
 
 
 def node_slot_bytes(geometry: Geometry, parts: int) -> int:
-    """Return the size of a slot with `parts` parts and a note."""
-    return geometry.slot_bytes * parts + node_note_bytes(geometry)
+    """Return the size of a slot: `parts` parts, a mark for each part, and a note."""
+    return geometry.slot_bytes * parts + note_bytes(geometry.chunk_tokens + geometry.ahead_tokens, parts * MARK_BYTES)
 
 
 def attach_scheduler(settings: PoolKeys, geometry: Geometry, engine: NodeEngine) -> NodePool:
@@ -131,9 +136,15 @@ def attach_rank(
         memory = RankMemory(node_options(settings, geometry, engine))
     except (ConfigError, OSError) as error:
         raise refused(str(error)) from None
-    part = rank % engine.parts
-    shared = shared_slots(memory.segment, part * geometry.slot_bytes, saves=part == rank)
+    shared = rank_slots(memory.segment, geometry, engine.parts, rank, digests=settings.pool_checksums)
     return memory, shared._replace(file=SlotsFile(memory.socket, memory.helper, memory.segment.layout.slots_at))
+
+
+def rank_slots(segment: Segment, geometry: Geometry, parts: int, rank: int, *, digests: bool) -> SharedSlots:
+    """Return the part of the segment's slots that a rank saves or loads. A slot has `parts` parts."""
+    part = rank % parts
+    shared = shared_slots(segment, part * geometry.slot_bytes, saves=part == rank)
+    return shared._replace(marks_at=geometry.slot_bytes * parts + part * MARK_BYTES, digests=digests)
 
 
 def shared_slots(segment: Segment, at: int, *, saves: bool) -> SharedSlots:

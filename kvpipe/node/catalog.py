@@ -25,7 +25,7 @@ from kvpipe.cache.tenants import ANYBODY, Tenant
 from kvpipe.node.client import NodePool
 from kvpipe.node.layout import HEAD, SlotRecord
 from kvpipe.node.notes import SlotNotes
-from kvpipe.node.replica import SlotPins, split
+from kvpipe.node.replica import SlotPins, split, stamp_of
 from kvpipe.node.shared import CatalogFollower, NodeUses, SharedChunk
 from kvpipe.statemachine import chunk as m
 from kvpipe.statemachine import node_grant as grant_m
@@ -286,7 +286,7 @@ class NodeCatalog(Catalog):
             self.unpublished(before)  # the holder has evicted this chunk, and the journal is not read that far yet
         self._stock.take()
         chunk = SharedChunk(self.machine, group, slot, self.watch, tenant)
-        chunk.era = self._era
+        chunk.stamp, chunk.era = stamp_of(slot, self._stock.grants[slot].generation + 1), self._era
         chunk.fire(m.RESERVE)
         self._chunks[slot] = chunk
         return chunk

@@ -6,7 +6,7 @@ import logging
 
 from kvpipe.cache.policy.large import untracked
 from kvpipe.node.layout import ClientRow, Process, SlotRecord, link_of
-from kvpipe.statemachine.core import Compiled, Cursor, Edge, State, Watch
+from kvpipe.statemachine.cursors import Compiled, Cursor, Edge, State, Watch
 
 _log = logging.getLogger("kvpipe.node")
 

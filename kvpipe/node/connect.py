@@ -22,6 +22,9 @@ from kvpipe.node import messages
 from kvpipe.node.layout import VERSION
 from kvpipe.node.messages import BadMessageError, Hello, NodeStatus, StatusQuestion, Unwelcome, Welcome
 from kvpipe.node.processes import LOG, SOCKET, checked_folder, holder_of, is_stopped, kill, peer_of
+from kvpipe.statemachine.core import Machine
+from kvpipe.statemachine.node_client import NODE_CLIENT
+from kvpipe.statemachine.node_slot import NODE_SLOT
 
 LOOK_S: Final = 0.01
 ADOPT_S: Final = 10.0
@@ -29,6 +32,9 @@ START_S: Final = 5.0
 STARTING: Final = "starting.lock"
 STARTED_LOOKS: Final = 100
 KEEP_S: Final = 60.0
+
+for _table in (NODE_CLIENT, NODE_SLOT):
+    Machine.of(_table)  # the holder does not validate its tables, because it starts without pydantic
 
 
 class RefusedByHolderError(ConfigError):
@@ -119,7 +125,7 @@ def start_holder(folder: Path, offer: int | None, *, limit_s: float, keep_s: flo
 
 @contextlib.contextmanager
 def _turn_to_start(folder: Path, wait_s: float) -> Iterator[None]:
-    """Wait until this engine may start a holder, or until a holder exists. A start occupies a core for 0.5 s."""
+    """Wait until this engine may start a holder, or until a holder exists. A start occupies a core for 0.2 s."""
     fd = os.open(folder / STARTING, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     until = time.monotonic() + wait_s
     try:

@@ -11,8 +11,6 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
-import numpy as np
-
 from kvpipe.cache.policy import Lru, make_policy
 from kvpipe.cache.policy.base import AnsweredPolicy, Policy, RememberingPolicy, SessionPolicy, SizedPolicy
 from kvpipe.cache.policy.batches import batches
@@ -20,7 +18,9 @@ from kvpipe.cache.policy.guard import RescuedPolicy, takes_hints
 from kvpipe.cache.policy.hints import Action, Hint
 from kvpipe.errors import ConfigError
 from kvpipe.node.clients import NodeChunk, NodeClient
+from kvpipe.node.layout import STAMP
 from kvpipe.node.messages import Use
+from kvpipe.node.rules import DEFAULT_POLICY
 
 LOOK_MAX: Final = 64
 """The largest number of leased chunks that one search for victims skips."""
@@ -35,6 +35,8 @@ _log = logging.getLogger("kvpipe.node")
 
 def evicting(name: str, slots: int) -> Policy:
     """Return the policy `name` for a region of `slots` slots. If it cannot be made, or fails later, LRU replaces it."""
+    if name == DEFAULT_POLICY:
+        return Lru(slots)  # without the registry, whose imports would delay a new holder
     try:
         return make_policy(name, slots, _failed)
     except (KeyError, ConfigError) as error:
@@ -170,8 +172,6 @@ class Evictor:
 
 def chunks_of(stamps: bytes, chunks: Mapping[int, NodeChunk], generations: memoryview) -> list[NodeChunk]:
     """Return each published chunk that the joined `stamps` name, once. Stamps of other generations are ignored."""
-    pairs = np.frombuffer(stamps[: len(stamps) // 16 * 16], np.int64).reshape(-1, 2)
-    slots, now = pairs[:, 0], np.frombuffer(generations, np.int64)
-    pairs = pairs[(slots >= 0) & (slots < len(now))]
-    found = pairs[now[pairs[:, 0]] == pairs[:, 1], 0].tolist()
-    return [chunk for slot in dict.fromkeys(found) if (chunk := chunks.get(slot)) is not None]
+    pairs = STAMP.iter_unpack(memoryview(stamps)[: len(stamps) // STAMP.size * STAMP.size])
+    found = [chunks[slot] for slot, number in pairs if slot in chunks and generations[slot] == number]
+    return [*dict.fromkeys(found)]

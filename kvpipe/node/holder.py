@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Final
 
 from kvpipe.errors import ConfigError
-from kvpipe.inputs import plugins
 from kvpipe.node import messages
 from kvpipe.node.clients import NodeClient, RefusedError
 from kvpipe.node.keeper import Keeper
@@ -34,13 +33,24 @@ from kvpipe.node.messages import (
     Unwelcome,
     Welcome,
 )
-from kvpipe.node.processes import LOG, SOCKET, checked_folder, has_clients, lock_folder, peer_of, watch
-from kvpipe.node.rules import DEFAULT_POLICY, NodeRules, write_rules
+from kvpipe.node.processes import (
+    LOG,
+    SOCKET,
+    checked_folder,
+    has_clients,
+    lock_folder,
+    memory_of_clients,
+    peer_of,
+    watch,
+)
+from kvpipe.node.rules import DEFAULT_POLICY, NodeRules, check_policy, write_rules
 from kvpipe.node.segment import create
-from kvpipe.statemachine.core import IllegalTransition
+from kvpipe.statemachine.cursors import IllegalTransition
 
 BEAT_S: Final = 0.25
 """The longest interval, in seconds, at which the holder advances its clock."""
+SEARCH_S: Final = 1.0
+"""The shortest interval, in seconds, at which the holder searches for the memory of idle engines."""
 BUSY_S: Final = 0.02
 """The holder's longest wait, in seconds, while slots have no memory yet, or evicted slots still have leases."""
 _log = logging.getLogger("kvpipe.node")
@@ -59,9 +69,7 @@ class HolderConnection:
 class Holder:
     """The holder of one folder. `run` returns when no engine has used the memory for `keep_s` seconds."""
 
-    def __init__(
-        self, folder: Path, *, adopt_s: float, keep_s: float, fd: int | None = None, policy: str = ""
-    ) -> None:  # fmt: skip
+    def __init__(self, folder: Path, *, adopt_s: float, keep_s: float, fd: int | None = None, policy: str = "") -> None:
         """Take the folder's lock and listen on the folder's socket.
 
         If running engines have the memory of an earlier holder, this holder waits up to `adopt_s` seconds for an engine
@@ -79,6 +87,8 @@ class Holder:
         self._began = self._idle_since = time.monotonic()
         self._boot = secrets.randbits(63) | 1
         self._watched: dict[Process, int] = {}
+        self._unwatched = set[Process]()
+        self._searched_s = self._began - SEARCH_S
         self._links: dict[NodeClient, HolderConnection] = {}
         if fd is not None:
             self._adopt(fd)
@@ -98,15 +108,24 @@ class Holder:
             RefusedError: the memory is not usable, or has another holder.
         """
         self._memory = NodeMemory(fd, self._boot)
-        for keeper, client in self._memory.clients:
-            for process in list(client.processes):
-                self._watch(keeper, client, process, watch(process))
+        for process in {process for _, client in self._memory.clients for process in client.processes}:
+            self._watch(process)
 
-    def _watch(self, keeper: Keeper, client: NodeClient, process: Process, pidfd: int | None) -> None:
+    def _watch(self, process: Process) -> None:
+        """Notice the end of a process. If the holder has no descriptor for this, each step tries again."""
+        assert self._memory is not None  # noqa: S101
+        if process in self._watched:
+            return
+        try:
+            pidfd = watch(process)
+        except OSError as error:
+            if process not in self._unwatched:
+                _log.warning("process %d is not watched yet: %s", process.pid, error)
+            self._unwatched.add(process)
+            return
+        self._unwatched.discard(process)
         if pidfd is None:
-            keeper.died(client, process)
-        elif process in self._watched:
-            os.close(pidfd)
+            self._memory.died(process)
         else:
             self._watched[process] = pidfd
             self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._fired(process))
@@ -158,6 +177,8 @@ class Holder:
 
     def step(self) -> None:
         """Handle the events that have arrived, at most one event per source."""
+        for process in list(self._unwatched):
+            self._watch(process)
         wait_s = BUSY_S if self._memory is not None and self._memory.step() else BEAT_S
         for key, _ in self._selector.select(wait_s):
             if self._selector.get_map().get(key.fd) is key:  # false if an earlier call has closed the source
@@ -228,7 +249,7 @@ class Holder:
         memory, region = self._region_for(hello)
         segment, keeper = region
         client = memory.greet(region, hello, link.process)
-        self._watch(keeper, client, link.process, watch(link.process))
+        self._watch(link.process)
         link.client, link.keeper = client, keeper
         if hello.role == "scheduler":
             self._links[client] = link
@@ -252,7 +273,7 @@ class Holder:
                 f"the node's memory evicts by the policy {self._memory.policy!r}, this engine needs {policy!r}; unset "
                 "its policy, or stop all engines of the memory"
             )
-        _known_policy(policy)
+        check_policy(policy)
         _log.info("the unused memory evicts by %s from now on", policy)
         self._memory.use_policy(policy)
 
@@ -272,7 +293,7 @@ class Holder:
         return self._memory, self._memory.region_for(hello)
 
     def _begin(self, hello: Hello, fd: int | None) -> None:
-        """Adopt the memory that an engine offers, or create a new memory."""
+        """Adopt the memory that an engine offers, or that an idle engine has. Otherwise, create a new memory."""
         if fd is not None:
             try:
                 self._adopt(fd)
@@ -280,14 +301,33 @@ class Holder:
                 os.close(fd)
                 raise
             return
-        if hello.segment or (time.monotonic() - self._began < self._adopt_s and has_clients(self._folder)):
+        is_early = time.monotonic() - self._began < self._adopt_s
+        if is_early and has_clients(self._folder) and self._adopt_of_clients():
+            return
+        if hello.segment or (is_early and has_clients(self._folder)):
             raise RefusedError("an engine may still offer an earlier memory", again=True)
         self._make(hello)
+
+    def _adopt_of_clients(self) -> bool:
+        """Adopt the memory of engines that offer nothing, because they are idle. Returns whether there is one."""
+        now = time.monotonic()
+        if now - self._searched_s < SEARCH_S:
+            return False
+        self._searched_s = now
+        if (fd := memory_of_clients(self._folder)) is None:
+            return False
+        try:
+            self._adopt(fd)
+        except RefusedError as error:
+            _log.warning("the memory of idle engines cannot be adopted: %s", error)
+            os.close(fd)
+            return False
+        return True
 
     def _make(self, hello: Hello) -> None:
         """Make the memory that an engine asks for. The new memory replaces a memory that no engine uses."""
         policy = self._policy or hello.policy or DEFAULT_POLICY
-        _known_policy(policy)
+        check_policy(policy)
         try:
             fd = create(hello.slots, hello.slot_bytes)
         except ConfigError as error:
@@ -320,16 +360,6 @@ class Holder:
             del self._links[link.client]
             if link.keeper is not None:
                 link.keeper.hung_up(link.client)
-
-
-def _known_policy(policy: str) -> None:
-    """Raise RefusedError if this process does not have the policy `policy`, which another package may register."""
-    known = plugins.names(plugins.POLICIES)
-    if policy not in known:
-        raise RefusedError(
-            f"the node's holder has no eviction policy {policy!r} (it has {', '.join(known)}); install the policy's "
-            "package where the holder runs, and restart the holder"
-        )
 
 
 def main(arguments: list[str]) -> None:

@@ -28,13 +28,13 @@ from kvpipe.node.layout import (
     SlotRecord,
 )
 from kvpipe.node.ledger import Ledger
-from kvpipe.node.messages import BATCH_MAX, BatchAnswer, ClientStatus, Hello, Publish, SlotBatch, SlotGrant
+from kvpipe.node.messages import BATCH_MAX, BatchAnswer, Hello, Publish, SlotBatch, SlotGrant
 from kvpipe.node.namespaces import NodeNamespaces
 from kvpipe.node.slots import NEVER, RegionSlots
 from kvpipe.node.usage import NodeUsage, usage_of
 from kvpipe.statemachine import node_client as c
 from kvpipe.statemachine import node_slot as m
-from kvpipe.statemachine.core import Cursor, IllegalTransition, Watch
+from kvpipe.statemachine.cursors import Cursor, IllegalTransition, Watch
 
 STOCK_SHARE: Final = 4
 """The unused stocks of all clients together may hold 1 / `STOCK_SHARE` of the slots."""
@@ -286,7 +286,7 @@ class Keeper(RegionSlots):
             else:
                 self.counts["stale"] += 1
         for use in batch.used:
-            self.used[self.evictor.used(client, use, self._chunks, self._ledger.segment.generations)] = self._tick()
+            self._use_now(self.evictor.used(client, use, self._chunks, self._ledger.segment.generations))
         granted = self._grant(client, batch.want, batch.stock)
         client.stock = batch.stock + len(late) + len(granted)
         return BatchAnswer(batch.boot, granted, late, client.namespace)
@@ -379,17 +379,6 @@ class Keeper(RegionSlots):
         del self.clients[client.row]
         self._namespaces.use(client.namespace)
         self.drain()
-
-    def clients_now(self) -> tuple[ClientStatus, ...]:
-        """Return the slots and leases that each client holds."""
-        leases = self._ledger.segment.leases_of
-        return tuple(
-            ClientStatus(
-                row, one.state.name, tuple(process.pid for process in sorted(one.processes - one.dead)),
-                len(one.granted), sum(map(bool, leases(row))), one.name, one.stock, one.published,
-            )
-            for row, one in sorted(self.clients.items())
-        )  # fmt: skip
 
     def usage(self) -> NodeUsage:
         """Return how many slots are in each state."""

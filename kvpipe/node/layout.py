@@ -59,6 +59,8 @@ _PROCESS: Final = struct.Struct("<IQ")
 ROW_BYTES: Final = 1024
 """The size in bytes of one copy of a client's row. Each row has two copies, so that one copy is always complete."""
 NAMESPACE_RECORD_BYTES: Final = 64
+STAMP: Final = struct.Struct("=qq")
+"""A slot and its generation, as one stamp. Messages and arrays have joined stamps."""
 
 
 def _checked(body: bytes, size: int) -> bytes:

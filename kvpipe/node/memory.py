@@ -15,9 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
-from typing import Final, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvpipe.errors import ConfigError
 from kvpipe.machine.headroom import tightest
@@ -37,10 +35,17 @@ from kvpipe.node.layout import (
 )
 from kvpipe.node.ledger import Ledger
 from kvpipe.node.messages import Hello, MemoryStatus, NodeStatus
-from kvpipe.node.owners import NOBODY, Numbers, Owners
+from kvpipe.node.owners import NOBODY, Owners
 from kvpipe.node.rules import NodeRules, rules_of, write_rules
 from kvpipe.node.segment import Segment, add_region, allocate, lock, remove_region
-from kvpipe.node.slots import NEVER, Ages
+from kvpipe.node.slots import NEVER
+from kvpipe.node.usage import status_of
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from kvpipe.node.owners import Numbers
+    from kvpipe.node.slots import Ages
 
 PIECE_BYTES: Final = 32 << 20
 SHORT_S: Final = 5.0
@@ -259,15 +264,12 @@ class NodeMemory:
             os.getpid(),
             tuple(
                 MemoryStatus(
-                    segment.layout.slot_bytes,
-                    keeper.usage()._asdict(),
-                    dict(keeper.counts),
-                    keeper.clients_now(),
-                    self.policy,
+                    segment.layout.slot_bytes, keeper.usage()._asdict(), dict(keeper.counts),
+                    status_of(segment, keeper.clients), self.policy,
                 )
                 for segment, keeper in self.regions.values()
             ),
-        )
+        )  # fmt: skip
 
     # ---- a step of the holder ------------------------------------------------------------------------------------
 
@@ -341,6 +343,8 @@ class NodeMemory:
 
     def _ages(self, but: int) -> Ages:
         """Return the last use of each piece: NaN for a piece of region `but`, infinite if a piece cannot be taken."""
+        import numpy as np  # noqa: PLC0415  (see `slots.py`)
+
         owner = self._owners.all()
         ages = np.full(len(owner), math.nan)
         ages[owner == NOBODY] = NEVER
@@ -348,11 +352,13 @@ class NodeMemory:
             if number != but:
                 pieces = np.flatnonzero(owner == number)
                 first, stop = self._owners.slots_of(segment.layout, pieces, pieces + 1)
-                ages[pieces] = reduced(np.maximum, keeper.used, first, stop, empty=NEVER)
+                ages[pieces] = reduced(np.maximum, np.asarray(keeper.used), first, stop, empty=NEVER)
         return ages
 
     def _windows(self, segment: Segment, ages: Ages, count: int, short: float, most: int) -> list[range]:
         """Return up to `most` windows of `count` slots that were last used before `short`, the least recent first."""
+        import numpy as np  # noqa: PLC0415  (see `slots.py`)
+
         layout = segment.layout
         step = max(count, self._owners.piece_bytes // layout.slot_bytes)  # smaller steps find the same pieces again
         first = np.arange(0, int(segment.words[READY]) - count + 1, step)
@@ -389,6 +395,8 @@ class NodeMemory:
 
 def reduced(by: np.ufunc, values: Ages, first: Numbers, stop: Numbers, *, empty: float) -> Ages:
     """Return `values[first:stop]`, reduced by `by`, for each pair of bounds. An empty range is `empty`."""
+    import numpy as np  # noqa: PLC0415  (see `slots.py`)
+
     bounds = np.minimum(np.stack((first, stop), axis=1), len(values))
     found = by.reduceat(np.append(values, empty), bounds.ravel())[::2]  # every second item is of a gap between ranges
     return np.where(bounds[:, 0] < bounds[:, 1], found, empty)

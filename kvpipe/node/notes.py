@@ -25,9 +25,9 @@ ROOM_BYTES: Final = 1024
 _HEAD: Final = struct.Struct("<II")
 
 
-def note_bytes(tokens: int) -> int:
-    """Return the size of the notes of chunks of `tokens` tokens."""
-    return -(-(_HEAD.size + tokens * TOKEN_BYTES + ROOM_BYTES) // PAGE_BYTES) * PAGE_BYTES
+def note_bytes(tokens: int, marks_bytes: int = 0) -> int:
+    """Return the size of the notes of chunks of `tokens` tokens, with `marks_bytes` bytes for other data before it."""
+    return -(-(marks_bytes + _HEAD.size + tokens * TOKEN_BYTES + ROOM_BYTES) // PAGE_BYTES) * PAGE_BYTES
 
 
 class NotedRouters(Protocol):

@@ -8,15 +8,17 @@ is killed at any time leaves each piece with one owner.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final, TypeAlias, TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from kvpipe.node.layout import PIECES, REGIONS_MAX, NodeLayout
 
-Numbers: TypeAlias = NDArray[np.int64]
-N = TypeVar("N", int, Numbers)
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Numbers: TypeAlias = NDArray[np.int64]
+
+N = TypeVar("N", int, "Numbers")
 NOBODY: Final = REGIONS_MAX
 """The owner of the pieces of a region that was removed."""
 
@@ -41,6 +43,8 @@ class Owners:
 
     def all(self) -> NDArray[np.uint8]:
         """Return the owner of every piece."""
+        import numpy as np  # noqa: PLC0415  (see `slots.py`)
+
         return np.frombuffer(self._raw, np.uint8, self.count)
 
     def pieces_of(self, layout: NodeLayout, first: N, stop: N) -> tuple[N, N]:

@@ -24,6 +24,8 @@ SOCKET: Final = "holder.sock"
 LOCK: Final = "holder.lock"
 LOG: Final = "holder.log"
 CLIENTS: Final = "clients.lock"
+MEMORY: Final = "kvpipe-node"
+"""The name of a memory's descriptors in /proc."""
 _FLOCK: Final = struct.Struct("hhlli")
 FOLDER_BYTES_MAX: Final = 100 - len("/" + SOCKET)
 """The longest path of the folder in bytes, because a Unix socket's path may have at most 107 bytes."""
@@ -164,6 +166,51 @@ def has_clients(folder: Path) -> bool:
     finally:
         os.close(fd)
     return False
+
+
+def memory_of_clients(folder: Path) -> int | None:
+    """Return a descriptor of the memory that processes with the folder's mark have, or None.
+
+    An idle engine offers nothing, but /proc shows its lock and its descriptors. The result is None if /proc hides them,
+    or if these processes have several memories.
+    """
+    mark = (folder / CLIENTS).stat()
+    return _memory_of(_locking(mark.st_ino) - {os.getpid()}, mark)
+
+
+def memory_of_holder(folder: Path) -> int | None:
+    """Return a descriptor of the memory that the folder's holder has, or None, as `memory_of_clients` does."""
+    holder = holder_of(folder)
+    return _memory_of({holder}, (folder / LOCK).stat()) if holder else None
+
+
+def _memory_of(processes: set[int], mark: os.stat_result) -> int | None:
+    """Return a descriptor of the only memory of those `processes` that have opened the file `mark`, or None."""
+    found = dict[int, int]()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            paths = {path: str(path.readlink()) for path in Path(f"/proc/{process}/fd").iterdir()}
+            if not any(to.endswith(".lock") and os.path.samestat(path.stat(), mark) for path, to in paths.items()):
+                continue  # the file of another file system has the same inode number
+            for path in (path for path, to in paths.items() if to.startswith(f"/memfd:{MEMORY}")):
+                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                if found.setdefault(os.fstat(fd).st_ino, fd) != fd:
+                    os.close(fd)
+    if len(found) == 1:
+        return found.popitem()[1]
+    for fd in found.values():
+        os.close(fd)
+    return None
+
+
+def _locking(inode: int) -> set[int]:
+    """Return the processes that have locked a file with this inode number."""
+    try:
+        locks = Path("/proc/locks").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return set()
+    fields = (line.split() for line in locks if "->" not in line)  # such a line is of a process that waits
+    return {int(pid) for _, _, _, _, pid, place, *_ in fields if place.endswith(f":{inode}")}
 
 
 def short_folder(folder: Path) -> Path:

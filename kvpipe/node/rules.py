@@ -12,6 +12,7 @@ from typing import Final
 
 import msgspec
 
+from kvpipe.node.clients import RefusedError
 from kvpipe.node.layout import PAGE_BYTES
 
 DEFAULT_POLICY: Final = "lru"
@@ -44,3 +45,17 @@ def rules_of(fd: int) -> NodeRules:
         return _decoder.decode(body) if zlib.crc32(body) == check and body else NodeRules()
     except msgspec.DecodeError:
         return NodeRules()
+
+
+def check_policy(policy: str) -> None:
+    """Raise RefusedError if this process does not have the policy `policy`, which another package may register."""
+    if policy == DEFAULT_POLICY:
+        return
+    from kvpipe.inputs import plugins  # noqa: PLC0415  (a holder that evicts by the default policy starts without it)
+
+    known = plugins.names(plugins.POLICIES)
+    if policy not in known:
+        raise RefusedError(
+            f"the node's holder has no eviction policy {policy!r} (it has {', '.join(known)}); install the policy's "
+            "package where the holder runs, and restart the holder"
+        )

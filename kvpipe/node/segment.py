@@ -13,6 +13,7 @@ from kvpipe.errors import ConfigError
 from kvpipe.machine.headroom import tightest
 from kvpipe.node.layout import PAGE_BYTES, TOKEN_BYTES, WORDS, NodeLayout, OtherVersionError, unpack_layout
 from kvpipe.node.pages import give_memory
+from kvpipe.node.processes import MEMORY
 
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """The seals of the memory. A client that could shrink the file would kill all other processes by SIGBUS."""
@@ -98,7 +99,7 @@ def create(slots: int, slot_bytes: int, *, rows: int = 64, ring: int = 1 << 15) 
             f"a node's memory of {size} bytes is larger than {room.total} bytes ({room.where}); set a smaller "
             "pool_bytes_max (it is for the whole node)"
         )
-    fd = os.memfd_create("kvpipe-node", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = os.memfd_create(MEMORY, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.fchmod(fd, 0o600)
         os.ftruncate(fd, layout.size)

@@ -28,10 +28,11 @@ class SharedChunk(Chunk):
     """A chunk in a slot of a node's memory.
 
     `generation` is the slot's generation when the chunk was published, or `UNPUBLISHED`. `stamp` joins the slot and the
-    generation for `NodeLeases.pin`. No units are added to a `sealed` chunk. `answered_at` is the journal's position at
-    the time of the answer to the chunk's report. Before the answer `answered_at` is None. `saved_for` is the request
-    that has saved the last landed units, and the number of units of the request's prefix before the chunk. It is None
-    if the chunk needs no note. `over` says that the chunk has landed after the end of its request.
+    generation for `NodeLeases.pin` and `Job.stamps`. A chunk that will be published has its stamp already. No units are
+    added to a `sealed` chunk. `answered_at` is the journal's position at the time of the answer to the chunk's report.
+    Before the answer `answered_at` is None. `saved_for` is the request that has saved the last landed units, and the
+    number of units of the request's prefix before the chunk. It is None if the chunk needs no note. `over` says that
+    the chunk has landed after the end of its request.
     """
 
     __slots__ = ("answered_at", "generation", "over", "saved_for", "sealed", "stamp")
@@ -117,13 +118,8 @@ class NodeUses:
         self._answer: int | None = None
 
     def _add(self, kind: UseKind, chunks: Sequence[Evictable], *, answer: int | None = None, in_s: float = 0.0) -> None:
-        grants, stamps = self._stock.grants, list[bytes]()
-        for chunk in cast("Sequence[SharedChunk]", chunks):
-            if chunk.is_published:
-                stamps.append(chunk.stamp)
-            elif (grant := grants.get(chunk.slot)) is not None:  # published before the holder reads this use
-                stamps.append(stamp_of(chunk.slot, grant.generation + 1))
-        self._stock.uses.add(Use(kind, b"".join(stamps), answer, in_s))
+        stamps = b"".join([chunk.stamp for chunk in cast("Sequence[SharedChunk]", chunks)])
+        self._stock.uses.add(Use(kind, stamps, answer, in_s))  # the holder reads it after the reports of its chunks
 
     def request(self, now_s: float, *, over: bool) -> None:
         """See `SessionPolicy.request`. The holder uses its own clock."""

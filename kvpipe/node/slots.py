@@ -1,19 +1,27 @@
-"""The slots of one region of a node's memory: which of them may be granted, and when their chunks were used."""
+"""The slots of one region of a node's memory: which of them may be granted, and when their chunks were used.
+
+The holder imports numpy only when it searches memory for a second slot size, because a new holder has to start quickly.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Final, TypeAlias
-
-import numpy as np
-from numpy.typing import NDArray
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Final
 
 from kvpipe.node.layout import OWNED, READY
 from kvpipe.node.ledger import Ledger
 from kvpipe.statemachine import node_slot as m
-from kvpipe.statemachine.core import Cursor
+from kvpipe.statemachine.cursors import Cursor
 
-Ages: TypeAlias = NDArray[np.float64]
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Ages: TypeAlias = NDArray[np.float64]
+
 NEVER: Final = -2.0
 """The last use of a slot without a chunk. This value is less than every use."""
 
@@ -37,7 +45,7 @@ class RegionSlots:
                 raise ValueError(f"slot {record.slot} of the node's memory is used, but slots of another size own it")
         self._ready = int(ledger.segment.words[READY])
         self._usable = {slot for slot in ledger.beating(range(self._ready)) if owns(slot)}
-        self.used = np.full(ledger.layout.slots, NEVER)
+        self.used = array("d", [NEVER]) * ledger.layout.slots
         """The last use of each slot's chunk. The value is infinite if the region cannot give the slot away."""
         self._show_usable()
 
@@ -59,6 +67,12 @@ class RegionSlots:
         self._usable -= slots
         self._free = [slot for slot in self._free if slot not in slots]
         self._show_usable()
+
+    def _use_now(self, slots: Iterable[int]) -> None:
+        """Record one use of the chunks in `slots`."""
+        tick = self._tick()
+        for slot in slots:
+            self.used[slot] = tick
 
     def _show_usable(self) -> None:
         self._ledger.segment.words[OWNED] = len(self._usable)

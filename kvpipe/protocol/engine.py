@@ -1,7 +1,7 @@
 """The interface of an engine to the scheduler side: requests, block tables, steps, and recovery after failures.
 
-The interface consists of protocols, so an engine's own objects are used directly if they have these attributes. No
-object is wrapped or copied. The names are vLLM's. A class that inherits from a protocol gets the defaults of optional
+The interface consists of protocols. An engine's own objects are used directly if they have the attributes, and are
+neither wrapped nor copied. The names are vLLM's. A class that inherits from a protocol gets the defaults of optional
 members. All members are called on the scheduler's thread.
 """
 
@@ -80,7 +80,7 @@ class Request(Protocol):
 
     @property
     def cache_salt(self) -> str | None:
-        """A text that is a part of `block_hashes`, so that requests with different salts share no KV.
+        """A text that `block_hashes` depend on, so that requests with different salts share no KV.
 
         The salt also names the owner of the request's chunks.
         """
@@ -138,8 +138,8 @@ class Blocks(Protocol):
     def knows(self, block_id: int, key: bytes) -> bool:
         """Whether the prefix cache knows a block by `key`, one of a request's `block_hashes`.
 
-        This method is called only for blocks with offered states. If a block is not known any more, another request may
-        own the block, and may write the block in the step that is being planned.
+        This method is called only for blocks with offered states. If the cache does not know a block any more, another
+        request may own it, and may write it in the step that is being planned.
         """
 
     def forget(self, block_ids: set[int]) -> None:
@@ -161,7 +161,10 @@ class Step(Protocol):
 
     @property
     def preempted_req_ids(self) -> Collection[str] | None:
-        """The ids of requests that have lost their blocks since the last step. This step may schedule them again."""
+        """The ids of requests that have lost their blocks since the last step.
+
+        This step may schedule these requests again.
+        """
 
 
 class OfferedStates(Protocol):
@@ -245,7 +248,7 @@ class Recovery:
     def continued(self, request_id: str) -> bool:
         """The request continues with its blocks, after a load or with more input.
 
-        The result has the same meaning as the result of `admitted`.
+        The result has the same meaning as for `admitted`.
         """
         del request_id
         return False
@@ -260,16 +263,16 @@ class Recovery:
         """
 
     def given_away(self, block_ids: set[int]) -> None:
-        """No unfinished request has held these blocks since the load that failed last was planned.
+        """No unfinished request has held these blocks since the last failed load was planned.
 
-        A request that holds one of these blocks now got the block after this load was planned. The request writes the
-        block before any request reads the block.
+        A request that holds such a block now has got it after this plan, and writes the block before any request reads
+        it.
         """
 
     def begin_step(self, step: Step, requests: Iterable[Request], *, loading: bool) -> Mapping[str, Sequence[int]]:
         """Return, by request, the blocks that `step` would read too early.
 
-        For these blocks, kvpipe plans a load that is certain to fail, and reports the failure, so that the engine
+        kvpipe plans a load of these blocks that is certain to fail, and reports the failure, so that the engine
         recovers. This method is called once per step, before the step's saves are planned. `requests` are all
         unfinished requests. The blocks are of group 0. `loading` says that some sync load is not reported yet.
         """

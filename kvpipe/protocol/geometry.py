@@ -113,9 +113,9 @@ class Geometry:
     chunk_tokens: int
     pool_bytes_max: int
     ahead_tokens: int = 0
-    """The number of later tokens on which a token's KV depends. It is more than 0 if a drafter reads the next token."""
+    """The number of later tokens on which a token's KV depends: more than 0 if a drafter reads the next token."""
     states_back: int = 0
-    """The distance from the engine's last state of a prompt to the prompt's last whole unit, in units."""
+    """The distance, in units, from the last state of a prompt that the engine keeps to the prompt's last whole unit."""
     match_tokens: int = 0
     """The number of tokens per unit, if the engine keeps states within blocks.
 
@@ -125,7 +125,7 @@ class Geometry:
     """Whether the engine keeps the state at a branch within a block, instead of the state at the block's beginning."""
 
     def __post_init__(self) -> None:
-        """Check the two sizes that a user sets."""
+        """Check the two sizes that a user sets against the sizes of blocks."""
         whole = lcm(*(g.block_tokens for g in self.groups))
         if self.chunk_tokens % whole:
             near = max(1, round(self.chunk_tokens / whole)) * whole
@@ -171,7 +171,7 @@ class Geometry:
 
     @cached_property
     def end_units(self) -> int:
-        """The number of a request's last units among which the last final unit that ends a block is searched."""
+        """The number of a request's last units that must be searched for the last final unit that ends a block."""
         return self.whole_units + 1
 
     @cached_property
@@ -202,7 +202,7 @@ class Geometry:
 
     @cached_property
     def whole_token_bytes(self) -> float:
-        """The number of bytes per token over the groups of which a hit reads the whole prefix.
+        """The number of bytes per token, over the groups whose whole prefix a hit reads.
 
         Groups with a window are left out, because a hit of a long prompt reads only the last window.
         """
@@ -224,7 +224,7 @@ class Geometry:
 
     @property
     def dropped_units(self) -> int:
-        """The number of valid units that the engine drops at the end of a hit in its own prefix cache."""
+        """The number of valid units that the engine drops at the end of each hit in its own prefix cache."""
         return 0 if self.ahead_tokens else self.states_back
 
     @property
@@ -237,8 +237,8 @@ class Geometry:
         """Whether every load must be asynchronous, because vLLM could not recover from a sync load that fails.
 
         With several groups, vLLM accepts no report of failed blocks. With a window, vLLM truncates the request to the
-        first failed block. At that time, the window's earlier blocks are already free. Attention would read the present
-        content of these blocks.
+        first failed block. At that time, the window's earlier blocks are already free, and attention would read their
+        new content.
         """
         return len(self.groups) > 1 or self.windows or bool(self.states)
 

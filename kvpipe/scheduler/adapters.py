@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvpipe.protocol.engine import Adapter, Request
 
 ALWAYS: Final = 1 << 60
-"""A step number that is never reached. In a claim, it stands for an adapter that may have changed at any time."""
+"""A step number that is never reached. A claim with this number says that the adapter may have changed at any time."""
 
 FRESH_S: Final = 0.5
 """How many seconds a waiting request uses a found digest without a new query. Ranks detect later changes."""
@@ -63,7 +63,7 @@ class Adapters:
         """
         self._ranks, self._seconds_max, self._counters = ranks, seconds_max, counters
         self._held: dict[int, dict[int, bytes]] = {}  # digests by adapter number, by rank
-        self._open: dict[int, AdapterQuestion] = {}  # by number, adapters that not all ranks have reported
+        self._open: dict[int, AdapterQuestion] = {}  # open questions by adapter number: some rank has not answered
         self._uses: dict[str, AdapterUse] = {}
         self._once: OrderedDict[str, None] = OrderedDict()  # paths of adapters with which chunks may have been saved
         self.reader = AdapterReader(lambda path, why: counters.fault("adapter_not_read", path=repr(path), why=why))
@@ -80,9 +80,9 @@ class Adapters:
     def waits(self, request: Request, step: int, *, worth: bool) -> bool:
         """Find the digest for a lookup in `step`.
 
-        Returns True if the request should wait because the digest is not known yet. `worth` says that tiers may have a
-        hit. If so, the request waits even if no chunk was saved with this adapter yet. All calls in one step return the
-        same result.
+        Returns True if the request should wait because the digest is not known yet. A request waits only if there may
+        be a hit: if `worth` says that tiers may have one, or if chunks may have been saved with this adapter. All calls
+        in one step return the same result.
         """
         use = self._uses.get(request.request_id)
         if use is None or use.asked_step == step:
@@ -116,17 +116,17 @@ class Adapters:
         return use is None or (bool(use.digest) and self._agreed(use.lora.lora_int_id) == use.digest)
 
     def admitted(self, request: Request, step: int, local_tokens: int) -> None:
-        """Note that the request computes from step `step` on.
+        """Record that the request computes from step `step` on.
 
-        `local_tokens` is the length of the request's hit in the engine's prefix cache. Any earlier step may have
-        computed this hit.
+        `local_tokens` is the length of the request's hit in the engine's prefix cache. The tokens of this hit may have
+        been computed in any earlier step.
         """
         use = self._uses.get(request.request_id)
         if use is not None:
             use.since_step, use.named_s = 0 if local_tokens else step, 0.0
 
     def end_use(self, request: Request) -> None:
-        """Forget the use of a request that is over."""
+        """Forget the adapter of a request that is over."""
         self._uses.pop(request.request_id, None)
 
     # ---- keys -----------------------------------------------------------------------------------------------------
@@ -153,7 +153,8 @@ class Adapters:
             return ()
         keys, digest = use.keys, use.digest
         del keys[len(hashes) :]
-        while keys and keys[-1] != hashes[len(keys) - 1] + digest:  # a streaming session has cut its tokens
+        # a streaming session has cut its tokens, so the last keys are outdated
+        while keys and keys[-1] != hashes[len(keys) - 1] + digest:
             keys.pop()
         keys += [key + digest for key in hashes[len(keys) :]]
         return keys
@@ -179,7 +180,7 @@ class Adapters:
     # ---- the digests that are known -------------------------------------------------------------------------------
 
     def called(self, number: int, step: int) -> None:
-        """Note that the engine loads or removes adapter `number` after step `step` was planned.
+        """Record that the engine loads or removes adapter `number` after step `step` was planned.
 
         The next step asks the ranks for digests.
         """
@@ -219,7 +220,7 @@ class Adapters:
         return {number: self._agreed(number) or b"" for held in self._held.values() for number in held}
 
     def _now(self, use: AdapterUse, since_s: float) -> bytes | None:
-        """Return the adapter's present digest. b"" means that it cannot be found, None that it is not known yet."""
+        """Return the adapter's present digest. b"" means that no digest can be found, None that it is not known yet."""
         if not use.lora.load_inplace:  # an adapter with `load_inplace` is loaded again with every step
             digest = self._agreed(use.lora.lora_int_id)
             if digest is not None or use.lora.lora_int_id in self._open:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class StepCounter:
     """The only counter of steps on the scheduler's side.
 
-    `planned` is the number of planned steps. Until the next step is planned, lookups, admissions and reports have the
-    number `planned`.
+    `planned` is the number of planned steps. A lookup, admission or report gets the number `planned` until the next
+    step is planned.
     """
 
     __slots__ = ("planned",)

@@ -38,7 +38,8 @@ class Subscriber:
         """Blocks were allocated, for the first time or again after a preemption or a failed load.
 
         If the request loads a hit, its state is ALLOCATED. `tracked.asking` still has the answer of the lookup. If the
-        row of `tracked.asking` is UNASKED, there was no lookup for this admission, so the fields are stale or not set.
+        row of `tracked.asking` is UNASKED, the engine made no lookup for this admission. The other fields are then
+        stale or not set.
         """
 
     def leased(self, tracked: Tracked, chunks: list[Chunk]) -> None:
@@ -68,7 +69,7 @@ class Subscriber:
 
 
 def nobody(*_: object) -> None:
-    """Stand in for an event without subscribers."""
+    """Do nothing. An event without subscribers calls this function."""
 
 
 class Events:

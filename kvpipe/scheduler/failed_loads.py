@@ -31,7 +31,7 @@ class FailedLoads(Subscriber):
         self.blocks: Blocks | None = None
 
     def load_failed(self, tracked: Tracked, load: JobInFlight) -> None:
-        """Taint the saves that were planned after `load`, and make the engine recover."""
+        """Taint the saves planned after `load`, so that they are not published, and make the engine recover."""
         kind = Kind(load.job.kind).name.lower()
         self._context.counters.fault("load_failed", request=load.job.request, job=load.job.id, kind=kind)
         if tracked.epoch == load.job.epoch:

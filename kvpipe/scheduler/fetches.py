@@ -1,7 +1,7 @@
 """The scheduler side of tiers: looks up chunks for waiting requests, and plans the ranks' fetches and stores.
 
-A fetched chunk is reserved and published like a saved chunk, so a lookup searches memory only. The scheduler's thread
-makes the keys of each new lookup, processes each answer of the tiers once, and makes one order per chunk.
+A fetched chunk is reserved and published like a saved chunk, so an engine's lookup searches memory only. The
+scheduler's thread makes the keys of each new lookup, processes each answer once, and makes one order per chunk.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ORDERS_PER_LANE: Final = 4
 AHEAD_SHARE: Final = 0.25
 """The largest share of the pool for chunks that are fetched ahead of requests. `SHARE` includes this share."""
 AGAIN_S: Final = 0.02
-"""The seconds after which a consumer asks tiers again for missing chunks, because a producer may be storing them."""
+"""Seconds until a consumer asks tiers again for missing chunks, because a producer may be storing them."""
 
 
 class Staging(Subscriber):
@@ -69,7 +69,7 @@ class Staging(Subscriber):
         loads: bool = True,
         published: Published | None = None,
     ) -> None:
-        """Start without stages. No tier is asked before `space` has a name.
+        """Start without stages. No tier is asked before `space`, the namespace, has a name.
 
         If `stores` is False, this engine is a consumer and does not write to tiers. The consumer's prompts are computed
         by a producer, which may still be storing the chunks. If `loads` is False, this engine is a producer, and
@@ -83,7 +83,7 @@ class Staging(Subscriber):
         self._again_s = self.patience.lookup_s_max  # seconds until a request that got too few chunks asks tiers again
         self._counters, self._new_id = context.counters, new_id
         self._consumes = not stores
-        self.watch: Watch | None = None  # for stages that begin from now on
+        self.watch: Watch | None = None  # the watch of each stage that begins from now on
         self.watch_transfer: Watch | None = None
         self.space = Namespace()
         self.stores = Storing(context, finder, self.space, new_id=new_id, stores=stores, loads=loads)
@@ -110,7 +110,7 @@ class Staging(Subscriber):
         self._growing = [group for group in range(len(geometry.groups)) if group not in geometry.states]
         self._full = [group for group in self._growing if geometry.groups[group].window_tokens is None]
         self._states = sorted(geometry.states)
-        self._counted = self._full[0] if self._full else 0  # tokens are counted in one group only
+        self._counted = self._full[0] if self._full else 0  # fetched tokens are counted in this group only
 
     # ---- waiting requests -----------------------------------------------------------------------------------------
 
@@ -144,13 +144,13 @@ class Staging(Subscriber):
         if stage.wanted.units_max != units_max:
             stage.wanted = stage.wanted._replace(units_max=units_max)
         if stage.asked_step != step:
-            stage.waited_s += self._now_s() - self._planned_s  # not since the last lookup: steps may be skipped
+            stage.waited_s += self._now_s() - self._planned_s  # not since the last lookup: lookups may be skipped
             stage.asked_step = step
             self.look(stage)
         return stage, stage.holds_up
 
     def _asks_again(self, stage: RequestStage, step: int) -> bool:
-        """Whether tiers are asked again: the stage got too few chunks, has waited, and may hold more chunks now."""
+        """Whether to ask tiers again, because the stage got too few chunks, has waited, and may hold more now."""
         if stage.short_at_s + self._again_s > self._now_s() or stage.holds_up or stage.asked_step == step:
             return False
         return stage.precedence < self._latest or self._leased + len(self._fetching) < self._held_max
@@ -180,9 +180,9 @@ class Staging(Subscriber):
         return stage
 
     def _asks(self, wanted: WantedPrompt, local: int, *, continued: bool) -> TierLookup | None:
-        """Return a lookup for a new stage, whose number is `_numbers`.
+        """Return a lookup in tiers for a new stage, and count the stage in `_numbers`.
 
-        Returns None if there is nothing to ask tiers for.
+        Returns None if tiers need not be asked.
         """
         usable = self.space.name and self.finder.usable and self._unpublished.may_end
         if not usable or wanted.tiers == frozenset():
@@ -195,7 +195,7 @@ class Staging(Subscriber):
         return self._lookup(wanted, units)
 
     def _lookup(self, wanted: WantedPrompt, units: int) -> TierLookup:
-        """Return a lookup of a prompt's chunks that memory lacks. Memory has the prompt's first `units` units."""
+        """Return a lookup of the chunks that memory lacks. Memory has the prompt's first `units` units."""
         stop, prefixes = wanted.stop, wanted.prefixes
         keys, states = prefixes.unit_keys(wanted.asked)[:stop], prefixes.state_keys(wanted.asked)
         whole = range(self._per_chunk, stop + 1, self._per_chunk)
@@ -208,7 +208,7 @@ class Staging(Subscriber):
         return lookup if self.tier_blocks is None else self.tier_blocks.watch(lookup)
 
     def look(self, stage: Stage) -> None:
-        """Process the tiers' answer, if it has arrived. Stop waiting for chunks that have not arrived in time."""
+        """Process the tiers' answer to the stage's lookup, if there is one. After the deadline, stop waiting."""
         row = stage.state.row
         if row == m.ASKING and stage.lookup.done:
             self._take_answer(stage)
@@ -235,7 +235,7 @@ class Staging(Subscriber):
             self._counters["prefetch_late"] += 1
 
     def _awaits(self, stage: Stage) -> bool:
-        """Whether tiers are asked again: a producer may store missing chunks before this engine can compute them."""
+        """Whether to ask tiers again, because a producer may store missing chunks before this engine computes them."""
         if not self._consumes or not isinstance(stage, RequestStage) or stage.lookup.down:
             return False
         stop, units, now_s = stage.wanted.stop, max(self._reach(stage), stage.local), self._now_s()
@@ -272,7 +272,7 @@ class Staging(Subscriber):
             self._end(stage, m.NOTHING)
 
     def _take_answers(self) -> None:
-        """Process the answers since the last step, because the engine may repeat its lookups only seconds later."""
+        """Process the tiers' answers in each step, because the engine may repeat its lookups only seconds later."""
         for stage in self._asking[: self._asked]:
             if stage.state.row == m.ASKING and stage.lookup.done:
                 self._planned(self._take_answer, stage)
@@ -280,14 +280,14 @@ class Staging(Subscriber):
         self._asked = len(self._asking)
 
     def _reach(self, stage: Stage) -> int:
-        """Return how many units of the prefix memory and tiers hold together."""
+        """Return the length in units of the longest prefix that memory and tiers hold together."""
         extra: tuple[dict[bytes, object], ...] = tuple({} for _ in self._geometry.groups)
         for place in stage.lookup.found:
             extra[place[0]][stage.lookup.key(place)] = stage
         return stage.prefixes.longest(stage.asked, extra, continued=stage.ahead, units_max=stage.wanted.units_max)
 
     def why(self, stage: Stage | None, why: str) -> str:
-        """Return the miss reason of tiers. If tiers have no reason of their own, return `why`, the reason of memory."""
+        """Return the reason of a miss, as far as tiers know a reason. Otherwise return `why`, the reason in memory."""
         if why in {"", miss_reasons.BELOW_MINIMUM}:
             return why
         if stage is not None:
@@ -348,7 +348,7 @@ class Staging(Subscriber):
         """Order the chunks that a stage still needs, as far as lanes are free. Later steps order the other chunks."""
         if stage.state.row == m.FOUND:
             self._unpublished.count_engines()
-            needed = lease_needed(  # before the fetches, because a fetch may evict
+            needed = lease_needed(  # before the fetches, because a fetch may evict chunks that are not leased
                 lambda: needed_chunks(self._catalog, self._geometry, stage, self._reach(stage)),
                 lambda chunks: self._lease(stage, chunks),
             )
@@ -368,7 +368,7 @@ class Staging(Subscriber):
             stage.fire(m.NO_ROOM)
 
     def _order(self, stage: Stage, place: Place) -> bool:
-        """Order one chunk, or wait for another stage's order of the same chunk.
+        """Order one chunk, or join another stage's order of the same chunk.
 
         Returns False if no lane is free yet, or if a node's holder has yet to grant more slots.
         """
@@ -377,7 +377,7 @@ class Staging(Subscriber):
         if transfer is None:
             there = self._catalog.find(group, key)
             if there is not None:
-                self._lease(stage, [there])  # if the chunk was evicted, it is not known any more, and is fetched
+                self._lease(stage, [there])  # if the chunk was evicted, the catalog does not know it, and it is fetched
             if self._catalog.known(group, key):
                 return True  # the chunk has arrived meanwhile, or is being saved
             lanes = self._fetches_max[tier]
@@ -394,7 +394,7 @@ class Staging(Subscriber):
                     self._counters["tier_no_room"] += 1
                     stage.short_at_s = self._now_s()
                 stage.todo.clear()
-                stage.todo.append(place)  # the caller removes this last place
+                stage.todo.append(place)  # the caller removes the first place of `todo`, so that it is empty then
                 return True
         transfer.stages.append(stage)
         stage.waits.add(transfer.order.id)
@@ -409,7 +409,7 @@ class Staging(Subscriber):
     def _room(self, stage: Stage, chunks: int) -> int:
         """Return how many more chunks the stage may hold.
 
-        Other stages are ended until `chunks` chunks fit, if possible.
+        For a waiting request, other stages are ended until `chunks` chunks fit or no more stages can be ended.
         """
         room = self._held_max - self._leased - len(self._fetching)
         if isinstance(stage, AheadStage):
@@ -473,7 +473,7 @@ class Staging(Subscriber):
         piece = self._catalog.write(chunk, units - base, key, keep=keep, base=base, before=follows)
         space, split = lookup.elsewhere.get(place, ("", self.finder.split(group)))
         at = lookup.found[place], chunk.slot, group, units - base
-        order = TierOrder(self._new_id(), False, *at, name, split, space)  # noqa: FBT003
+        order = TierOrder(self._new_id(), False, *at, name, split, space, chunk.stamp)  # noqa: FBT003
         transfer = TierFetch(self.transfer_machine, order, lookup.space, self.watch_transfer, piece)
         self._transfers[order.id] = self._fetching[group, key] = transfer
         self._fetches[order.tier] += 1
@@ -530,7 +530,7 @@ class Staging(Subscriber):
             self._end_fetch(transfer)
 
     def _end_fetch(self, transfer: TierFetch) -> None:
-        """End the wait of all stages for a fetch. The fetched chunk was published, or will never be published."""
+        """Notify the stages that wait for a fetch: the chunk was published, or will never be published."""
         order, piece, done = transfer.order, transfer.piece, transfer.state.row == job_m.DONE
         self._fetching.pop((order.group, piece.key), None)
         there = self._catalog.find(order.group, piece.key)
@@ -563,14 +563,14 @@ class Staging(Subscriber):
     # ---- time, resets and what is pending -------------------------------------------------------------------------
 
     def expire(self) -> None:
-        """For tests: skip time until no stage waits, and tiers are asked again for hits that were too short."""
+        """For tests: move this clock forward, so that no stage waits, and tiers are asked again for short hits."""
         self._skipped_s += AHEAD_S_MAX + self.patience.lookup_s_max
 
     def _now_s(self) -> float:
         return time.monotonic() + self._skipped_s
 
     def reset(self) -> None:
-        """Forget all found and offered chunks, because chunks are stored under another name from now on."""
+        """Forget all chunks that tiers have or were offered, because another namespace is used from now on."""
         self.stores.clear()
         self._found, self._asking, self._asked = [], [], 0
         for stage in list(self._stages):
@@ -579,7 +579,7 @@ class Staging(Subscriber):
             self.tier_blocks.reset()
 
     def ranks_read(self, rates: dict[int, float], unreadable: dict[int, frozenset[int]]) -> None:
-        """Record the read rates of tiers (`Report.tier_rates`), and by rank the unreadable tiers, not to be asked."""
+        """Record the read rates of tiers and, by rank, the unreadable tiers, which are not asked from now on."""
         self.patience.rates |= rates
         self._unreadable |= unreadable
         self.finder.unreadable = frozenset().union(*self._unreadable.values())

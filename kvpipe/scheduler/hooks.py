@@ -19,16 +19,19 @@ class Published(Protocol):
         """A piece of `chunk` can be found from now on. The chunk begins at unit `base` of the prefix of `request`."""
 
     def noted(self, chunk: Chunk, note: bytes) -> None:
-        """`chunk` of a node's memory can be found from now on. The engine that saved the chunk has written `note`."""
+        """`chunk` of a node's memory can be found from now on.
+
+        `note` was written by the engine that saved the chunk.
+        """
 
     def announce(self) -> None:
-        """Notify routers of the noted chunks, because all chunks that come before these chunks are known now."""
+        """Notify routers of the chunks of earlier `noted` calls, because all chunks before these are known now."""
 
     def dropped(self, chunk: Chunk) -> None:
         """`chunk` can no longer be found."""
 
     def kept(self, request: Request) -> Request | None:
-        """Return the data of `request` that `published` needs after the request's end, or None if it is too large."""
+        """Return the data of `request` that `published` needs after the request's end, or None if too large."""
 
     def block(self, chunk: Chunk, key: bytes) -> Any | None:  # noqa: ANN401  (only the engine looks into it)
         """Return the engine's description of `chunk` up to the mark `key`, or None if routers do not know this mark."""
@@ -66,7 +69,7 @@ class EngineFacts:
 
 
 def no_other_space(weights: str) -> str:
-    """Return "", because there is no second namespace with the same bytes."""
+    """Return "", which means that there is no second namespace with the same bytes."""
     del weights
     return ""
 

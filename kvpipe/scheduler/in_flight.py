@@ -19,7 +19,7 @@ class JobInFlight(Reported):
     """A save or load on which not all ranks have reported yet.
 
     A save has `pieces`, from unit `first_unit` of the prefix on. A load has an `owner`, which holds `leases` leases. A
-    load transfers `tokens` tokens. A load with 0 tokens fails on every rank.
+    load transfers `tokens` tokens. A load with 0 tokens is planned in order to fail on every rank.
     """
 
     __slots__ = ("first_unit", "job", "leases", "owner", "pieces", "tokens", "tracked")
@@ -35,7 +35,7 @@ class JobInFlight(Reported):
         tokens: int,
         leases: int,
     ) -> None:
-        """Register a job that is sent with the step that is being planned. The job starts without a watch."""
+        """Record a job that is sent with the step that is being planned. The job starts without a watch."""
         # The fields of `Reported`, set here because calling its constructor takes longer.
         self.machine, self.key, self.state, self.watch = machine, job.id, machine.initial, None
         self.ok = self.bad = 0

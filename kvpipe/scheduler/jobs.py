@@ -6,7 +6,7 @@ import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from kvpipe.cache.chunks import Owner, Piece
+from kvpipe.cache.chunks import Chunk, Owner, Piece
 from kvpipe.protocol.messages import LOAD_SYNC, SAVE, Job, Kind, Tally
 from kvpipe.scheduler.in_flight import JobInFlight
 from kvpipe.scheduler.records import Tracked
@@ -23,7 +23,7 @@ PATIENCE_S: Final = 5.0
 
 The report on an older order is processed with the next step that the engine takes.
 """
-_SAVE = int(SAVE)  # the kind as it is sent
+_SAVE = int(SAVE)  # the kind as an int, as plans contain it
 
 
 class Jobs:
@@ -42,7 +42,7 @@ class Jobs:
         """Start without jobs. `ranks` is the number of ranks."""
         self._catalog, self._counters, self._events = context.catalog, context.counters, context.events
         self._tracer, self._ranks = tracer, ranks
-        self._states = context.geometry.states  # groups of states, which an engine offers only once
+        self._states = context.geometry.states  # the groups of states, because an engine offers each state only once
         self._patience_s = context.settings.stuck_ms_max / 1000 + PATIENCE_S
         self.machine = m.JOB.compile()
         self.in_flight: dict[int, JobInFlight] = {}
@@ -56,16 +56,17 @@ class Jobs:
 
     def save(self, tracked: Tracked, rows: list[int], pieces: tuple[Piece, ...], first_unit: int) -> JobInFlight:
         """Begin a save of `pieces`, from unit `first_unit` of the prefix on. `rows` are made by `messages.rows_of`."""
-        return self._begin(_SAVE, tracked, rows, None, pieces, first_unit)
+        return self._begin(_SAVE, tracked, rows, None, pieces, first_unit, chunks=[piece.chunk for piece in pieces])
 
     def load(
-        self, kind: Kind, tracked: Tracked, rows: list[int], owner: Owner, *, tokens: int = 0, leases: int = 0
-    ) -> JobInFlight:
-        """Begin a load of `tokens` tokens for `owner`, which holds `leases` leases.
+        self, kind: Kind, tracked: Tracked, rows: list[int], owner: Owner, *, tokens: int = 0,
+        chunks: Sequence[Chunk] = (),
+    ) -> JobInFlight:  # fmt: skip
+        """Begin a load of `tokens` tokens for `owner`, which leases `chunks`.
 
         A load with 0 tokens fails on every rank.
         """
-        load = self._begin(int(kind), tracked, rows, owner, tokens=tokens, leases=leases)
+        load = self._begin(int(kind), tracked, rows, owner, tokens=tokens, chunks=chunks)
         tracked.load_job_id = load.job.id
         self.sync_loads += kind == LOAD_SYNC
         return load
@@ -79,10 +80,11 @@ class Jobs:
         pieces: tuple[Piece, ...] = (),
         first_unit: int = 0,
         tokens: int = 0,
-        leases: int = 0,
+        chunks: Sequence[Chunk] = (),
     ) -> JobInFlight:
-        packed = struct.pack(f"<{len(rows)}i", *rows)
-        job = Job(self.new_id(), kind, tracked.request.request_id, tracked.life.epoch, packed)
+        packed, stamps = struct.pack(f"<{len(rows)}i", *rows), b"".join([chunk.stamp for chunk in chunks])
+        job = Job(self.new_id(), kind, tracked.request.request_id, tracked.life.epoch, packed, stamps)
+        leases = 0 if owner is None else len(chunks)
         begun = JobInFlight(self.machine, job, tracked, owner, pieces, first_unit, tokens, leases)
         self._tracer.begun(begun)  # first, because a job is not in flight if this call raises
         self.in_flight[job.id] = begun
@@ -112,7 +114,7 @@ class Jobs:
             del self.in_flight[job_id]
             self._tracer.trace.about(job.job.request, job.job.epoch)
         try:
-            if failed:  # at the first failure, before the saves of other ranks are published
+            if failed:  # at the first failed report, because later saves must be tainted before they are published
                 self._events.load_failed(job.tracked, job)
         finally:
             if over and job.owner is not None:
@@ -157,7 +159,7 @@ class Jobs:
             for piece in job.pieces:
                 if self._catalog.landed(piece, over=over):
                     self._counters["pieces_published"] += 1
-                    if over:  # the request ended with this piece: later prompts may continue from its mark
+                    if over:  # the request ended with this piece, so later prompts may continue from the piece's mark
                         self._catalog.keep_mark(piece.chunk, piece.key)
                     self._events.landed(job.tracked, piece)
             return

@@ -17,15 +17,19 @@ LEASE_TRIES: Final = 3
 
 
 def lacking(catalog: Catalog, group: int, keys: Sequence[bytes], ends: Iterable[int]) -> list[int]:
-    """Return the ends in `ends` whose chunks of `group` are not in memory. `keys[end - 1]` is the key of the chunk."""
+    """Return those of `ends` at which memory has no chunk of `group`.
+
+    `keys[end - 1]` is the key of the chunk that ends at `end`.
+    """
     index = catalog.index(group)
     return [end for end in ends if keys[end - 1] not in index]
 
 
 def lacking_states(catalog: Catalog, groups: Sequence[int], keys: Sequence[bytes], ends: Sequence[int]) -> list[Place]:
-    """Return the places of states to look up in tiers: for the first of `groups`, all states that memory lacks.
+    """Return the places of states to look up in tiers.
 
-    For the other groups, these are the missing states at boundaries where memory has the first group's state.
+    For the first of `groups`, these are all states that memory lacks. For the other groups, these are the missing
+    states at boundaries where memory has the first group's state.
     """
     if not groups:
         return []
@@ -62,7 +66,7 @@ def needed_chunks(
             end = next((units for units in ends if (group, units) in stage.lookup.found), 0)
             if end:
                 yield (group, end), None
-    for group in sorted(geometry.states) if reach else ():  # a state is useful only at this boundary
+    for group in sorted(geometry.states) if reach else ():  # a state is useful only at the end of the prefix
         yield (group, reach), catalog.find(group, stage.lookup.key((group, reach)))
 
 

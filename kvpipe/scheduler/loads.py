@@ -58,16 +58,16 @@ class Loading:
     def drops(self, external_tokens: int, local_tokens: int) -> bool:
         """Whether a hit of `external_tokens` is no longer than the tail that the engine drops from its own hits.
 
-        Such a hit is computed, not loaded. If all loads are asynchronous, a request would otherwise wait for a load of
-        these few tokens.
+        The tokens of such a hit are computed, not loaded. If all loads are asynchronous, the request would otherwise
+        wait for a load of these few tokens.
         """
         return local_tokens > 0 and 0 < external_tokens <= self._geometry.dropped_units * self._unit
 
     def admit(self, tracked: Tracked, tables: Tables, external_tokens: int, step: int) -> None:
         """Lease chunks and plan the load of `external_tokens` into the blocks that the engine has allocated.
 
-        If `external_tokens` is 0, note that nothing is loaded. If planning the load raises, the error is contained, and
-        the load is sent as a job that fails, because the engine expects a report on the load.
+        If `external_tokens` is 0, note that nothing is loaded. An error while the load is planned is contained, and the
+        load is sent as a job that fails. The reason is that the engine expects a report on the load.
         """
         request, asking = tracked.request, tracked.asking
         row = asking.state.row
@@ -78,7 +78,7 @@ class Loading:
         if external_tokens <= 0:
             self._requests.begin_admission(tracked, held_units, tables)
             tracked.fire(m.ADMIT_EMPTY)
-            if asked:  # false if the lookup has raised, or if there was no lookup
+            if asked:  # false if the lookup has raised, or if the engine made no lookup
                 self._context.events.admitted(tracked, tables)
                 asking.admit()
             return
@@ -110,7 +110,7 @@ class Loading:
             blocks = [[block.block_id for block in table if not block.is_null] for table in tables]
             rows = list(chain.from_iterable(starmap(_broken, enumerate(blocks))))
         self._recovery.planned(rows[3::4])
-        self._due.append(self._jobs.load(kind, tracked, rows, owner, tokens=external_tokens, leases=len(chunks)))
+        self._due.append(self._jobs.load(kind, tracked, rows, owner, tokens=external_tokens, chunks=chunks))
         if waits:
             self._requests.waiting[request.request_id] = request
         elif self.stall is not None:
@@ -126,7 +126,7 @@ class Loading:
         for load in due:
             tracked = load.tracked
             if tracked.load_job_id == load.key and tracked.state.row == m.ALLOCATED:
-                tracked.fire(m.DISPATCH)  # an illegally admitted load is sent in its present state, and fails
+                tracked.fire(m.DISPATCH)  # the load of an illegal admission is sent all the same, and fails
             jobs.append(load.job)
         try:
             read_early = self._recovery.begin_step(step, self._requests, loading=self._jobs.sync_loads > 0)
@@ -168,7 +168,8 @@ class Loading:
             LookupError: `first` lies within a block, a state has no block, or the table has too few blocks for the
             tokens. It is also raised if a part of a unit is requested in a model with states or windows.
         """
-        if first % self._geometry.whole_units:  # the engine holds the block's first tokens, and may share the block
+        # the engine already holds the block's first tokens, perhaps for other requests, too
+        if first % self._geometry.whole_units:
             msg = f"a load from unit {first} on, within a block"
             raise LookupError(msg)
         if beyond and (self._geometry.states or self._geometry.tails):

@@ -84,7 +84,8 @@ class Lookups:
                 return _later(tracked, local_tokens, miss_reasons.TIER_ASKED, step)
         units, waits, withheld = self._held(tracked, local_tokens, elsewhere=elsewhere)
         tokens = units * self._unit
-        missed = max(0, request.num_tokens - max(local_tokens, tokens))  # a held last token is computed, but not missed
+        # the last token does not count as missed if it is held, although it is computed
+        missed = max(0, request.num_tokens - max(local_tokens, tokens))
         if not waits:
             # The step must compute at least one token. After an async load the engine itself ensures this.
             tokens = min(tokens, request.num_tokens - 1)
@@ -151,7 +152,7 @@ class Lookups:
         switches = self._switches
         if switches.bypass:
             return miss_reasons.BYPASS
-        if tracked.request.skip_reading_prefix_cache:  # the engine would not use a hit
+        if tracked.request.skip_reading_prefix_cache:  # the engine would not use a hit of this request
             return miss_reasons.NOT_READ
         if not switches.loads:
             return miss_reasons.NO_CONSUMER
@@ -165,7 +166,8 @@ class Lookups:
 
         Otherwise return None.
         """
-        if self._weights.doubtful and why != miss_reasons.LOAD_FAILED:  # the engine's own cache may be outdated, too
+        # the engine's own prefix cache may have KV of old weights, too
+        if self._weights.doubtful and why != miss_reasons.LOAD_FAILED:
             if not self._weights.awaited or step < FIRST_STEPS_MAX:
                 return self._ask_later(tracked, local_tokens, miss_reasons.WEIGHTS, step)
             tracked.asking.reply(step, local_tokens, tracked.request.num_tokens - local_tokens, miss_reasons.WEIGHTS)
@@ -177,8 +179,8 @@ class Lookups:
                 return _later(tracked, local_tokens, miss_reasons.ADAPTER, step)
         if request.resumable:
             # The lookup is postponed without a limit of steps, because the session holds no blocks yet. While a session
-            # exists, a load begins only if both the load and the session have room. A session whose own load
-            # has failed is in `waiting`: others wait for this session, and this session waits for no other request.
+            # exists, a load begins only if both the load and the session have room.A session whose own load has failed
+            # is in `waiting`: other requests wait for it, and it waits for no other request.
             waiting = self._requests.waiting
             beside = waiting | self._requests.sessions if waiting and request.request_id not in waiting else None
             if beside is not None and not self._recovery.may_wait(request, beside):
@@ -194,7 +196,8 @@ class Lookups:
             self._counters["lookup_later"] += 1
             return _later(tracked, local_tokens, why, step)
         self._counters["lookup_gave_up"] += 1
-        asking.reply(step, local_tokens, missed, why)  # held chunks may be evicted before the request is computed
+        # a miss, even if chunks are held now: they may be evicted before the request is computed
+        asking.reply(step, local_tokens, missed, why)
         return MISS
 
 

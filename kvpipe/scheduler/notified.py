@@ -31,14 +31,16 @@ class NotifiedRouters(Subscriber):
 
     def fetched(self, request: Request | None, piece: Piece) -> None:
         """Notify routers of a piece that was fetched from a tier."""
-        if request is not None and piece.chunk.marks:  # without marks, another copy of the chunk was published first
+        # a chunk without marks cannot be found, because another copy was published first
+        if request is not None and piece.chunk.marks:
             self._published.published(request, piece.chunk, piece.base)
 
 
 class NotedChunks(Subscriber):
     """Writes the note of each chunk into the chunk's slot of a node's memory, before the chunk's report is sent.
 
-    A chunk that grows gets its note when it is reported, because each note has all tokens of the chunk.
+    The note of a chunk that is still growing is written when the chunk is reported, because each note has all tokens of
+    the chunk.
     """
 
     def __init__(self, node: NodeCatalog, note_of: NoteOf) -> None:

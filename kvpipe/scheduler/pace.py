@@ -55,7 +55,7 @@ class Pace:
                 self._end()
         self._work_s *= math.exp((self._at_s - now_s) / LOAD_S)
         self._at_s = now_s
-        decodes = max(scheduled, default=0) <= DECODED_TOKENS_MAX  # in most steps all requests decode
+        decodes = max(scheduled, default=0) <= DECODED_TOKENS_MAX  # true in most steps: then all requests decode
         tokens = 0 if decodes else sum(some for some in scheduled if some > DECODED_TOKENS_MAX)
         if tokens < PREFILL_TOKENS_MIN:
             self._left = 1

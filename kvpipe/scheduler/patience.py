@@ -55,7 +55,7 @@ class Patience:
         return self._slow % TRIED_EVERY > 0
 
     def wait_s_max(self, tokens: int, *, slow: bool) -> float:
-        """Return the longest wait for more chunks, in seconds, for a request for which `tokens` tokens were fetched.
+        """Return how many seconds a request waits at most for more chunks, after `tokens` of its tokens were fetched.
 
         `slow` says that some of the chunks are in a slow tier.
         """

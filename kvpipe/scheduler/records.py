@@ -147,7 +147,7 @@ class SaveProgress(Cursor):
         self.opened: list[OpenChunk | None] = [None] * groups
 
     def admit(self, held_units: int) -> None:
-        """Start again, because the request was admitted with new blocks.
+        """Start the saves again, because the request was admitted with new blocks.
 
         The first `held_units` units of the request need no save.
         """
@@ -170,7 +170,10 @@ class SaveProgress(Cursor):
         self.next_save_at_tokens = BEYOND_TOKENS
 
     def lost(self, first_unit: int) -> None:
-        """A save from unit `first_unit` on has failed: retry it, at most `SAVE_RETRIES_MAX` times per admission."""
+        """A save from unit `first_unit` on has failed.
+
+        Retry the save, at most `SAVE_RETRIES_MAX` times per admission.
+        """
         self.close_chunks()
         if self.retries < SAVE_RETRIES_MAX and self.fire(m.LOST).to.row == m.OPEN:
             self.retries += 1
@@ -189,7 +192,7 @@ class SaveProgress(Cursor):
         self.close_chunks()
 
     def seal_chunks(self) -> None:
-        """Note that the request adds nothing more to the chunks that are being filled."""
+        """Mark the chunks that are being filled: this request adds nothing more. Other requests may add units."""
         for opened in self.opened:
             if opened is not None:
                 opened.chunk.seal()
@@ -221,7 +224,10 @@ class RequestContext:
     )  # fmt: skip
 
     def __init__(self, number: int) -> None:
-        """Start outside of the trace sample. `number` names the request's cursor in traces, and no other request's."""
+        """Start outside of the trace sample.
+
+        `number` names the request's cursor in traces, and differs for each request.
+        """
         self.number, self.traceparent, self.sampled = number, "", False
         self.added_ns = time.monotonic_ns()
         self.answer: LookupResult | None = None

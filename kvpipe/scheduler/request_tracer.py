@@ -88,7 +88,8 @@ class RequestTracer(Subscriber):
     def _request_moved(self, cursor: Cursor, was: State, edge: Edge, why: str) -> None:
         tracked = cast("Tracked", cursor)
         trace, life = self.trace, tracked.life
-        failure = edge.rejects or (edge.moves and edge.to.row == m.RECOMPUTING)  # also reported beyond the sample
+        # failures are reported even for requests outside of the sample
+        failure = edge.rejects or (edge.moves and edge.to.row == m.RECOMPUTING)
         if failure or (life.sampled and (edge.moves or trace.detail)):
             request_id = tracked.request.request_id
             trace.took(request_id, tracked.epoch, trace.step, cursor, life.number, was, edge, why)
@@ -150,7 +151,7 @@ class RequestTracer(Subscriber):
         trace, life, request = self.trace, tracked.life, tracked.request
         if not trace.lifecycle:
             return
-        life.end_loading()  # the load itself may still be under way
+        life.end_loading()  # the load itself may still be under way, but its time for this request ends here
         status = getattr(request, "status", None)
         trace.put(e.RequestDone(
             *trace.of(request.request_id, tracked.epoch),
@@ -183,7 +184,8 @@ class RequestTracer(Subscriber):
         """Record the moves of the connection to the node's holder and, if `trace.detail`, of granted slots."""
         link = pool.link
         link.watch = self._link_moved
-        if link.state.name == link_m.ATTACHED:  # the engine had attached before there was a trace
+        # the move to ATTACHED came before the trace was open, so it is recorded now
+        if link.state.name == link_m.ATTACHED:
             was = link.machine.initial
             self._link_moved(link, was, was.on[link_m.WELCOME], "")
         if self.trace.detail:

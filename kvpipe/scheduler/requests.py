@@ -96,13 +96,13 @@ class Requests:
             tracked.fire(m.PREEMPT_LATE)
 
     def plan_step(self, step: Step) -> None:
-        """Note which requests have lost their blocks, and which of the waiting requests run now."""
+        """Record which requests have lost their blocks, and which of the waiting requests run now."""
         for request_id in step.preempted_req_ids or ():
             tracked = self.tracked.get(request_id)
             if tracked is not None:
                 try:
                     self.notice_preemption(tracked, notified=True)
-                except IllegalTransition as e:  # the engine expects the loads of the plan
+                except IllegalTransition as e:  # raising would lose the plan's loads, which the engine expects
                     self._context.counters.fault("illegal_transition", request=request_id, error=repr(e))
         if self.waiting:
             for request_id in self.waiting.keys() & step.num_scheduled_tokens.keys():
@@ -132,7 +132,7 @@ class Requests:
                 tracked.saving.give_up()
 
     def go_on(self, tracked: Tracked) -> None:
-        """Note that the same admission got more blocks.
+        """Record that the same admission got more blocks.
 
         If the request's KV was computed with old weights (`Recovery.continued`), save no more of the request.
         """
@@ -165,7 +165,8 @@ class Requests:
             finally:
                 try:
                     if tracked.fire(m.FINISH).to.final:
-                        tracked.load_job_id = 0  # a load that is still in flight ends later, without this record
+                        # a load in flight no longer belongs to the request, and ends when ranks report
+                        tracked.load_job_id = 0
                     self._context.events.finished(tracked, chunks or {})
                 finally:
                     tracked.saving.seal_chunks()

@@ -54,10 +54,11 @@ class Resets:
     def name_space(self) -> None:
         """Set the names of the namespaces in tiers and in a node's memory for the present weights.
 
-        If the weights are unknown, tiers are not used, and chunks in a node's memory are this engine's alone.
+        If the weights are unknown, tiers are not used, and no other engine finds this engine's chunks in a node's
+        memory.
         """
         digest = self._weights.digest
-        own = self._also_of(digest) if digest else ""  # the namespace of this layout alone
+        own = self._also_of(digest) if digest else ""  # the second namespace, which only engines of this layout use
         if self._node is not None:
             self._node.name_space(own)
         if self._staging is not None:

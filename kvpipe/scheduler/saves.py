@@ -50,7 +50,7 @@ class Saving:
         self._uncut = bool(geometry.states or geometry.ahead_tokens)
         """Whether saved chunks cannot be cut when an engine cuts a session's tokens.
 
-        If true, nothing of sessions is saved.
+        If true, no tokens of sessions are saved.
         """
         self._growing = [group for group in range(len(geometry.groups)) if group not in geometry.states]
         self.blocks: Blocks | None = None
@@ -99,7 +99,8 @@ class Saving:
                 continue
             if due or request.num_computed_tokens < request.num_tokens - 1 or self._urgent(tracked, end, states):
                 jobs += self._try_save(tracked, end, states.pop(request_id, ()))
-        for request_id, offered in states.items():  # a state is offered once, even for a request that does not run
+        # an engine offers a state only once, even for a request that is not in this step
+        for request_id, offered in states.items():
             if request_id in tracked_of:
                 jobs += self._try_save(tracked_of[request_id], NO_END, offered)
 
@@ -176,7 +177,7 @@ class Saving:
             units -= units % self._per_chunk
         if self._whole > 1:
             units = self._worth_a_page(request, units, progress.saved_units)
-        if units < progress.saved_units:  # a streaming session has cut its tokens
+        if units < progress.saved_units:  # a streaming session has cut tokens that were saved
             progress.saved_units = units
             progress.close_chunks()
         if done:
@@ -210,7 +211,7 @@ class Saving:
         return prompt if limit is None else min(prompt, limit)
 
     def _worth_a_page(self, request: Request, units: int, saved: int) -> int:
-        """Return how many of `units` units are saved: up to the last unit that ends a block or is a state's boundary.
+        """Return how many of `units` units to save: up to the last unit that ends a block or is a state's boundary.
 
         The result is at least `saved`, the number of units that are saved already.
         """
@@ -308,7 +309,7 @@ class Saving:
             self._counters["save_out_of_window"] += 1
             progress.close(group)
             return []
-        follows = b""  # an existing chunk keeps its link to the chunk before it
+        follows = b""  # the link to the chunk before is set only once, for a new chunk
         if chunk is None:
             chunk = self._catalog.reserve(group, self._prefixes.tenant(tracked.request))
             if chunk is None:

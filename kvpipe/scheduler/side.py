@@ -1,8 +1,8 @@
 """The scheduler side, which the engine calls: lookups, leases, plans of steps, and publishing of saved chunks.
 
 The scheduler side keeps no copy of a token list or of a block table. Instead, the scheduler side reads the engine's
-requests and block tables when a new unit becomes final. Therefore a preempted request that is admitted again with other
-blocks needs no special case. The work per step is one comparison per scheduled request, plus the work for new units.
+requests and block tables when a new unit becomes final. Therefore a preempted request needs no special case when it
+gets other blocks. The work per step is one comparison per scheduled request, plus the work for new units.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from kvpipe.features.pins import PromptPins
 from kvpipe.features.prefetch import Prefetching
 from kvpipe.node.catalog import NodeCatalog
 from kvpipe.node.prefixes import NodePrefixes
+from kvpipe.node.shared import SharedChunk
 from kvpipe.protocol.engine import LookupAnswer
 from kvpipe.protocol.geometry import Geometry
 from kvpipe.protocol.limits import NO_LIMITS, RequestLimits
@@ -86,7 +87,8 @@ class SchedulerSide:
         self.counters = counters = Counters()
         self.trace, self.tracer = trace, (tracer := RequestTracer(trace, counters.durations))
         trace.step = 1
-        waits_idle = facts.waits_idle and stages == 1  # with more pipeline stages, other stages may compute meanwhile
+        # no rank waits if there are several pipeline stages, because other stages may compute
+        waits_idle = facts.waits_idle and stages == 1
         self._idle = Idle(settings.stall_ms_max) if waits_idle else None
         self.weights = weights = Weights(ranks, counters)
         self.switches = switches = Switches(settings, weights, saves=facts.saves, loads=facts.loads)
@@ -363,6 +365,7 @@ class SchedulerSide:
             self._alone("weighed", self.weighed, report.weights)
         if self.loading.stall is not None and report.rate:
             self.loading.stall.rate = report.rate
+        self._alone("damaged", self._forget_damaged, report.damaged)  # before failed loads are looked up again
         for job_id, tally in sorted(report.tallies.items()):  # pieces of a chunk land in the order of their jobs
             try:
                 if not self.jobs.reported(job_id, tally):
@@ -376,8 +379,16 @@ class SchedulerSide:
             self._alone("slots_ready", self.slots_ready, report.ready)
         if report.adapters:
             self._alone("adapters", self.adapters.reported, report.adapters, report.step)
-        if self.node is not None and self.node.pending_reports:  # so that the next step's lookups find these chunks
+        # now, so that the next step's lookups find the reported chunks
+        if self.node is not None and self.node.pending_reports:
             self._poll_node(self.node.poll)
+
+    def _forget_damaged(self, damaged: dict[int, int]) -> None:
+        """Evict the chunks of damaged slots of a node's memory. `damaged` has the chunks' generations by slot."""
+        for slot, generation in damaged.items():
+            chunk = self.catalog.at(slot)
+            if isinstance(chunk, SharedChunk) and chunk.generation == generation and self.catalog.evict(chunk):
+                self.counters["damaged_chunks_evicted"] += 1
 
     def slots_ready(self, ready: dict[int, int]) -> None:
         """Update the number of usable slots by rank.
@@ -426,7 +437,7 @@ class SchedulerSide:
             whole = self.prefixes.chunks_from_the_end(request, len(request.block_hashes))
             chunks = dict.fromkeys((*ends, *whole))
             self.catalog.refresh(chunks, answer=request.num_tokens - request.num_prompt_tokens)
-        finally:  # also if the eviction policy raises
+        finally:  # even if the eviction policy raises
             self._end(tracked, chunks)
 
     def _end(self, tracked: Tracked, chunks: dict[Chunk, None]) -> None:
@@ -473,8 +484,8 @@ class SchedulerSide:
         """Whether ranks should report soon.
 
         If so, an engine without other work makes empty steps until the reports arrive. A rank fails a job that makes no
-        progress for `stuck_ms_max`. If the report is still missing some seconds later, the engine stops making steps
-        for the report. A report that arrives after this is processed with the next step.
+        progress for `stuck_ms_max`. If the report is still missing some seconds later, the engine makes no more steps
+        for it. A later report is processed with the next step.
 
         If nothing is pending, the engine is idle, and operators' orders are carried out now. In a sleeping engine
         nothing is pending, because such an engine makes no steps.

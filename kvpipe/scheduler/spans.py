@@ -38,7 +38,8 @@ class WholeSpans:
         self._of, self._counters = of, counters
         self._sizes = [group.block_tokens for group in geometry.groups]
         self.blocks: Blocks | None = None
-        self._ahead: dict[str, Sequence[WholeSpan]] = {}  # spans of unfinished requests, until the last is computed
+        # spans of unfinished requests, until the request's last span is computed
+        self._ahead: dict[str, Sequence[WholeSpan]] = {}
         self.cut: dict[str, Cut] = {}
 
     def admitted(self, request: Request, tables: Tables) -> bool:
@@ -52,7 +53,7 @@ class WholeSpans:
         return True
 
     def more(self, request: Request) -> None:
-        """Read the spans of the request again, because the request has more tokens."""
+        """Read the spans of the request again, because the request may have got more tokens."""
         if spans := self._of(request):
             self._ahead[request.request_id] = spans
 
@@ -67,7 +68,7 @@ class WholeSpans:
             self.blocks.forget(cut.blocks)
 
     def plan_step(self, step: Step, tracked_of: Mapping[str, Tracked]) -> list[tuple[Tracked, int]]:
-        """Return the requests in which this step cuts a span for the first time, each with its first wrong token."""
+        """Return (request, first token with wrong KV) for each request in which this step first cuts a span."""
         for request_id in step.preempted_req_ids or ():
             if request_id in self.cut:
                 self.forget(request_id)

@@ -94,7 +94,7 @@ class Stage(Cursor):
 
     @property
     def holds_up(self) -> bool:
-        """Whether the stage is still working. A request waits until its stage has ended."""
+        """Whether the stage is still asking or fetching. A request waits until its stage has ended."""
         return self.state.row in _HOLDS_UP
 
     def brought(self, names: Sequence[str], tokens: int) -> tuple[tuple[str, int], ...]:
@@ -128,7 +128,7 @@ class RequestStage(Stage):
         self, machine: Compiled, number: int, watch: Watch | None, wanted: WantedPrompt, lookup: TierLookup,
         *, precedence: Precedence, step: int, now_s: float,
     ) -> None:  # fmt: skip
-        """Start the stage in step `step`. Within a step the engine gets the same answer each time."""
+        """Start the stage in step `step`. All lookups of the engine within one step get the same answer."""
         super().__init__(machine, number, watch, wanted, lookup, precedence)
         self.begun_at_s = self.again_at_s = now_s
         self.asked_step, self.short_at_s = step, _NEVER

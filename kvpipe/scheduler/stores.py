@@ -32,7 +32,7 @@ OFFERS_MAX: Final = 4096
 If more chunks are offered, the tenant with the most offers loses its oldest offer.
 """
 REST_STEPS: Final = 100
-"""The number of steps without stores after a failed store, because the ranks' breakers would refuse stores."""
+"""The number of steps without stores after a failed store. In these steps the ranks' breakers would refuse stores."""
 STORES: Final = "\0store"
 """The request id in owners of leases on chunks with a store under way. No real request id has a zero byte."""
 _NEVER: Final = float("inf")
@@ -250,7 +250,7 @@ class Storing(Subscriber):
             return
         chunk, tier, name = offer.chunk, place[0], chunk_name(offer.key)
         at = tier, chunk.slot, chunk.group, offer.units
-        order = TierOrder(self._new_id(), True, *at, name, self._split(chunk.group))  # noqa: FBT003
+        order = TierOrder(self._new_id(), True, *at, name, self._split(chunk.group), "", chunk.stamp)  # noqa: FBT003
         owner = Owner(STORES, order.id)
         try:
             self._catalog.lease(owner, [chunk])
@@ -284,11 +284,12 @@ class Storing(Subscriber):
         return bool(self._offers) and any(self._next(queue) is not None for queue in self._queues)
 
     def rest(self) -> None:
-        """Count the waiting offers once, because the engine makes no more steps for the offers alone."""
+        """Record once that offers wait, because the engine makes no more steps for the offers alone."""
         if self._offers and not self._rested:
             self._rested = True
             why = f"store_idle_s_max={self.idle_s_max:g}" if time.monotonic() >= self._stops_s else "no answer"
-            if any(offer.waits for offer in self._offers.values()):  # an engine with a holder takes steps for these
+            # with a holder, the engine would go on making steps for such offers
+            if any(offer.waits for offer in self._offers.values()):
                 why = "no holder"
             self._counters["stores_put_off"] += len(self._offers)
             self._counters.fault("stores_too_slow", chunks=len(self._offers), tiers=self._waited_for, why=why)

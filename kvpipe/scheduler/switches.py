@@ -16,7 +16,7 @@ class Switches:
         """
         self.saves, self.loads = saves, loads
         self.freeze, self.bypass = settings.freeze, settings.bypass
-        self.tier_lost = False  # if a rank can neither save nor load any more, nothing is found or planned
+        self.tier_lost = False  # whether a rank can neither save nor load any more; then nothing is found or planned
         self._weights = weights
 
     @property

@@ -63,7 +63,8 @@ class TierBlocks:
         self._unit_tokens = context.geometry.unit_tokens
         self._announces = [tier.spec.announce != "never" for tier in finder.tiers]
         self.known: list[dict[ChunkName, _KnownBlock]] = [{} for _ in finder.tiers]
-        self._ordered: dict[int, tuple[object, Tenant]] = {}  # by order id of a store that not all ranks have reported
+        # the block and tenant of each store in flight, by the id of its order
+        self._ordered: dict[int, tuple[object, Tenant]] = {}
         self._shares = FairShares[tuple[int, ChunkName]](context.catalog.account_of)
         self._number = 0
         self._noticed: dict[tuple[int, ChunkName], _KnownBlock] = {}
@@ -114,7 +115,7 @@ class TierBlocks:
     # ---- what is gone ---------------------------------------------------------------------------------------------
 
     def watch(self, lookup: TierLookup) -> TierLookup:
-        """Make `lookup` record the chunks that the lookup misses, and return it. The lookup must not have begun yet."""
+        """Make `lookup` record the chunks that it misses, and return `lookup`. The lookup must not have begun yet."""
         if any(self._announces):
             lookup.misses, lookup.announced, lookup.number = [], self.known, self._number
         return lookup
@@ -132,7 +133,7 @@ class TierBlocks:
         gone: dict[int, list[ChunkName]] = {}
         for _ in range(min(len(self._noticed), NOTICES_PER_STEP_MAX)):
             (tier, name), known = self._noticed.popitem()  # other threads only add notices
-            if self.known[tier].get(name) is known:  # otherwise the chunk was stored again
+            if self.known[tier].get(name) is known:  # false if the chunk was stored again
                 gone.setdefault(tier, []).append(name)
         for tier, names in gone.items():
             self._withdraw(tier, names, "noticed")

@@ -60,8 +60,8 @@ class Weights:
     def answered(self, reports: dict[int, tuple[int, str]]) -> bool:
         """Process the ranks' answers: (question, digest of the weights) by rank.
 
-        Returns whether the weights have changed. Every answer is used, even if another question is open already,
-        because steps were computed with the reported weights.
+        Returns whether the weights have changed. Every answer is used, even if a newer question is open, because steps
+        were computed with the reported weights.
         """
         if len(reports) < self._ranks:
             self._counters.fault("weights_not_on_all_ranks", ranks=self._ranks, reported=len(reports))

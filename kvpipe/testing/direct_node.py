@@ -52,7 +52,7 @@ class DirectNode:
 
 
 class DirectPool(NodePool):
-    """An engine on a `DirectNode`. An answer arrives one poll after its batch.
+    """An engine on a `DirectNode`. The holder's answer to a batch arrives one poll after the batch.
 
     While `mute` is True no answer arrives, as if the holder were stopped. While `slow` is True the holder carries out a
     batch at the engine's next poll, as a holder in a separate process often does.

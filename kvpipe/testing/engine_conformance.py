@@ -63,7 +63,7 @@ class EngineDriver(Protocol):
 
     @property
     def busy(self) -> bool:
-        """Whether a step is needed, because of requests, of loads in progress or of `SchedulerSide.pending`."""
+        """Whether to make another step, because of requests, loads in progress or `SchedulerSide.pending`."""
 
     @property
     def free_blocks(self) -> int:
@@ -232,7 +232,7 @@ class EngineConformance:
 
     @pytest.mark.parametrize("hook", HOOKS)
     def test_calls_may_be_missing(self, make: Make, hook: str) -> None:
-        """A hook that does not run in every second step costs time, but changes no answer.
+        """If a hook does not run in every second step, requests take longer, but no answer changes.
 
         Bytes move only when a caller waits for them.
         """
@@ -251,7 +251,7 @@ class EngineConformance:
             for _ in range(3):
                 run.driver.step()
             for worker in run.driver.workers:
-                worker.end_step()  # no step is running
+                worker.end_step()  # an extra call, while no step is running
             run.warm(1, 2)
         assert run.loaded > 0, "nothing was loaded"
         run.check()
@@ -269,7 +269,7 @@ class EngineConformance:
 
     @pytest.mark.parametrize("load", ["sync", "async"])
     def test_failed_loads_are_computed(self, make: Make, load: str) -> None:
-        """Every second load leaves garbage in its blocks.
+        """Every second load fails and leaves garbage in its blocks.
 
         The tokens of such a load are computed, and the garbage is not saved.
         """

@@ -28,7 +28,10 @@ ALWAYS = frozenset({TierFault.LATE, TierFault.ERROR, TierFault.LOST, TierFault.H
 
 
 def seeded(seed: int, chances: Mapping[TierFault, float]) -> Iterator[TierFault | None]:
-    """Yield a fault, by its probability, or None, for each successive call. The same seed gives the same faults."""
+    """For each successive call, yield a random fault, or None for no fault.
+
+    Each fault has its probability. The same seed gives the same faults.
+    """
     rng = random.Random(seed)
     faults: tuple[TierFault | None, ...] = (*chances, None)
     weights = (*chances.values(), 1 - sum(chances.values()))

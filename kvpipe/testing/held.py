@@ -76,7 +76,8 @@ class HeldEngine(CpuEngine):
         while self._held[direction] and len(moved) < copies:
             self._move(direction)
         done = [moved.popleft() for _ in range(min(copies, len(moved)))]
-        if self._backwards:  # the first of three or more stays first, so that the order breaks in the middle
+        # of three or more, the first stays first, so that the order is wrong only from the second on
+        if self._backwards:
             done = done[: len(done) > 2] + done[: 0 if len(done) > 2 else None : -1]
         for ticket, failed in done:
             self._last = ticket

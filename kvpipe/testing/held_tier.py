@@ -39,7 +39,7 @@ class HeldTier(DictTier):
         self.trouble = "none"
         self.is_held, self._lock = False, threading.Lock()
         self.values_max = 0
-        """The number of values that the tier keeps. Beyond it, the oldest values are dropped. 0 means no limit."""
+        """The largest number of values that the tier keeps; 0 means no limit. The oldest values are dropped first."""
         self.dropped = deque[str](maxlen=DROPPED_MAX)
         """The names of the values that were most recently dropped or deleted."""
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
@@ -62,7 +62,7 @@ class HeldTier(DictTier):
             loop.call_soon_threadsafe(event.set)
 
     async def exists(self, keys: Sequence[Key]) -> list[bool]:
-        """Search for values as `DictTier` does, when the call is not held any more."""
+        """Search for values as `DictTier` does, once the call is no longer held."""
         await self._turn()
         return await super().exists(keys)
 

@@ -98,7 +98,7 @@ class PolicyConformance:
         assert policy.victim() is None
 
     def test_its_bookkeeping_is_bounded(self, make: Callable[[int], Policy]) -> None:
-        """A policy's memory of evicted chunks does not grow without bound."""
+        """The memory that a policy needs to remember evicted chunks has a bound."""
         policy, gone, held_bytes = make(SLOTS), 200 * SLOTS, list[int]()
         for turn in range(2):
             for i in range(gone):

@@ -38,7 +38,7 @@ NO_GPU = pytest.mark.skipif(
 )
 FAKES = [f"fake_{mover.value}" for mover in Mover]
 KINDS = ["cpu_inline", "cpu_threads", *FAKES, *(pytest.param(f"cuda_{m.value}", marks=NO_GPU) for m in Mover)]
-BAY_PAGES = 2  # so few that every plan uses a bay twice
+BAY_PAGES = 2  # few pages, so that every plan uses a bay twice
 
 
 def make_job(number: int, rows: Iterable[Row], kind: Kind = Kind.SAVE) -> Job:

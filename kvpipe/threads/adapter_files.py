@@ -1,4 +1,6 @@
-"""This module digests LoRA adapters' files. KV depends on their bytes, but vLLM's block hashes have only name and path.
+"""This module digests LoRA adapters' files.
+
+A request's KV depends on the files' bytes, but vLLM's block hashes have only name and path.
 
 A digest is used again while the stat fields of every file (device, inode, size, mtime, ctime) are unchanged and older
 than `SETTLED_S` seconds. Otherwise the files are read again.
@@ -23,9 +25,9 @@ FILES: Final = ("adapter_config.json", "adapter_model.safetensors", "adapter_mod
 BYTES_MAX: Final = 64 << 30
 """The largest size of an adapter in bytes. A larger adapter counts as unreadable."""
 SETTLED_S: Final = 2.0
-"""A file may change again within so many seconds without a new mtime, because file systems' clocks are coarse."""
+"""Within this time in seconds, a file may change again without a new mtime, because its clock is coarse."""
 KNOWN_MAX: Final = 4096
-"""The most adapters that are remembered."""
+"""The largest number of adapters whose digests are remembered."""
 READINGS_MAX: Final = 3
 STOP_S_MAX: Final = 1.0
 _PIECE_BYTES: Final = 8 << 20
@@ -122,7 +124,7 @@ def digest_of(folder: str, signature: Signature) -> bytes:
 
 
 def read_as(digest: bytes, *, fused: bool) -> bytes:
-    """Return the digest for an adapter that the engine reads with `fused` experts, or without. b"" stays unchanged."""
+    """Return an adapter's digest, which also depends on whether the engine reads experts as `fused`. b"" stays b""."""
     return xxhash.xxh3_128_digest(b"fused experts" + digest) if fused and digest else digest
 
 
@@ -180,7 +182,7 @@ class AdapterReader:
             self._loop.stop(STOP_S_MAX)
 
     def _read(self, path: str) -> None:
-        self._due.discard(path)  # is removed before the read, because a later request needs a later reading
+        self._due.discard(path)  # before the read, because a request that comes during the read needs a new reading
         read_s, digest = time.monotonic(), b""
         try:
             digest = self._files.read(folder_of(path)).digest
@@ -194,7 +196,7 @@ class AdapterReader:
 
 def remember(table: OrderedDict[_KeyT, _ValueT], key: _KeyT, value: _ValueT, entries_max: int) -> None:
     """Store `value` as the youngest entry. Drop the oldest entries beyond `entries_max`."""
-    table[key] = value  # is set before the move, so that other threads, which read `table`, never miss `key`
+    table[key] = value  # set before the move, because other threads read `table` and must always find `key`
     table.move_to_end(key)
     while len(table) > entries_max:
         table.popitem(last=False)

@@ -2,8 +2,8 @@
 
 Any thread appends to the inbox (a deque, 0.03 us) and wakes the loop only if the loop sleeps (2 us). The handler runs
 on the loop thread, one item at a time, in order. Another thread may call `drain` and handle the items itself, instead
-of waking the loop. The thread that handles items holds the lock `turn`. So state that only the handler touches needs no
-other lock.
+of waking the loop. The thread that handles items holds the lock `turn`. Therefore no other lock is needed for data that
+only the handler touches.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ class LoopThread:
         self._handle, self._tasks, self._cpus = handle or _refuse, deque(tasks), cpus
         self._inbox: deque[Any] = deque()
         self.turn = threading.Lock()
-        """The lock of the thread that handles items. A task of the loop takes it to touch the handler's state."""
+        """The lock that the thread holds while it handles items.
+
+        A task of the loop takes this lock to touch the handler's data.
+        """
         self._awake = False
         self._stopping = False
         self._ready = threading.Event()
@@ -93,7 +96,8 @@ class LoopThread:
         """Wait until all items that were put so far are handled. Return False on a timeout or if the loop has ended."""
         if not self._runs:
             return False
-        if not self._inbox and not self.turn.locked():  # in this order: an item is removed before it is handled
+        # the inbox first, because an item leaves the inbox before it is handled
+        if not self._inbox and not self.turn.locked():
             return True
         done = threading.Lock()
         done.acquire()
@@ -137,7 +141,7 @@ class LoopThread:
                 bind_this_thread(self._cpus)
             anyio.run(self._main, backend="asyncio")
         finally:
-            self._ready.set()  # `__init__` must not wait for a loop that could not start
+            self._ready.set()  # even if the loop could not start, so that `__init__` does not wait for ever
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -179,7 +179,7 @@ class Tier(Protocol):
         """Return how many values and bytes the tier holds."""
 
     async def health(self) -> None:
-        """Return at once if the tier can be used. Otherwise raise `TierError` with the reason."""
+        """Check that the tier can be used. If it cannot be used, raise `TierError` with the reason."""
 
     def scan(self) -> AsyncIterator[Entry]:
         """Yield an entry for every value that kvpipe stored, in any order. Reads and writes may run in parallel."""
@@ -201,7 +201,7 @@ class Listed(Protocol):
 
 @runtime_checkable
 class Noticing(Protocol):
-    """A tier that notices the loss of a value. The tier may notice a loss late, or only during a lookup."""
+    """A tier that reports the loss of a value. The report may come late, or only during a lookup."""
 
     on_gone: Callable[[Key], object] | None
     """The tier calls this function, on any thread, for each lost value. None: the tier reports no losses."""
@@ -235,7 +235,7 @@ async def blocking(
             done.set()
 
     async with limiter, anyio.create_task_group() as group:
-        group.start_soon(run)  # if the task is cancelled before its start, no thread is started
+        group.start_soon(run)  # started in a task, so that a cancellation before its start starts no thread
         try:
             await done.wait()
         except anyio.get_cancelled_exc_class():

@@ -22,15 +22,34 @@ class Bodies:
 
     def __init__(self, geometry: Geometry, pool: HostPool) -> None:
         """View the pool's slots as a numpy array. `geometry` is this rank's geometry."""
-        self._geometry, self._is_shared = geometry, bool(pool.token)
+        self._geometry, self._is_shared, self._marks = geometry, bool(pool.token), pool.marks
         self._slots: Bytes = pool.tensor.numpy()
+
+    def clear_mark(self, order: TierOrder) -> None:
+        """Clear the mark of a slot that a fetch is about to write, if slots have marks."""
+        if self._marks is not None and order.stamp:
+            self._marks.clear(order.stamp)
+
+    def write_mark(self, order: TierOrder) -> None:
+        """Write the mark of a slot that a fetch has written, if slots have marks."""
+        if self._marks is not None and order.stamp:
+            self._marks.write(order.stamp)
+
+    def damage(self, order: TierOrder) -> str:
+        """Return why a slot must not be stored, or ""."""
+        if self._marks is None or not order.stamp:
+            return ""
+        return self._marks.other_chunk(order.stamp) or (self._marks.damage(order.stamp) if self._marks.digests else "")
 
     def size(self, group: int, units: int) -> int:
         """Return the size in bytes of the body of `units` units, padding included."""
         return -(-self._geometry.groups[group].bytes_per_block * self._pages(group, units) // ALIGN_BYTES) * ALIGN_BYTES
 
     def size_of(self, group: int, units: int, split: int, theirs: int) -> int:
-        """Return the size in bytes of a body if a chunk has `theirs` parts. A chunk of this rank has `split` parts."""
+        """Return the size in bytes of a body of a chunk that is divided into `theirs` parts.
+
+        This rank's own chunks have `split` parts.
+        """
         used = self._geometry.groups[group].bytes_per_block * self._pages(group, units) * split // theirs
         return -(-used // ALIGN_BYTES) * ALIGN_BYTES
 
@@ -39,7 +58,7 @@ class Bodies:
         return units == self._geometry.units_per_chunk
 
     def of(self, slot: int, group: int, units: int) -> memoryview:
-        """Return the beginning of the slot's own memory, with the length of the body of `units` units."""
+        """Return a view of the slot's first bytes, as long as the body of `units` units."""
         view: memoryview = self._slots[slot].data
         return view[: self.size(group, units)]
 

@@ -30,15 +30,15 @@ from kvpipe.trace.recorder import OFF, Recorder
 from kvpipe.transfer.pool import HostPool
 
 TIMEOUTS_MAX: Final = 10
-"""The time limit for one order, in multiples of the tier's `timeout_ms_max`. It also ends orders whose bytes move."""
+"""The time limit for one order, in multiples of the tier's `timeout_ms_max`, even if its bytes still move."""
 DRAIN_S_MAX, STOP_S_MAX = 5.0, 5.0
 """The longest waits of a shutdown, in seconds: for stores in progress, and then for tiers to close."""
 SPARE_BODIES_MAX, SPARE_S = 32, 10.0
-"""The number of buffers that are kept for parts of another split, and the time in seconds for which they are kept."""
+"""The number of spare buffers for parts of another split, and the time in seconds after which they are freed."""
 OTHER_FAULTS_MAX, OTHER_PAUSE_S = 3, 60.0
 """If `OTHER_FAULTS_MAX` consecutive reads of another split fail, that split is not read for `OTHER_PAUSE_S` seconds."""
 MARK_S: Final = 60.0
-"""The first store that begins this number of seconds after the last marker of its split writes the marker again."""
+"""The time in seconds after which a store writes the marker of its split again."""
 
 _QueuedOrder = tuple[TierOrder, str, int]  # (order, namespace, step)
 
@@ -68,16 +68,9 @@ class Carrier(TierThread[_QueuedOrder]):
     """Carries chunks between tiers and the slots of one rank."""
 
     def __init__(
-        self,
-        tiers: Sequence[GuardedTier],
-        geometry: Geometry,
-        pool: HostPool,
-        parts: RankParts,
-        *,
-        counters: Counters,
-        cpus: frozenset[int] = frozenset(),
-        trace: Recorder = OFF,
-    ) -> None:
+        self, tiers: Sequence[GuardedTier], geometry: Geometry, pool: HostPool, parts: RankParts, *,
+        counters: Counters, cpus: frozenset[int] = frozenset(), trace: Recorder = OFF,
+    ) -> None:  # fmt: skip
         """Start the thread, bound to `cpus` if any are given. `geometry`, `pool` and `parts` belong to this rank."""
         rank, ranks = parts.rank, parts.ranks
         self.machine, self._fetches = m.CARRY.compile(), parts.fetches
@@ -116,11 +109,11 @@ class Carrier(TierThread[_QueuedOrder]):
 
         An order that still runs after `shutdown` is not returned before it has ended, because it may write to its slot.
         """
-        lost = self._over or self.loop.has_ended  # read first, so that the outbox has every report from before
+        lost = self._over or self.loop.has_ended  # read first, so that the outbox then has all reports of an ended loop
         out = []
         while self._outbox:
             one = self._outbox.popleft()
-            if self._open.pop(one.order.id, None) is not None:  # if None, the order was already reported as lost
+            if self._open.pop(one.order.id, None) is not None:  # None if the order was already reported as lost
                 out.append(one)
         if lost and self._open:
             self.counters.fault("carrier_lost")
@@ -170,7 +163,7 @@ class Carrier(TierThread[_QueuedOrder]):
             with anyio.move_on_after(tier.timeout_s * TIMEOUTS_MAX):
                 await turns.acquire_on_behalf_of(cursor)
                 has_turn = True
-            if not has_turn:  # this is not a fault of the tier, which may be busy with earlier orders
+            if not has_turn:  # the tier has not failed: it may be busy with earlier orders
                 cursor.fire(m.FAULT, "no lane has become free")
             elif not tier.breakers[use].allows:
                 cursor.fire(m.REFUSE, "the breaker is open")
@@ -237,20 +230,21 @@ class Carrier(TierThread[_QueuedOrder]):
         if other is None:
             cursor.fire(m.FAULT, why)
             tier.fault(use, why, slow=slow)
-        else:  # the failure says nothing about values of this engine's own split
+        else:  # another split: the failure says nothing about values of this engine's split
             cursor.fire(m.MISS, why)
             self._other_faults[other] = (self._other_faults.get(other, (0, 0.0))[0] + 1, time.monotonic())
 
     async def _fetch(self, tier: GuardedTier, order: TierOrder, space: str) -> tuple[str, int]:
         """Fetch a chunk into its slot. Returns (reason for a miss, or ""; bytes read)."""
         bodies, (slot, group, units) = self._bodies, (order.slot, order.group, order.units)
+        bodies.clear_mark(order)
         if order.split not in {BOUND, self._split[group]}:
             return await self._fetch_parts(tier, order, space)
         whole = bodies.whole(units)
         body = bodies.of(slot, group, units) if whole else pages(bodies.size(group, units))
         move: Callable[[], object] = bool if whole else functools.partial(bodies.scatter, body, slot, group, units)
         found = await self._ask(tier, [self._key(order, space)], [body])
-        return await self._check(tier, found, units, [body], [move]), body.nbytes
+        return await self._check(tier, found, order, [body], [move]), body.nbytes
 
     async def _fetch_parts(self, tier: GuardedTier, order: TierOrder, space: str) -> tuple[str, int]:
         """Fetch all parts of a chunk of another split that share KV heads with this rank. Returns as `_fetch` does."""
@@ -266,14 +260,14 @@ class Carrier(TierThread[_QueuedOrder]):
         got = await self._ask(tier, keys, bodies)
         self._other_faults.pop(which, None)
         moves = [self._mover(body, order, one) for body, one in zip(bodies, wanted, strict=True)]
-        why = await self._check(tier, got, order.units, bodies, moves)
+        why = await self._check(tier, got, order, bodies, moves)
         if why:
             return why, 0
         self._spare.extend(bodies)
         return "", sum(body.nbytes for body in bodies)
 
     def _slices(self, order: TierOrder) -> list[Slice]:
-        """Return the heads that this rank shares with each part of the order; [] if no part is a range of heads."""
+        """Return the heads that this rank shares with each part of the order, or [] if no part is a range of heads."""
         share, split = self._shares[order.group], self._split[order.group]
         if not split or share.heads % order.split:
             return []
@@ -285,7 +279,7 @@ class Carrier(TierThread[_QueuedOrder]):
         return functools.partial(self._bodies.move_heads, body, order, share, split, one)
 
     def _room(self, order: TierOrder) -> memoryview:
-        """Return a buffer for a part's body, if possible a spare buffer: page faults take as long as the copy."""
+        """Return a buffer for a part's body, if possible a spare one, because a new one causes slow page faults."""
         size = self._bodies.size_of(order.group, order.units, self._split[order.group], order.split)
         while self._spare:
             body = self._spare.pop()
@@ -305,19 +299,21 @@ class Carrier(TierThread[_QueuedOrder]):
         return found
 
     async def _check(
-        self, tier: GuardedTier, found: Sequence[_Got], units: int, bodies: Sequence[memoryview], moves: Sequence[_Fill]
-    ) -> str:
+        self, tier: GuardedTier, found: Sequence[_Got], order: TierOrder, bodies: Sequence[memoryview],
+        moves: Sequence[_Fill],
+    ) -> str:  # fmt: skip
         """Check and decrypt values, then run their `moves`. Returns the reason why a value is unusable, or ""."""
         whys = ["" if got.read is Read.HIT else got.read.value for got in found]
 
         def work() -> None:
             for at, (got, body, move) in enumerate(zip(found, bodies, moves, strict=True)):
                 try:
-                    tier.sealer.unseal(got.name, units, got.header, body)
+                    tier.sealer.unseal(got.name, order.units, got.header, body)
                 except DamagedError as error:
                     whys[at] = f"damaged: {error}"
                     return
                 move()
+            self._bodies.write_mark(order)
 
         if not any(whys):
             await blocking(self._threads, work)
@@ -336,6 +332,9 @@ class Carrier(TierThread[_QueuedOrder]):
             await self._mark(tier, order.tier, space)
         if not writes(order.split, self._rank, self._ranks, order.chunk):
             return "", 0
+        if order.stamp and (why := await blocking(self._threads, functools.partial(self._bodies.damage, order))):
+            self.counters.fault("slot_damaged", order=order.id, why=why)
+            return why, 0
         if order.split not in {BOUND, self._split[order.group]}:
             return await self._store_parts(tier, order, space)
         body = self._bodies.gather(order.slot, order.group, order.units)
@@ -366,14 +365,14 @@ class Carrier(TierThread[_QueuedOrder]):
         return due and self._rank == 0 and order.split != BOUND and all(self._split)
 
     def _touches(self, tier: GuardedTier, order: TierOrder, space: str) -> bool:
-        """Whether this rank calls the tier for `order`: to fetch, or to write its part, a marker or the first hash."""
+        """Whether this rank calls the tier for `order`: to fetch, or to write a part, a marker or the first hash."""
         if not order.stores:
             return self._fetches
         marks = self._marks(order, space) or self.first_hash.is_due(order.tier, space)
         return writes(order.split, self._rank, self._ranks, order.chunk) or (tier.breakers[WRITE].allows and marks)
 
     async def _write(self, tier: GuardedTier, units: int, values: _Values, moves: Sequence[_Fill] = ()) -> None:
-        """Write all values in one call. The `moves` fill the bodies before the write."""
+        """Write all values in one call, after `moves` have filled the bodies."""
 
         def work() -> list[Put]:
             for move in moves:

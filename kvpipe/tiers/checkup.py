@@ -17,7 +17,10 @@ from kvpipe.tiers.registry import make_tier
 from kvpipe.tiers.spec import TierSpec
 
 NAMESPACE = "0" * 32
-"""The namespace of the value that a check writes. No engine has it, because namespaces of engines are hashes."""
+"""The namespace of the value that a check writes.
+
+No engine has this namespace, because namespaces of engines are hashes.
+"""
 PATIENCE = 4
 """The time limit for the whole check, in multiples of the tier's `timeout_ms_max`."""
 
@@ -33,7 +36,7 @@ def problem_of(name: str, spec: TierSpec) -> str:
     try:
         return anyio.run(_problem, tier, sealer, spec)
     finally:
-        with contextlib.suppress(OSError):  # an engine may use the folder now
+        with contextlib.suppress(OSError):  # fails if an engine uses the folder by now
             for one in made:
                 one.rmdir()
 

@@ -25,7 +25,7 @@ LOOKUPS_MAX = 256
 SPLITS_S = 10.0
 """The time in seconds for which the finder caches the splits that a tier has.
 
-The finder asks a tier for other splits only if a lookup did not find all chunks.
+The finder needs these splits only if a lookup did not find all chunks in the engine's own split.
 """
 
 REMEDY = "set the same PYTHONHASHSEED for all engines that share the tier, or for none"
@@ -83,7 +83,7 @@ class TierLookup:
         self.number = 0
         """The number of `kvpipe.scheduler.tier_blocks` when the lookup began."""
         self.survey, self.tiers, self.why = survey, tiers, ""
-        self.down = False  # whether a tier could not be asked
+        self.down = False  # whether some tier could not be asked
         self.done = False  # written last
 
     def key(self, place: Place) -> bytes:
@@ -176,7 +176,7 @@ class Finder(TierThread[TierLookup]):
 
     async def _work(self, lookup: TierLookup) -> None:
         try:
-            with anyio.move_on_after(lookup.seconds_max * 2):  # rarely reached, because each call has a shorter limit
+            with anyio.move_on_after(lookup.seconds_max * 2):  # a last resort, because each call has a shorter limit
                 async with self._limit:
                     await self._find(lookup, lookup.wanted)
                     await self._find(lookup, (*self._partial(lookup), *self._other_states(lookup)))
@@ -256,7 +256,8 @@ class Finder(TierThread[TierLookup]):
         await self._find_in(index, lookup, places, lookup.space, own)
         left = [place for place in places if place not in lookup.found]
         if left:
-            seconds = (lookup.deadline_s - time.monotonic()) / 2  # the second half is for reporting the found places
+            # half of the time, because the found places must be reported before the deadline
+            seconds = (lookup.deadline_s - time.monotonic()) / 2
             with anyio.move_on_after(seconds) as waited:
                 await self._find_elsewhere(index, lookup, left)
             lookup.down |= waited.cancelled_caught
@@ -268,7 +269,7 @@ class Finder(TierThread[TierLookup]):
         try:
             with anyio.fail_after(min(tier.timeout_s, max(0.0, left_s) / 2)):
                 found = await read_first_hash(tier, tier.sealer, lookup.space)
-        except (TierError, TimeoutError):  # the lookup reports the failure; the next lookup compares again
+        except (TierError, TimeoutError):  # the lookup itself reports the failure, and the next lookup compares again
             self._compared.discard((index, lookup.space))
             return
         differs = found not in {"", self.first_hash}
@@ -366,13 +367,13 @@ class Finder(TierThread[TierLookup]):
     async def _have(self, tier: GuardedTier, lookup: TierLookup, names: list[tuple[Key, ...]]) -> list[bool] | None:
         """Return, for each value, whether `tier` holds the value under any of its names. None: the call failed."""
         left_s = lookup.deadline_s - time.monotonic()
-        if left_s <= 0:  # other tiers have used up the time
+        if left_s <= 0:  # earlier tiers have used up the time
             return None
         began_s = time.monotonic()
         try:
             with anyio.fail_after(min(tier.timeout_s, left_s)):
                 there = await tier.exists([name for some in names for name in some])
-        except TimeoutError:  # a single timeout of a lookup with a shorter limit does not open the breaker
+        except TimeoutError:  # the lookup had less time than the tier's limit, so one timeout does not open the breaker
             self._failed(lookup, tier, "no answer in time", slow=left_s >= tier.timeout_s)
             return None
         except TierError as error:

@@ -43,7 +43,7 @@ async def read_first_hash(tier: Tier | GuardedTier, sealer: Sealer, space: str) 
 
 
 async def leave_first_hash(tier: GuardedTier, space: str, first: str) -> None:
-    """Store the hash `first` in `space`. The old value is deleted first, because a tier does not overwrite values.
+    """Store the hash `first` in `space`. The old hash is deleted first, because a tier does not overwrite values.
 
     Raises:
         TierError: the tier cannot be used.

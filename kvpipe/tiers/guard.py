@@ -160,7 +160,7 @@ class GuardedTier:
         try:
             await self._open()
             while True:
-                await self._probe()  # failed attempts to open the tier have opened the breakers already
+                await self._probe()  # nothing to record: each failed attempt to open the tier has opened the breakers
                 await self._bell.wait()
                 self._bell = anyio.Event()
         finally:
@@ -204,7 +204,7 @@ class GuardedTier:
             return str(error), isinstance(error, TierFullError)
         except TimeoutError:
             return "no answer in time", False
-        except BaseException as error:  # after a bug in the tier, or if no thread can start, other tiers must continue
+        except BaseException as error:  # other tiers must go on after a bug in this tier, or if no thread can start
             if _ends_the_task(error):
                 raise
             return repr(error), False

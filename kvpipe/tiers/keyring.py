@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 SECRET_BYTES: Final = 32
 MARK_BYTES, SALT_BYTES = 16, 32
 KEYS_MAX: Final = 8
-"""The largest number of keys of a tier. For each key, a lookup must ask for one more name per value."""
+"""The largest number of keys of a tier. Each key makes a lookup ask for one more name per value."""
 _NONCE = bytes(12)  # a constant nonce is safe, because each key encrypts one value only
 
 
@@ -92,7 +92,8 @@ def secrets_of(spec: TierSpec) -> tuple[bytes, ...]:
         raise ConfigError(f"{where}{error}") from None
     if found is None:
         return ()
-    named = f"{key}={str(getattr(spec, key))!r}"  # safe to show: a variable or file of this name exists
+    # safe to show: a variable or file of this name exists, so the name is not the secret itself
+    named = f"{key}={str(getattr(spec, key))!r}"
     secrets = [_decoded(text) for text in found.get_secret_value().split()]
     remedy = f"make one with `openssl rand -base64 {SECRET_BYTES}`"
     if len(secrets) > KEYS_MAX:

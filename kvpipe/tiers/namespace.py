@@ -19,9 +19,10 @@ class Namespace:
         self.base = ""
         self.second = ""
         self.bound: dict[str, float] = {}
-        """The reasons why only engines of one layout share chunks: 1 for the current reason, 0 for earlier reasons.
+        """The reasons why only engines of one layout share chunks.
 
-        If the dictionary is empty, engines of all layouts share chunks.
+        The value is 1 for the current reason, 0 for earlier reasons. If the dictionary is empty, engines of all layouts
+        share chunks.
         """
         self._own = ""
 

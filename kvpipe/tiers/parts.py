@@ -21,10 +21,10 @@ BOUND: Final = 0
 class Share(NamedTuple):
     """How one group's KV is shared among ranks.
 
-    `heads` is the number of KV heads of all ranks together. If it is 1, all ranks hold the same bytes. If it is 0, the
-    group is bound to its layout. `rows` is the number of rows in a page, by layer. A row contains all heads, one after
-    the other. If heads are the first dimension of a kernel block, each kernel block is a row. Otherwise each token is a
-    row.
+    `heads` is the number of KV heads of all ranks together. With 1 head, all ranks hold the same bytes. 0 means that
+    the group is bound to its layout. `rows` is the number of rows in a page, by layer. A row contains all heads, one
+    after the other. If heads are the first dimension of a kernel block, each kernel block is a row. Otherwise each
+    token is a row.
     """
 
     heads: int = 0
@@ -63,7 +63,7 @@ class Slice(NamedTuple):
 
 
 def split_of(heads: int, ranks: int) -> int:
-    """Return the number of parts into which `ranks` ranks divide `heads` heads, or `BOUND` if that is uneven."""
+    """Return how many parts `ranks` ranks make of `heads` heads, or `BOUND` if the parts would differ in size."""
     if heads and (heads % ranks == 0 or ranks % heads == 0):
         return min(heads, ranks)
     return BOUND

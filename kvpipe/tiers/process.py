@@ -53,7 +53,7 @@ class ClientChannel:
     def __init__(self, wire: socket.socket, shared: io.FileIO, where: range, *, cancels: bool) -> None:
         """`where` is the lane's range of the `shared` memory. `cancels` says that the client understands `CANCEL`."""
         self.wire, self.memory = wire, memoryview(b"")
-        self.owed = False  # whether an answer is outstanding, so that the client may still use the memory
+        self.owed = False  # whether an answer is outstanding; until it comes, the client may use the memory
         self._shared, self._where, self._cancels = shared, where, cancels
 
     def room(self, size: int) -> memoryview:
@@ -164,7 +164,8 @@ class Pool:
             self._back(lane)
 
     def _back(self, lane: ClientChannel) -> None:
-        self._free.appendleft(lane)  # to be lent next, because its memory is mapped and in the CPU's cache
+        # at the front, to be lent next, because its memory is mapped and in the CPU's cache
+        self._free.appendleft(lane)
         self._turn.release()
         if self._shut:
             lane.wire.close()
@@ -207,7 +208,8 @@ class ClientProcess:
         self._shared = io.FileIO(os.memfd_create(f"kvpipe-{child.stem}"), "r+")
         fds = [self._shared.fileno(), *(theirs.fileno() for _, theirs in pairs)]
         try:
-            self._shared.truncate(lane_bytes * (len(pairs) - 1))  # a page is allocated on first use
+            # costs nothing at first, because each page is allocated on its first use
+            self._shared.truncate(lane_bytes * (len(pairs) - 1))
             self._process = subprocess.Popen(  # noqa: S603
                 [sys.executable, "-P", str(child), *map(str, fds)],
                 pass_fds=fds, env=environment, start_new_session=True,
@@ -240,7 +242,10 @@ class ClientProcess:
             raise TierError(answer.decode() or "its process has ended")
 
     async def end(self, limit_s: float) -> None:
-        """Wait for questions in progress, then for the process's exit, each for `limit_s` seconds. Then kill it."""
+        """Wait for questions in progress, then for the process's exit, each for `limit_s` seconds.
+
+        Then kill the process.
+        """
         try:
             await self._idle(limit_s)
             with suppress(OSError):  # the process was already killed
@@ -249,7 +254,7 @@ class ClientProcess:
                     await anyio.wait_readable(self._control)  # readable when the process has closed its socket
         finally:
             await self.kill()
-            await self._idle(limit_s)  # when the process ends, calls that wait for an answer raise
+            await self._idle(limit_s)  # ends in any case: when the process ends, calls that wait for an answer raise
 
     async def _idle(self, limit_s: float) -> None:
         with anyio.move_on_after(limit_s, shield=True):
@@ -318,7 +323,7 @@ class ClientTier:
 
     @asynccontextmanager
     async def _notified(self) -> AsyncIterator[None]:
-        """Convert errors of the enclosed code to TierErrors that name the tier."""
+        """Convert errors of the `with` block to TierErrors that name the tier."""
         try:
             yield
         except TierError as error:

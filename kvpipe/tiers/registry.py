@@ -198,6 +198,7 @@ def _split(text: str) -> SplitResult | None:
         url = urlsplit(text)
         url.port  # noqa: B018  (reading the property parses the port)
         parse_qsl(url.query, strict_parsing=bool(url.query))
-    except ValueError:  # this error is not chained: its message would show a part of the text, which may be secret
+    # this error is not chained, because its message would show a part of the text, which may be secret
+    except ValueError:
         return None
     return url

@@ -16,7 +16,7 @@ _ItemT = TypeVar("_ItemT")
 
 
 class TierThread(Generic[_ItemT]):
-    """Runs a task for each item.
+    """Runs a task for each item of work.
 
     If an item's task cannot begin any more, the item is passed to `_refuse`, so that no item is lost.
     """
@@ -87,6 +87,6 @@ class TierThread(Generic[_ItemT]):
             if self._group is not None and not self._over:
                 self._group.start_soon(self._work, item)
                 return
-        except RuntimeError:  # the task group is ending
+        except RuntimeError:  # the task group is ending, and starts no tasks any more
             pass
         self._refuse(item)

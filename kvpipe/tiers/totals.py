@@ -9,7 +9,7 @@ from kvpipe.protocol.messages import Kind
 from kvpipe.tiers.guard import GuardedTier
 
 Totals = dict[str, Mapping[str, float]]
-"""By the metric's name and by the label's value: a number. The label's value is "" if the metric has no label."""
+"""A number for each metric and value of its label. The label's value is "" if the metric has no label."""
 
 _NS_PER_S: Final = 1e9
 _NAMES: Final = {kind: kind.name.lower() for kind in Kind}

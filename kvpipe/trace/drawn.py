@@ -16,7 +16,7 @@ _EXACT_MAX = 1 << 53
 @contextlib.contextmanager
 def written(path: Path) -> Iterator[TextIO]:
     """Write `path` completely or not at all. An existing file is replaced only when the new text is complete."""
-    if path.exists() and not path.is_file():  # `path` is a terminal or a pipe
+    if path.exists() and not path.is_file():  # a terminal or a pipe cannot be replaced
         with path.open("w", encoding="utf-8") as there:
             yield there
         return

@@ -9,7 +9,10 @@ from typing import Final
 MEMORY: Final = "memory"
 """The label of durations of host memory. Durations of a tier have the tier's name as label."""
 KEPT_MAX: Final = 10_000
-"""The most durations of one histogram and label that wait to be taken. Beyond it, the oldest durations are dropped."""
+"""The largest number of durations that one histogram and label keep until `take`.
+
+The oldest durations are dropped first.
+"""
 
 BUCKETS_S: Final = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0,

@@ -1,4 +1,4 @@
-"""The lives of the requests in a trace. A life has phases, and marks of single events."""
+"""The lives of the requests in a trace, for a timeline. A life has phases, and marks of single events."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ class Life:
         self.since_ns, self._since_event, self._admission = 0, -1, -1
 
     def enter(self, phase: str, t_ns: int, i: int, loaded_ns: int | None = None) -> None:
-        """End the present phase and begin `phase` at `t_ns`, because of event `i`. `leave` explains `loaded_ns`."""
+        """End the present phase and begin `phase` at `t_ns`, because of event number `i`.
+
+        `leave` explains `loaded_ns`.
+        """
         if phase != self.phase:
             self.leave(t_ns, i, loaded_ns)
             self.phase, self.since_ns, self._since_event = phase, t_ns, i

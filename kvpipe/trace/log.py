@@ -1,4 +1,4 @@
-"""Counters and the log. While a forward waits, a count costs one increment. Only a fault costs more.
+"""Counters and the log. To count costs one increment, because a forward may be waiting. Only a fault costs more.
 
 A line of the log is a record of Python's `logging`, below vLLM's logger. So vLLM's levels, format and handlers apply to
 the line.
@@ -38,7 +38,7 @@ class Counters(Counter[CounterName]):
     """Counters by name. The first fault of each kind is logged, and then every 1000th fault of this kind."""
 
     on_fault: Callable[[FaultName, int, dict[str, object]], object] | None = None
-    """If set, this function gets (name, count, fields) instead of the log, because logging would delay a forward."""
+    """If set, this function gets a fault's (name, count, fields) instead of the log, which would delay a forward."""
     watcher: Callable[[FaultName, dict[str, object]], object] | None = None
     """If set, this function is called with (name, fields) for every fault, logged or not."""
 
@@ -100,7 +100,8 @@ class Log(structlog.stdlib.BoundLogger):
     """Lines below this level are dropped."""
 
     def _proxy_to_logger(self, method_name: str, event: str | None = None, *args: Any, **fields: Any) -> None:  # noqa: ANN401
-        level = logging.getLevelNamesMapping().get(method_name.upper(), logging.ERROR)  # `exception` is no level
+        # the method `exception` has no level of its own
+        level = logging.getLevelNamesMapping().get(method_name.upper(), logging.ERROR)
         if level < self.threshold or not self._logger.isEnabledFor(level):
             return
         with contextlib.suppress(Exception):  # a handler that fails must not end the thread that logs

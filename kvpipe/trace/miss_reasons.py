@@ -58,8 +58,8 @@ REASONS: dict[str, str] = {
 }
 """The reasons why a lookup found less than the whole prompt, and the meaning of each reason.
 
-A reason is about the request's own keys. No reason may depend on chunks that requests with other salts saved. Readers
-of the metrics would otherwise learn about the prompts of these requests (docs/security.md).
+A reason is about the request's own keys, and never depends on chunks that requests with other salts saved. Otherwise,
+readers of the metrics would learn about the prompts of those requests (docs/security.md).
 """
 
 KEYS_MAX = 1 << 16

@@ -70,7 +70,7 @@ def _chrome(timeline: Timeline) -> Iterator[dict[str, object]]:
         elif lane.name != REQUESTS:
             took = {"dur": (span.end_ns - span.begin_ns) / _NS_PER_US}
             timed.append((span.begin_ns, {"ph": "X"} | one | took | {"args": _args(timeline, span)}))
-    timed.sort(key=itemgetter(0))  # a stable sort, so that spans with equal times stay nested
+    timed.sort(key=itemgetter(0))  # the sort is stable, so spans with equal times stay nested
     for t, one in timed:
         yield one | {"ts": t / _NS_PER_US}
 
@@ -85,7 +85,7 @@ def _named(what: str, pid: int, tid: int, name: str) -> Iterator[dict[str, objec
 def _lives_of(timeline: Timeline) -> Iterator[Bundle]:
     """Yield each request's life, followed by the phases of the life."""
     rows: dict[tuple[int, int], list[Bundle]] = {}
-    # the spans of a row are sorted: first all lives by time, and then all phases by time
+    # In a row, all lives come first, by time, and then all phases, by time.
     for span in timeline.spans:
         if span.kind == LIFE:
             rows.setdefault((span.lane, span.row), []).append([span])

@@ -1,4 +1,7 @@
-"""Reads traces, also traces that are cut off, mixed with other lines or of other versions. Skips unreadable lines."""
+"""Reads traces, even if they are cut off, mixed with other lines, or of other versions.
+
+Unreadable lines are skipped.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,10 @@ class Trace:
             raise self._refusal(f"cannot be read ({why})")
 
     def __iter__(self) -> Iterator[Event]:
-        """Yield the readable events. Raises UsageError at a line of `ENDLESS_BYTES_MAX`, which no trace has."""
+        """Yield the readable events.
+
+        Raises UsageError at a line of `ENDLESS_BYTES_MAX` bytes, because no trace has such a line.
+        """
         decode, wanted, parts = self._decoder.decode, self._wanted, 0
         with self.path.open("rb", buffering=_READ_BYTES) as file:
             while line := file.readline(LINE_BYTES_MAX):

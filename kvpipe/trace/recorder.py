@@ -1,8 +1,8 @@
 """The path of events to the trace file and the log is a bounded queue and one thread that writes.
 
-`Recorder.put` appends to a deque and wakes no thread (the writer polls every 50 ms). So a call takes less than 1 us,
-also with a slow disk. Events that do not fit into the queue are dropped and counted. Where events are missing, the
-trace has the number of dropped events.
+`Recorder.put` appends to a deque and wakes no thread (the writer polls every 50 ms). Therefore a call takes less than 1
+us, even with a slow disk. Events that do not fit into the queue are dropped and counted. Where events are missing, the
+trace has an event with their number.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PASSING = {errno.ENOSPC, errno.EAGAIN, errno.EDQUOT}
 _OPEN = os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
 _LOCK_S_MAX = 1.0
 _WHY_CHARS_MAX = 400
-_SLICE_EVENTS = 64  # events per slice; between slices, other threads can take the interpreter's lock
+_SLICE_EVENTS = 64  # events that are written per slice; between slices, other threads can take the interpreter's lock
 _HASH_MAX = 1 << 32
 LOSSES: Final = ("queue", "sink")
 """The places at which events are lost: a full queue, or a sink that could not write the events."""
@@ -88,7 +88,10 @@ class Recorder:
     def took(
         self, request: str, epoch: int, step: int, cursor: Cursor, number: int, was: State, edge: Edge, why: str
     ) -> None:
-        """Record as `put` does that `cursor`, with the number `number` in the trace, took `edge` in state `was`."""
+        """Record, as `put` does, that a cursor took `edge` in state `was`.
+
+        `number` is the cursor's number in the trace.
+        """
         queue = self._queue
         if len(queue) < self._max:
             if self._gap:
@@ -198,7 +201,7 @@ class Writer:
     def set_layers(self, layers: int) -> None:
         """Set the number of layers of a rank's copies.
 
-        `tracing` makes the writer before the rank has its caches. At that time the number of layers is not known yet.
+        This number is not known when `tracing` makes the writer, because the rank has no caches yet.
         """
         for sink in self._sinks:
             if isinstance(sink, FileSink):
@@ -258,7 +261,7 @@ class FileSink:
     def __init__(self, path: Path, bytes_max: int, started: Started) -> None:
         """`bytes_max` is the limit of both files together. `started` is this process's first event in every file."""
         self._path, self._half, self._started = path, bytes_max // 2, started
-        self.layers = started.layers  # after a change, `started` is written again, before the next events
+        self.layers = started.layers  # if the number changes, `started` is written again before the next event
         self._encoder = msgspec.json.Encoder()
         self._fd = -1
         self._regular = True
@@ -282,7 +285,7 @@ class FileSink:
         except Exception as error:  # noqa: BLE001  (the next line has the number of missing events)
             self._loses(whole, f"{self._path}: {getattr(error, 'strerror', None) or error}")
             if not isinstance(error, OSError) or error.errno not in _PASSING:
-                self.close()  # the next events open the file again
+                self.close()  # the next call of `write` opens the file again
             return self._why
         self._unreported = 0
         return odd
@@ -321,7 +324,8 @@ class FileSink:
         try:
             self._put([self._encoder.encode(started)])
         except OSError:
-            self.close()  # no event may be in the file before `started`
+            # closed, so that a later event tries `started` again: no event may precede `started` in the file
+            self.close()
             raise
         started.part += 1
 

@@ -1,8 +1,8 @@
 """A replay checks that the machines' tables allow every transition of a trace, and that no transition is missing.
 
-A cursor begins in its machine's initial state. If the trace lacks the cursor's beginning, because the trace continued
-in a new file, the cursor begins in the state of its first event. Each later transition must start in the state in which
-the last transition ended, and must lead to the state that the table has.
+A cursor begins in its machine's initial state. If the cursor's beginning is missing, because the trace continued in a
+new file, the cursor begins in the state of its first event. Each later transition must start in the state in which the
+last transition ended, and must lead to the state that the table has.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Replay:
             self._move(event, process)
         elif isinstance(event, Started):
             self._layers[process] = event.layers
-            if event.part == 0:  # a new engine, perhaps with the same name
+            if event.part == 0:  # part 0 is of a new process, perhaps of a new engine with the same name
                 self._complete[process] = event.detail and event.sample >= 1
                 self._at = {at: state for at, state in self._at.items() if (at.engine, at.rank) != process}
                 self._ended.discard(process)

@@ -23,7 +23,7 @@ from kvpipe.trace.miss_reasons import REASONS
 from kvpipe.trace.reader import Trace, files_of
 
 SLOWEST = 10
-OPEN_MAX = 200_000  # the most kept requests without an end; further requests are only counted
+OPEN_MAX = 200_000  # the largest number of requests without an end that are kept; further requests are only counted
 _BAR = 40
 _OVERVIEW = tuple(
     f'{{"event":"{e.tag_of(kind)}"'.encode()
@@ -51,7 +51,7 @@ class RequestRow(NamedTuple):
 
 
 class Overview:
-    """The summary of a trace. The summary's size is proportional to the number of requests that live at once."""
+    """The summary of a trace. Its memory is proportional to the number of requests that live at once."""
 
     def __init__(self, slowest: int) -> None:
         """`slowest` is the number of slow requests to keep."""
@@ -68,7 +68,7 @@ class Overview:
         self.first_ns, self.last_ns = 0, 0
 
     def feed(self, event: e.Event) -> None:
-        """Add one event to the summary."""
+        """Add one event of the trace to the summary."""
         self.events += 1
         self.first_ns = min(self.first_ns or event.wall_ns, event.wall_ns)
         self.last_ns = max(self.last_ns, event.wall_ns)
@@ -90,7 +90,10 @@ class Overview:
 
     @property
     def wrong(self) -> Counter[str]:
-        """The faults and warnings. The count of each is the smallest number of times that it has surely occurred."""
+        """The faults and warnings, each with the number of times that it has surely occurred.
+
+        Events missing in the trace may add more.
+        """
         counts = Counter(self._wrong)
         for (_, _, name), seen in self._seen.items():
             counts[name] += seen

@@ -41,7 +41,10 @@ LANES = (REQUESTS, FORWARDS, LOADS, SAVES, NOTES)
 
 
 class Lane(NamedTuple):
-    """A lane of one side of one engine. `rank` is -1 for the scheduler. In a row, spans of one layer do not overlap."""
+    """A lane of one side of one engine.
+
+    `rank` is -1 for the scheduler. In a row, spans of equal `layer` do not overlap.
+    """
 
     engine: str
     rank: int

@@ -39,14 +39,17 @@ from kvpipe.trace.spans import (
 )
 
 EVENTS_MAX: Final = 100_000
-"""The most events that are drawn. A browser draws this number without a pause. The limit also bounds the memory."""
+"""The largest number of events that are drawn.
+
+A browser draws this number without a pause. The limit also bounds the memory.
+"""
 _CLOCKS_DIFFER_NS = 1_000_000_000
 _TOOK_NS_MAX = 10**15
-"""The longest believable duration in nanoseconds, eleven days."""
+"""The longest duration that is believed, in nanoseconds: eleven days."""
 
 
 class _DrawnEvents:
-    """The drawn events in order of time, with data from events that are not drawn, which are not kept."""
+    """The drawn events in order of time, and data that was read from the other events. Those are not kept."""
 
     def __init__(self, events: Iterable[Event], events_max: int) -> None:
         self.left_out = 0
@@ -108,8 +111,8 @@ class _Clocks:
     """One clock for the events of several hosts.
 
     The processes of a host share a monotonic clock. Another host, or an earlier boot, has a monotonic clock with
-    another origin. If an event's wall clock shows that the monotonic clock differs from the first event's, the event's
-    time is shifted.
+    another origin. If an event's wall clock shows that its monotonic clock has another origin than the first event's,
+    the event's time is shifted.
     """
 
     def __init__(self) -> None:

@@ -65,7 +65,7 @@ def _json(value: object) -> str:
 
 
 class _Strings(dict[str, int]):
-    """The number of each string. A new string gets the next number."""
+    """Numbers strings, so that the page has each string once. A new string gets the next number."""
 
     def __missing__(self, text: str) -> int:
         number = self[text] = len(self)
@@ -112,7 +112,7 @@ def _spans(
 
 
 def _ragged(lists: Iterable[list[int]]) -> list[list[int]]:
-    """Return the lengths of the lists, and one list with the elements of all lists."""
+    """Return two lists: the lengths of the lists in order, and the elements of all lists."""
     lengths, flat = [], list[int]()
     for one in lists:
         lengths.append(len(one))

@@ -122,7 +122,7 @@ class NodeStranded(Transition, tag="node_stranded"):
 
 
 def _named(tag: str, sentence: str) -> type[Transition]:
-    """Make an event class for a move that has no class in this module."""
+    """Make an event class for a move for which this module defines none."""
     made = msgspec.defstruct(tag.title().replace("_", ""), (), bases=(Transition,), tag=tag, gc=False)
     made.__doc__ = sentence
     return cast("type[Transition]", made)

@@ -1,6 +1,6 @@
 """The transfer protocol: the calls that the pipeline makes to a transfer engine, and the guarantees of an engine.
 
-With each submission, an engine copies one layer of one batch of jobs, or several layers that are final at once. The
+Each submission makes the engine copy one layer of one batch of jobs, or several layers that are final at once. The
 engine completes the submissions of one plan in the order of their submission, each exactly once, from any thread.
 `prepare` and `submit` never raise. If a copy fails, the engine completes the copy's ticket with the failed jobs.
 
@@ -39,7 +39,7 @@ class TicketState(Enum):
 
 QUEUED, BEGUN, WITHDRAWN, OVER, DONE = TicketState
 QUIET: Final = (OVER, DONE, WITHDRAWN)
-"""The states in which a ticket's copy touches no memory. This is a tuple, because hashing an enum member is slow."""
+"""The states in which a ticket's copy touches no memory. A tuple, because hashing an enum member is slow."""
 _LEAVING: Final = threading.Lock()
 """A thread holds this lock for about 1 us to move a ticket out of `QUEUED`. All tickets share the lock."""
 
@@ -101,7 +101,8 @@ class CopyPlan:
         self.mover = ""  # the name of the engine's mover for this plan, for the trace
         self._spans: dict[int, list[SlotSpan]] = {}
         self._merged: MergedRows | None = None
-        self._runs: tuple[Table, ...] | None = None  # not all movers need runs, and a call of numpy may be slow
+        # made on demand, because not all movers need runs, and a call of numpy may be slow
+        self._runs: tuple[Table, ...] | None = None
 
     @property
     def rows(self) -> tuple[Table, ...]:
@@ -172,7 +173,7 @@ def _spans(rows: Table, cuts: Table) -> list[SlotSpan]:
     if not len(rows):
         return []
     blocks = np.ascontiguousarray(rows[:, 2])
-    apart = np.ones(len(rows), bool)  # whether each row's block is not the block after the previous row's block
+    apart = np.ones(len(rows), bool)  # for each row: False if its block follows the previous row's block
     apart[1:] = blocks[1:] != blocks[:-1] + 1
     apart[cuts] = False
     adjacent = (~np.logical_or.reduceat(apart, cuts)).tolist()
@@ -209,7 +210,7 @@ class Ticket:
         self.failed = NO_JOBS
         self.mark: object = None  # for the engine's own use, such as the point after which device work is ordered
         self.state = QUEUED
-        self.born_ns = self.begun_ns = time.monotonic_ns()  # an engine that delays the copy sets `begun_ns` later
+        self.born_ns = self.begun_ns = time.monotonic_ns()  # if an engine delays the copy, it sets `begun_ns` again
         self.done_ns = self.born_ns  # the time of completion, once the ticket is completed
         self._landed = threading.Lock()
         self._landed.acquire()
@@ -254,7 +255,7 @@ class Ticket:
         """
         if self.state is QUEUED:
             with _LEAVING:
-                if self.state is QUEUED:  # otherwise another thread has just withdrawn the ticket
+                if self.state is QUEUED:  # false if another thread has just withdrawn the ticket
                     self.state = BEGUN
         if (state := self.state) is OVER or state is DONE:
             raise self._illegal("complete", "a ticket is completed only once")
@@ -280,7 +281,7 @@ class TransferEngine(Protocol):
     """A transfer engine copies layers. Each rank has one transfer engine."""
 
     piece_bytes: int
-    """The approximate number of bytes of the pool for one call of `claim`."""
+    """The approximate number of the pool's bytes that one call of `claim` should cover."""
 
     def attach(self, views: Sequence[PageView], geometry: Geometry, pool: HostPool) -> None:
         """Bind the paged cache (one view per layer, in the order of `geometry.layers`) and the pool.
@@ -292,7 +293,7 @@ class TransferEngine(Protocol):
     def claim(self, address: int, size: int) -> bool:
         """Make `size` bytes of whole slots at `address` ready for copies. An engine may pin these bytes, for example.
 
-        If other ranks also have parts of the slots, the bytes are this rank's part of one slot.
+        If the slots also have parts of other ranks, the bytes are this rank's part of one slot.
 
         Returns whether the slots may be used. After False the caller repeats the call later. Calls are made in the
         order of the slots, on any thread. The method is idempotent and never raises.

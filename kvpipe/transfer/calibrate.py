@@ -1,8 +1,8 @@
 """This module measures each mover once at start-up, on the engine's own streams, pool and bays, and chooses movers.
 
 Each mover gets two cost models of three numbers, ``us = fixed + copies * copy_us + bytes * byte_us``. The first model
-gives the time until the bytes have landed. The second model gives the time until the bytes have been read, after which
-compute may reuse the blocks of a save. The models come from three measured plans. The first plan has one page, the
+gives the time until the bytes have landed. The second model gives the time until the bytes have been read. From then
+on, compute may reuse the blocks of a save. The models come from three measured plans. The first plan has one page, the
 second plan has pages that are not adjacent, and the third plan has whole chunks. Plans without adjacent pages, such as
 the saves of a decoding batch, have separate models, from the first two measured plans.
 
@@ -43,7 +43,7 @@ BURDEN: Final[Mapping[Mover, float]] = {Mover.DMA: 1.0, Mover.STAGED: 1.05, Move
 """Factors for a mover's measured microseconds, because staged and direct copies take multiprocessors from the
 forward."""
 LATE: Final = 1.25
-"""A mover is considered for a plan if the bytes land within this factor of the fastest mover's time."""
+"""A mover is considered for a plan if its bytes land within this multiple of the fastest mover's time."""
 
 
 class Cost(NamedTuple):
@@ -207,7 +207,7 @@ def measure(
             bench.plan(direction, n, holes=h) for n, h in ((1, False), (bench.blocks, True), (bench.blocks, False))
         ]
         samples = [_sample(lanes[direction], bench, mover, plan, deadline, len(layout.views)) for plan in plans]
-        ones = samples[:2]  # plans without adjacent pages, for which a bay needs as many copies as DMA
+        ones = samples[:2]  # the plans without adjacent pages; for these plans, a bay needs as many copies as DMA
         costs[direction][mover] = Way(*(fit(each) for some in (samples, ones) for each in zip(*some, strict=True)))
     return costs
 
@@ -222,7 +222,7 @@ def _is_right(lanes: Mapping[Direction, DirectionQueues], bench: _ScratchLayer, 
 
 def _check(lanes: Mapping[Direction, DirectionQueues], bench: _ScratchLayer, mover: Mover) -> bool:
     """Return whether pages that are saved, zeroed and loaded again have their old content."""
-    own = torch.Generator().manual_seed(0)  # the global generator is vLLM's for sampling
+    own = torch.Generator().manual_seed(0)  # an own generator, because vLLM samples with the global generator
     pattern = torch.randint(0, 256, bench.cache.shape, dtype=torch.uint8, generator=own)
     bench.cache.copy_(pattern)
     for direction in (Direction.SAVE, Direction.LOAD):
@@ -249,7 +249,7 @@ def _run(lane: DirectionQueues, bench: _ScratchLayer, mover: Mover, plan: CopyPl
     own.queue(plan, prepared, [0], start)
     read = 0.0
     if mover is Mover.STAGED and plan.direction is Direction.SAVE:
-        own.kernel.synchronize()  # now all pages are in the bays: they are read but have not landed
+        own.kernel.synchronize()  # from here on, all pages are in the bays: they are read, but have not landed
         read = time.perf_counter()
     own.synchronize()
     landed = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The CPU engine makes native copies between paged cache and pool, in parallel with the forward or within the forward.
+"""The CPU engine copies between paged cache and pool with native code, in parallel with the forward or within it.
 
 One thread per direction copies while the forward computes. With ``threads=0`` the calling thread copies, which is
 better if the forward's own threads use every core. To order compute after a copy, the caller waits for the copy.

@@ -38,7 +38,8 @@ from kvpipe.transfer.waves import OrderingPoint, PlanQueue, WaveInFlight
 POLL_US_MIN: Final = 50
 POLL_S_MAX: Final = 0.000_2
 SHUTDOWN_S_MAX: Final = 30.0
-ABANDON_S_MAX: Final = 0.002  # the longest wait for the lock `_queueing`, per layer; queueing a wave takes less time
+# the longest wait for the lock `_queueing` per layer, because queueing a wave takes less time
+ABANDON_S_MAX: Final = 0.002
 STAGING_BYTES_MAX: Final = 64 << 20
 STAGING_ALIGN_BYTES: Final = 64
 WAVE_BYTES: Final = 8 << 20  # 160 us on a bus of 50 GB/s; the host queues a wave in less time
@@ -114,7 +115,8 @@ class CudaEngine:
         }
         self._hold_tables(no_kernels)
         self._pins = Pins(self._device, pool)
-        atexit.register(self.shutdown)  # the process must not end while the driver pins memory on another thread
+        # `shutdown` waits for pinning: the process must not end while the driver pins memory on another thread
+        atexit.register(self.shutdown)
         self._pins.begin(self.piece_bytes, FIRST_BYTES if self._calibrate_s_max and not pool.token else 0)
         self._calibrate(no_kernels)
         poll_us_min = self._choose_poll_us() if self._poll_us_min is None else self._poll_us_min
@@ -123,7 +125,7 @@ class CudaEngine:
             {"kvpipe-landed": (tuple(Direction), True)}
             if self._poll_s_min
             else {"kvpipe-queue": ((), True), **{f"kvpipe-landed-{d.name.lower()}": ((d,), False) for d in Direction}}
-        )  # threads that sleep in the driver cannot queue waves, so another thread does
+        )  # a thread of its own, because threads that sleep in the driver cannot queue waves
         for name, part in parts.items():
             thread = threading.Thread(target=self._complete, args=part, name=name, daemon=True)
             thread.start()
@@ -205,8 +207,8 @@ class CudaEngine:
         """Give up a copy. Returns False for a queued copy that is not over, because it cannot be withdrawn.
 
         Any thread may call this method. The method does not query the device, because a query would make a graph's
-        capture fail. If a copy blocks the queueing thread, the method neither waits for this copy, nor withdraws the
-        tickets that are delayed behind this copy.
+        capture fail. If a copy blocks the queueing thread, the method does not wait for this copy, and does not
+        withdraw the tickets that are delayed behind it.
         """
         if isinstance(ticket.mark, PlanQueue) and self._queueing.acquire(timeout=ABANDON_S_MAX):
             try:
@@ -431,7 +433,7 @@ class CudaEngine:
                 self._launch_computed()
             fired = self._look() if watched else True
             if closed and not any(self._flights[d] for d in watched):
-                with self._queueing:  # `shutdown` may have failed to get this lock
+                with self._queueing:  # queued here, because `shutdown` may have failed to get this lock
                     self._launch_rest()
                 return
             pause_s = self._poll_s_min if fired else min(2 * pause_s, max(POLL_S_MAX, self._poll_s_min))
@@ -462,7 +464,7 @@ class CudaEngine:
                 doubt = any(flight.failed for flight in self._flights[Direction.LOAD])
             for flight, failed in saves:
                 self._notify(flight, flight.queue.all if doubt else failed)
-        if self._patient:  # take the lock only for patient loads, because its holder may be in a blocking copy
+        if self._patient:  # checked before the lock is taken, because the lock's holder may be in a blocking copy
             with self._queueing:
                 self._go_on()
         return bool(saves or loads)
@@ -480,7 +482,7 @@ class CudaEngine:
                 except Exception as error:  # noqa: BLE001  (logged)
                     failed = flight.queue.all
                     end = self._trouble(direction, "copy_failed", error, flight.tickets, logged=bool(flight.failed))
-                    if end is not None:  # the device works, and may still be copying
+                    if end is not None:  # the device still works, and may still be copying
                         self._await_instead(direction, flight._replace(event=end, failed=failed))
                         return
             if self._land(direction, flight):

@@ -23,7 +23,7 @@ from kvpipe.transfer.driver import CopyBatch, Driver
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
-STAGED_PROGRAMS_MAX: Final = 512  # a gather takes microseconds, so it may use the whole device
+STAGED_PROGRAMS_MAX: Final = 512  # a gather takes only microseconds, so it may use the whole device
 DIRECT_PROGRAMS: Final = 16  # 16 loads of 16 KiB in flight use the whole bus, and leave multiprocessors to the forward
 WORDS_MAX: Final = 2048  # words of 8 bytes, per program and iteration
 WORD_BYTES: Final = 8
@@ -75,7 +75,8 @@ class Launch(NamedTuple):
     @property
     def arguments(self) -> tuple[Any, ...]:
         """The kernel's positional arguments."""
-        bay = self.pool if self.bay is None else self.bay  # never 0, because Triton gives small integers another type
+        # the pool's address instead of 0, because Triton would give a small integer another type
+        bay = self.pool if self.bay is None else self.bay
         return (
             self.table, self.places, bay, self.pool, self.slot_bytes, self.stride, self.page_bytes // self.align,
             self.first, self.rows, self.layer, self.layers,
@@ -183,8 +184,8 @@ _streams: dict[tuple[int, str], Stream] = {}
 def outside(make: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Call `make` in a new thread and return the result of `make`.
 
-    With `enable_cumem_allocator`, while vLLM registers the caches, each allocation of vLLM's thread comes from a memory
-    pool that vLLM may release later. Allocations of other threads do not come from that pool.
+    The reason is `enable_cumem_allocator`: while vLLM registers the caches, all allocations of vLLM's thread come from
+    a memory pool that vLLM may release later. Allocations of other threads do not come from that pool.
     """
     with ThreadPoolExecutor(1, "kvpipe-allocate") as alone:
         return alone.submit(make).result()

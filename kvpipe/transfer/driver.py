@@ -23,7 +23,7 @@ NON_BLOCKING: Final = 1  # the flag of a stream that does not wait for the legac
 STREAM_PRIORITY: Final = -1
 """The streams of copies have this priority, which is higher than compute's priority 0.
 
-Streams of one priority share hardware queues, and a waiting stream blocks the work behind it in such a queue.
+Streams of equal priority share hardware queues. In such a queue, a waiting stream blocks the work behind it.
 """
 BUS_ID_BYTES: Final = 16
 
@@ -36,7 +36,10 @@ _ORDER_ANY: Final = 3
 _PREFER_OVERLAP: Final = 1
 _INVALID_VALUE, _NOT_SUPPORTED = 1, 801
 _REFUSALS: Final = frozenset({_INVALID_VALUE, _NOT_SUPPORTED})
-"""Errors by which the driver refuses a call. After a refusal, the copies are queued in another way. Others raise."""
+"""The errors by which the driver refuses a call.
+
+After a refusal, the copies are queued in another way. Other errors raise.
+"""
 
 _POINTER, _SIZE, _CODE = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 _BATCH = ctypes.CFUNCTYPE(
@@ -128,7 +131,7 @@ class Driver:
         """
         code = self._call(stream, copies, how)
         if code in _REFUSALS and how.flags:
-            asked, how.flags = how.flags, 0  # the flags are only hints, so try without them
+            asked, how.flags = how.flags, 0  # try again without the flags, because they are only hints
             why, code = code, self._call(stream, copies, how)
             if code == 0:
                 self._report(f"taken without overlap: CUDA error {why} with it")
@@ -216,7 +219,8 @@ def _find_batch(library: Any) -> Any:  # noqa: ANN401
         code = ask(b"cuMemcpyBatchAsync", ctypes.byref(found), BATCHES_SINCE, 0, ctypes.byref(status))
         if code == 0 and found.value:
             return _BATCH(found.value)
-    plain = getattr(library, "cuMemcpyBatchAsync", None)  # the exported symbol has the signature of CUDA 12.8
+    # the symbol without a version suffix has the signature of CUDA 12.8
+    plain = getattr(library, "cuMemcpyBatchAsync", None)
     return None if plain is None else _BATCH(ctypes.cast(plain, _POINTER).value or 0)
 
 

@@ -5,7 +5,7 @@ range of adjacent pages of one slot. A bay holds ``[span][layer][page of the spa
 contiguous copy to or from the span's slot. A span that is a whole chunk is one contiguous copy for all layers together.
 
 Triton compiles the kernel at run time, so no extension is installed. Triton does not specialise the kernel on integers.
-So one compiled kernel per combination of the constants serves every step, and no step waits for the compiler.
+Therefore one compiled kernel per combination of the constants serves every step, and no step waits for the compiler.
 """
 
 from __future__ import annotations

@@ -241,5 +241,5 @@ def find_layout(cache: Paged) -> LayoutAdapter | None:
 
 
 def why_unknown(cache: Paged) -> str:
-    """Return the reason why `find` has no layout for a cache."""
+    """Return the reason why no layout is known for a cache."""
     return next(one.why for one in REFUSALS if one.fits(cache)).format(blocks=cache.blocks)

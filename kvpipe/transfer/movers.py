@@ -1,4 +1,4 @@
-"""The movers are ways to copy a layer's pages between the paged cache and the host pool, with a few queue operations.
+"""The movers are methods of copying a layer's pages between the paged cache and the host pool.
 
 =========  ========================================================================================================
 dma        The copy engines copy every run of pages that is adjacent on both sides. No kernel runs. Copies of less
@@ -36,7 +36,7 @@ from kvpipe.transfer.tables import RowTables
 
 BAYS: Final = 2  # two bays, so that one bay is filled while the other bay is emptied
 ROW_COLUMNS: Final = 5
-TABLES_BYTES: Final = 4 << 20  # per direction: 100 steps of 128 requests with a chunk each
+TABLES_BYTES: Final = 4 << 20  # for each direction, enough for 100 steps of 128 requests with a chunk each
 
 
 class Mover(StrEnum):
@@ -79,7 +79,7 @@ class SubmittedWork(NamedTuple):
 
 
 Kept = dict[tuple[int, ...], tuple[Ints, Ints, Ints]]
-"""By kind of layer, arrays that its layers share: offsets on the host, offsets on the device, numbers of bytes."""
+"""For each kind of layer, arrays that its layers share: offsets on the host and on the device, numbers of bytes."""
 
 
 class Layout:
@@ -229,7 +229,10 @@ class Prepared:
     def __init__(
         self, mover: Mover, start: DeviceEvent | None, table: object = None, firsts: Sequence[int] = ()
     ) -> None:
-        """A load runs after the event `start`. `table` has the kernel's rows. `firsts` has the groups' first rows."""
+        """A load runs after the event `start`.
+
+        `table` has the kernel's rows. `firsts` has the index of each group's first row.
+        """
         self.mover, self.start, self.table, self.firsts = mover, start, table, firsts
         self.kept: Kept = {}
 
@@ -291,7 +294,8 @@ class DirectionQueues:
         """Compile the kernels for every page size, before any step."""
         table = self._upload(np.zeros((1, ROW_COLUMNS), np.int32))
         for layer in {view.page_bytes: layer for layer, view in enumerate(self.layout.views)}.values():
-            for bay in [self._bays[0].address] * staged + [None] * direct:  # a launch without rows copies nothing
+            # each launch has no rows, so it compiles the kernel and copies nothing
+            for bay in [self._bays[0].address] * staged + [None] * direct:
                 self.device.launch(self.kernel, self._arguments(table, 0, BayTransfer(layer, 1, 0, 0), bay))
 
     def queue(self, plan: CopyPlan, prepared: Prepared, layers: Sequence[int], start: DeviceEvent) -> SubmittedWork:
@@ -347,7 +351,7 @@ class DirectionQueues:
                 else:
                     self._launch(prepared, alike.group, piece, bay.address)
                 landed = bay.free = second.record_event()
-        if landed is None or read is None:  # the plan has no rows for these layers
+        if landed is None or read is None:  # true if the plan has no rows for these layers
             landed = read = self.kernel.record_event()
         return SubmittedWork(landed, read if saving else landed)
 

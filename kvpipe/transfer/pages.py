@@ -32,7 +32,7 @@ class PageView:
 
     @property
     def kind(self) -> tuple[int, int, int, str]:
-        """All values that a copy depends on, except the address."""
+        """All properties of this view that a copy depends on, except the address."""
         return self.blocks, self.page_bytes, self.stride_bytes, self.layout
 
     @property

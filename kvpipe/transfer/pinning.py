@@ -4,8 +4,8 @@ A piece is a number of whole slots, so that no copy crosses the end of a piece. 
 beginning of the pool on. If other ranks have parts of the slots, a piece is this rank's part of one slot. Pinning uses
 CUDA's driver. If CUDA's runtime failed to pin memory, the next kernel launch would report that failure, too.
 
-While a process pins, the launches of every process on the machine wait. So pieces are small, the processes of a machine
-take turns, and `Readier` pauses between pieces.
+While one process pins, the launches of all processes on the machine wait. Therefore pieces are small, the processes of
+a machine take turns, and `Readier` pauses between pieces.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from kvpipe.transfer.pool import HostPool
 
 PIECE_BYTES_MAX: Final = 32 << 20  # the driver pins a piece of this size in about 3 ms
 FIRST_BYTES: Final = 256 << 20
-"""The number of bytes that are pinned at start-up for measurements. A step saves about as many chunks."""
+"""The number of bytes that are pinned at start-up for measurements: about as many as one step saves."""
 END_S_MAX: Final = 30.0
 TURN_S_MAX: Final = 1.0
-"""The longest wait, in seconds, for another process's turn. Later the process pins without the lock, because the other
-process may hang."""
+"""The longest wait, in seconds, for another process's turn to end.
+
+After this time a process pins without the lock, because the other process may hang.
+"""
 TURN_LOOK_S: Final = 0.000_5
 TURNS: Final = Path(tempfile.gettempdir(), f"kvpipe-pinning-{os.getuid()}.lock")
 """The process that pins locks this file."""
@@ -54,7 +56,7 @@ def turn(path: Path) -> Iterator[None]:
                 break
             except BlockingIOError:  # another process holds the lock
                 time.sleep(TURN_LOOK_S)
-            except OSError:  # this file system has no locks
+            except OSError:  # no lock can be had: this file system has no locks, for example
                 break
         yield
     finally:

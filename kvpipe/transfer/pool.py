@@ -10,6 +10,7 @@ import torch
 
 from kvpipe.errors import ConfigError
 from kvpipe.protocol.geometry import Geometry
+from kvpipe.transfer.marks import MarkPlace, SlotMarks
 
 
 class SlotsFile(NamedTuple):
@@ -29,7 +30,8 @@ class SharedSlots(NamedTuple):
 
     `token` names the memory. `saves` is False if another rank saves the same bytes to the same part. `with_memory`
     returns the number of slots, from the first slot on, that have memory. If `with_memory` is None, all slots have
-    memory. `file` is None if no other process can map the slots.
+    memory. `file` is None if no other process can map the slots. The mark of this rank's part begins at byte `marks_at`
+    of each slot, or slots have no marks. `digests` says whether marks have digests (see `SlotMarks`).
     """
 
     memory: memoryview
@@ -39,6 +41,8 @@ class SharedSlots(NamedTuple):
     saves: bool = True
     with_memory: Callable[[], int] | None = None
     file: SlotsFile | None = None
+    marks_at: int | None = None
+    digests: bool = False
 
 
 class HostPool:
@@ -50,7 +54,7 @@ class HostPool:
     not known, or if any core may be used, `near` is empty.
 
     Engines may share slots (`shared`). A shared slot has `part_bytes` bytes of this rank, and may also have parts of
-    other ranks and a note. `token` is b"" for a private pool.
+    other ranks, marks and a note. `token` is b"" for a private pool. `marks` is None if slots have no marks.
     """
 
     def __init__(self, geometry: Geometry, shared: SharedSlots | None = None) -> None:
@@ -63,6 +67,7 @@ class HostPool:
         self.near: frozenset[int] = frozenset()
         self.token, self._with_memory = (b"", None) if shared is None else (shared.token, shared.with_memory)
         self.part_bytes = geometry.slot_bytes
+        self.marks: SlotMarks | None = None
         if shared is not None:
             self._share(geometry, shared)
             return
@@ -80,8 +85,8 @@ class HostPool:
             raise ConfigError(msg) from None
         self._map.madvise(mmap.MADV_DONTFORK)
         try:
-            # Huge pages need fewer faults and less work to pin: 2 MiB at a time instead of 4 KiB. A kernel without huge
-            # pages refuses this advice, which is harmless.
+            # Huge pages need fewer faults and less work to pin: 2 MiB at a time instead of 4 KiB.A kernel without huge
+            # pages refuses this advice, which does no harm.
             self._map.madvise(mmap.MADV_HUGEPAGE)
         except OSError:
             self.huge_pages = False
@@ -92,13 +97,16 @@ class HostPool:
         self.base = self.tensor.data_ptr()
 
     def _share(self, geometry: Geometry, shared: SharedSlots) -> None:
-        self._memory = shared.memory  # this reference keeps the memory mapped
+        self._memory = shared.memory  # kept only because this reference keeps the memory mapped
         whole = torch.frombuffer(shared.memory, dtype=torch.uint8)
         self.slot_bytes, self.slots = shared.slot_bytes, whole.numel() // shared.slot_bytes
         self.ready, self.huge_pages = self.slots, False
         self.flat = torch.frombuffer(shared.memory, dtype=torch.uint8, offset=shared.at)
         self.base = self.flat.data_ptr()
         self.tensor = whole.view(self.slots, self.slot_bytes)[:, shared.at : shared.at + geometry.slot_bytes]
+        if shared.marks_at is not None:
+            place = MarkPlace(shared.slot_bytes, shared.marks_at, shared.at, self.part_bytes)
+            self.marks = SlotMarks(shared.memory, place, digests=shared.digests)
 
     @property
     def with_memory(self) -> int:
@@ -111,7 +119,8 @@ class HostPool:
 
     def parts(self, first: int, stop: int) -> list[tuple[int, int]]:
         """Return (offset from `base`, bytes) of this rank's parts of slots [first, stop). Adjacent parts are joined."""
-        if self.slot_bytes < 2 * self.part_bytes:  # no other rank has a part, but a slot may end with a note
+        # true if no other rank has a part of the slots; a slot may still end with a note
+        if self.slot_bytes < 2 * self.part_bytes:
             return [(first * self.slot_bytes, (stop - first) * self.slot_bytes)]
         return [(slot * self.slot_bytes, self.part_bytes) for slot in range(first, stop)]
 

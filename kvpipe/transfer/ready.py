@@ -1,12 +1,13 @@
 """The readier makes the slots of a pool ready before their use: resident, and pinned if the transfer engine pins.
 
 The first touch of a page causes a page fault, which can take twenty times as long as the copy of that page. On a
-virtual machine whose host has not allocated the page yet, the faults of 2 MiB take 7 ms or more. So a thread touches
-the pool from its beginning to its end.
+virtual machine whose host has not allocated the page yet, the faults of 2 MiB take 7 ms or more. Therefore a thread
+touches the pool before its use, from its beginning to its end.
 
 If slots must be pinned, only slots that the thread has finished are used. Otherwise slots are also used *on demand*:
-when the engine saves faster than the thread works, the copies cause the page faults. The alternative would be to evict
-chunks although the pool has room. The thread continues after the slots that the scheduler side has used.
+when the engine saves faster than the thread works, untouched slots are used, and the copies cause the page faults.
+Without this, chunks would be evicted although the pool has room. The thread continues after the slots that the
+scheduler side has used.
 
 The thread touches a page by writing one byte. ``MADV_POPULATE_WRITE`` would hold the lock of the whole address space
 while the kernel clears pages, so that every allocation of the forward would wait. The write overwrites a byte of the
@@ -32,7 +33,8 @@ from kvpipe.transfer.pool import HostPool
 
 How = Literal["ahead", "start", "use"]
 
-STROKE_BYTES: Final = 4 << 20  # bytes touched in one call on the forward's own cores, in 14 ms at most
+# bytes touched in one call if the thread shares the forward's cores; a call takes 14 ms at most
+STROKE_BYTES: Final = 4 << 20
 SHARE_OF_A_BUSY_CORE: Final = 0.05
 SHARE_OF_PINNING: Final = 0.05
 """The share of a busy engine's time in which all ranks together pin, because no launch runs while a rank pins."""
@@ -142,7 +144,7 @@ class Readier:
             self._thread.join(STOP_S_MAX)
 
     def _main(self) -> None:
-        near = self._pool.near  # a page stays in the memory of the core that first touches it
+        near = self._pool.near  # near the device, because a page stays in the memory of the core that first touches it
         if cpus := near & self._manners.cpus or near or self._manners.cpus:
             bind_this_thread(cpus)
         try:
@@ -183,7 +185,8 @@ class Readier:
 
     def _has_room(self, size: int) -> bool:
         """Return whether `size` more bytes of memory are free. Without this check the system could kill the engine."""
-        room = None if self._pool.token else self._room()  # the holder has checked this for shared slots
+        # None for shared slots, because their holder has checked the free memory
+        room = None if self._pool.token else self._room()
         is_short = room is not None and room.spare < size
         if room is not None and is_short and not self._is_short:
             self._short(room)

@@ -20,7 +20,7 @@ ALIGN_BYTES: Final = 256
 
 
 class _Lent(NamedTuple):
-    """A range of both rings, which is in use as long as the range's table is alive."""
+    """A range of both rings, which is in use until its table is deleted."""
 
     begin: int
     table: weakref.ref[torch.Tensor]

@@ -41,7 +41,7 @@ class PlanQueue:
         return frozenset(job.id for job in self.plan.jobs)
 
     def prepare(self) -> None:
-        """Take over the data that the engine has prepared for the plan, if the engine has prepared any."""
+        """Take over the data that the engine has prepared for the plan, if there are any."""
         self.prepared = self.plan.mark if isinstance(self.plan.mark, Prepared) else None
         self.plan.mark = None
 

@@ -59,7 +59,8 @@ class HeldAdapters:
         if not refused:
             return plan
         for claim in refused:
-            self._reported[claim.adapter] = b""  # so that `news` reports the adapter's digest again
+            # differs from every held digest, so that `news` reports the adapter's digest again
+            self._reported[claim.adapter] = b""
             if claim.job:
                 self._counters.fault("adapter_changed", job=claim.job, adapter=claim.adapter)
         self.changes += 1

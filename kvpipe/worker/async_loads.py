@@ -23,7 +23,10 @@ class AsyncLoads:
         self._batches.append(batch)
 
     def await_one(self, wait_s: float) -> None:
-        """Wait at most `wait_s` seconds for the oldest load to land. If an outcome is to be collected, do not wait."""
+        """Wait at most `wait_s` seconds for the oldest load to land.
+
+        If an outcome waits to be collected, do not wait.
+        """
         ends_at_s = time.monotonic() + wait_s
         if not self._outcomes.waiting:
             self._loop.settle(wait_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from typing import Final
@@ -9,7 +10,7 @@ from typing import Final
 from kvpipe.protocol.messages import Job, Kind, Outcome
 from kvpipe.statemachine.copy import LayerCursor
 from kvpipe.statemachine.core import Edge
-from kvpipe.transfer.base import QUIET, CopyPlan, Direction, Ticket
+from kvpipe.transfer.base import NO_JOBS, QUIET, CopyPlan, Direction, Ticket
 
 LAST_MOVES: Final = 8
 NO_COPY: Final = Ticket(None, 0, 0, bool)
@@ -26,11 +27,14 @@ class Batch:
     """
 
     __slots__ = (
+        "checked",
         "closed",
         "cursors",
+        "damaged",
         "ended",
         "first_ns",
         "guarded",
+        "held",
         "history",
         "jobs",
         "kind",
@@ -38,6 +42,7 @@ class Batch:
         "moved_ns",
         "open",
         "plan",
+        "stamps",
         "step",
         "stuck",
         "tickets",
@@ -49,24 +54,29 @@ class Batch:
         """`groups` is the number of cache groups. `traced` says whether some of the jobs are traced in detail.
 
         The layers in the attribute `guarded` have loads after which later compute is already ordered. The attribute
-        `waited` has the layers whose attention called `wait_layer`.
+        `waited` has the layers whose attention called `wait_layer`. The attributes `stamps`, `checked`, `damaged` and
+        `held` belong to `SlotChecks`.
         """
         self.kind, self.jobs, self.step, self.traced = kind, jobs, step, traced
         self.plan = CopyPlan(Direction.SAVE if kind is Kind.SAVE else Direction.LOAD, jobs, groups)
         # The attributes of vLLM's thread:
         self.guarded: set[int] = set()
         self.waited: set[int] = set()
-        self.tickets: dict[int, Ticket] = {}  # by layer, in the order of submission
+        self.tickets: dict[int, Ticket] = {}  # the ticket of each layer, in the order of submission
         self.last = NO_COPY  # the last ticket that the engine took, and so the last to complete
-        self.open: deque[Ticket] = deque()  # tickets from before their copies begin until the loop removes them
+        self.open: deque[Ticket] = deque()  # each ticket from before its copy begins until the loop removes the ticket
+        self.stamps = b""  # of all jobs (see `Job.stamps`)
+        self.checked: threading.Event | None = None  # set when the inbox's handler knows the result of the digests
+        self.damaged = NO_JOBS  # the loads whose slots have other digests
         # The attributes of the loop thread:
         self.cursors: dict[int, LayerCursor] = {}
         self.ended: list[Outcome] = []
         self.closed = False
         self.moved_ns = time.monotonic_ns()
-        self.first_ns = 0  # when the first landed copy was submitted, or 0 before a copy has landed
+        self.first_ns = 0  # the time at which the first landed copy was submitted, or 0 before a copy has landed
         self.history: deque[tuple[int, Edge]] = deque(maxlen=LAST_MOVES * len(jobs))
         self.stuck = False
+        self.held: Ticket | None = None  # the last ticket, which has landed before the digests were compared
 
     @property
     def pages(self) -> list[int]:
@@ -77,7 +87,7 @@ class Batch:
     def settled(self) -> bool:
         """Whether no copy can touch the jobs' slots or blocks any more.
 
-        The loop thread reads this property once all copies are submitted.
+        The loop thread reads this property after all copies were submitted.
         """
         while self.open and self.open[0].state in QUIET:
             self.open.popleft()

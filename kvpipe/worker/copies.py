@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Final
@@ -23,11 +24,13 @@ from kvpipe.trace import events as e
 from kvpipe.trace.durations import LOAD, MEMORY, STORE
 from kvpipe.transfer.base import QUIET, Ticket
 from kvpipe.worker.batch import Batch
+from kvpipe.worker.checks import CHANGED, SlotChecks
 from kvpipe.worker.context import RankContext
 
 OPENED: Final = "opened"
 SUBMITTED: Final = "submitted"
-"""`OPENED` and `SUBMITTED` are events of a whole batch. All other events are events of the jobs' machine."""
+CHECKED: Final = "checked"
+"""`OPENED`, `SUBMITTED` and `CHECKED` are events of a whole batch. All other events are events of the jobs' machine."""
 SLOWER_SHARE: Final = 1 / 16
 RATE_BYTES: Final = 256 << 20
 """The sums of bytes and time are halved when the sum of bytes exceeds this number, so that older loads count less."""
@@ -49,7 +52,8 @@ class LoadRate:
         """Start without a measurement: `bytes_per_s` is 0."""
         self.bytes_per_s = 0.0
         self._landed_ns = 0  # the time at which the last layer of a load landed
-        self._wave_ns, self._wave_counts = 0, False  # when the landing wave was queued, and whether it counts
+        # of the wave that is landing: the time at which it was queued, and whether it counts
+        self._wave_ns, self._wave_counts = 0, False
         self._of_late = (0, 0)  # recently loaded bytes, and the nanoseconds of these loads
         self._run = (0, 0)  # the bytes of the present run of loads, and the time at which the run began
 
@@ -82,9 +86,16 @@ class Copies:
     """The cursors of one rank's jobs. vLLM's thread takes the outcomes of jobs from `outbox`."""
 
     def __init__(
-        self, context: RankContext, geometry: Geometry, abandon: Callable[[Ticket], bool], *, saves: bool = True
-    ) -> None:
-        """Make the loop thread. `abandon` is the transfer engine's method. Without `saves`, saves copy nothing."""
+        self, context: RankContext, geometry: Geometry, abandon: Callable[[Ticket], bool], *, saves: bool = True,
+        checks: SlotChecks | None = None,
+    ) -> None:  # fmt: skip
+        """Make the loop thread. `abandon` is the transfer engine's method. Without `saves`, saves copy nothing.
+
+        Without `checks`, slots have no marks.
+        """
+        self._checks = checks
+        if checks is not None:
+            checks.on_checked = self._checked
         self.counters, self.trace, self._abandon, self._saves = context.counters, context.trace, abandon, saves
         groups = geometry.groups
         self._layers = [(group, groups[group].layers[index].page_bytes) for group, index in geometry.layers]
@@ -107,8 +118,8 @@ class Copies:
         """Send a completed ticket to the loop thread. Any thread may call this sink of all tickets.
 
         After a failed ticket or the batch's last ticket, this thread handles the inbox itself, because waking the loop
-        thread takes longer. After any other ticket, either another ticket completes, or vLLM's thread still submits.
-        `batch.last` is read only after the ticket is in the inbox, so that no ticket is missed.
+        thread takes longer. After any other ticket, a later ticket of the batch will complete, or vLLM's thread is
+        still submitting. `batch.last` is read only after the ticket is in the inbox, so that no ticket is missed.
         """
         self.loop.put(ticket, wake=False)
         batch = ticket.batch
@@ -116,18 +127,24 @@ class Copies:
         if ticket.failed or batch.last is ticket:
             self.loop.drain()
 
+    def _checked(self, batch: Batch) -> None:
+        """Send the news that the digests' thread has read the slots of `batch`. The digests' thread calls this."""
+        self.loop.put((CHECKED, batch, ""), wake=False)
+        self.loop.drain()
+
     def drain(self, fence: Callable[[Ticket, float], bool], wait_s: float) -> bool:
-        """Wait for the copies of each batch, `wait_s` seconds at most, and then abandon the copies that have not begun.
+        """Wait for all copies, `wait_s` seconds at most, and then abandon the copies that have not begun.
 
         vLLM's thread calls this between steps. `fence` is the transfer engine's method, which queues the copies that
-        the engine holds back. Returns False if a copy may still touch memory.
+        the engine holds back. Returns False if a copy may still touch memory. The loop thread has as long again to
+        handle the end of the copies.
         """
-        live: list[Batch] = []
+        live, until_s = list[Batch](), time.monotonic() + wait_s
         if not (self.loop.put(lambda: live.extend(self.live)) and self.loop.settle(wait_s)):
             return False
         for batch in live:
-            last = batch.last
-            if last.done or (fence(last, wait_s) and last.wait(wait_s)):
+            last, left_s = batch.last, until_s - time.monotonic()
+            if last.done or (left_s > 0 and fence(last, left_s) and last.wait(max(0.0, until_s - time.monotonic()))):
                 continue
             for ticket in batch.tickets.values():
                 self._abandon(ticket)
@@ -142,7 +159,8 @@ class Copies:
             batch = item.batch
             assert isinstance(batch, Batch)  # noqa: S101  (the pipeline makes all tickets)
             batch.moved_ns = item.done_ns
-            self._landed(batch, item)
+            if self._checks is None or not self._checks.holds(batch, item, layers=len(self._layers)):
+                self._landed(batch, item)
         else:
             event, batch, why = item
             self._news(batch, event, why)
@@ -152,17 +170,27 @@ class Copies:
         if event == SUBMITTED:
             batch.closed = True
             return
+        if event == CHECKED:
+            if batch.held is not None:
+                self._landed(batch, batch.held)
+            if batch.checked is not None:
+                batch.checked.set()  # last: vLLM's thread may wait for this, and then settles its step
+            return
         if event == OPENED:
             machine = self.machines[batch.kind is not Kind.SAVE]
             batch.cursors = {job.id: LayerCursor(machine, job.id, self._watch(batch, job)) for job in batch.jobs}
             self.live[batch] = None
             if batch.kind is not Kind.LOAD_ASYNC:
                 return
-            event = m.CONFIRM  # no forward reads an async load's blocks before the copy has landed
+            # an async load is confirmed at once, because no forward reads its blocks before the copy has landed
+            event = m.CONFIRM
         for job in batch.jobs:
             self.fire(batch, job, event, why)
 
     def _landed(self, batch: Batch, ticket: Ticket) -> None:
+        failed, checks = ticket.failed, self._checks
+        if checks is not None and ticket.ordinal + len(ticket.layers) == len(self._layers):
+            failed |= checks.failed(batch)
         took_ns = ticket.done_ns - ticket.born_ns
         if self._saves or batch.kind is not Kind.SAVE:
             self._count(batch, ticket, took_ns)
@@ -171,16 +199,18 @@ class Copies:
             for layer in ticket.layers:
                 self.trace.put(e.LayerCopied(
                     ticket.born_ns, *header, kind=batch.kind.name.lower(), layer=layer,
-                    jobs=[job.id for job in batch.jobs], took_ns=took_ns, failed=sorted(ticket.failed),
+                    jobs=[job.id for job in batch.jobs], took_ns=took_ns, failed=sorted(failed),
                 ))  # fmt: skip
         for job in batch.jobs:
             if job.id in ticket.failed:
                 self.fire(batch, job, m.FAULT, f"the copy of layer {ticket.layer} failed")
+            elif job.id in failed:
+                self.fire(batch, job, m.FAULT, CHANGED)
             else:
                 self._land(batch, job, range(ticket.ordinal, ticket.ordinal + len(ticket.layers)))
 
     def _count(self, batch: Batch, ticket: Ticket, took_ns: int) -> None:
-        """Add a copy to the figures of the batch's kind."""
+        """Add a landed copy to the totals of the batch's kind of job."""
         self.ns[batch.kind] += took_ns
         batch.first_ns = batch.first_ns or ticket.born_ns
         if not ticket.failed:
@@ -210,7 +240,7 @@ class Copies:
             self._moved_on(batch, job, edge, "")
 
     def _path(self, cursor: LayerCursor, layers: range) -> Edge | None:
-        """Return the last edge that `cursor` takes when `layers` land. None if `layers` are not the next layers."""
+        """Return the last edge that `cursor` takes when `layers` land, or None if `layers` are not the next layers."""
         key = cursor.state, layers
         if key not in self._paths:
             trial = LayerCursor(cursor.machine, cursor.key)
@@ -255,8 +285,11 @@ class Copies:
                 self.counters.fault("job_failed", job=job.id, request=job.request, state=edge.to.name, why=why)
 
     def put_outcomes(self, batch: Batch) -> None:
-        """Put the outcomes of ended jobs into the outbox, once no copy can touch the slots or blocks of these jobs."""
-        if batch.closed and batch.settled:
+        """Put the outcomes of ended jobs into the outbox, once no copy can touch the slots or blocks of these jobs.
+
+        The outcomes of saves wait until the marks of the saves' slots are written.
+        """
+        if batch.closed and batch.settled and (self._checks is None or self._checks.is_marked(batch)):
             if batch in self.live and all(cursor.state.final for cursor in batch.cursors.values()):
                 del self.live[batch]
                 if batch.first_ns:

@@ -58,7 +58,7 @@ class Limits(NamedTuple):
         return wrong
 
     def _wrong(self, least: list[int], most: list[int]) -> str:
-        """Return the reason if rows with values from `least` to `most` (by column) cannot be carried out, else ""."""
+        """Return why rows whose columns have values from `least` to `most` cannot be carried out, or "" if they can."""
         ends = len(self.pages), self.slots_ready(), max(self.pages), self.blocks
         columns = zip(_COLUMNS, least, most, ends, strict=True)
         wrong = next((what for what, low, high, end in columns if low < 0 or high >= end), "")

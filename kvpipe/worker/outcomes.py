@@ -37,7 +37,7 @@ class Outcomes:
         self.refuse([job for job in jobs if job.id not in known], why)
 
     def suspect(self, batch: Batch) -> None:
-        """Report the blocks of a failed batch of sync loads in this step. A job ends only when the job's copies end."""
+        """Report the blocks of a failed batch of sync loads in this step, before its jobs end with their copies."""
         self._early |= batch.ids & self.uncollected.keys()  # exclude jobs that were already reported
         for job in batch.jobs:
             self._suspects |= job.blocks()
@@ -60,7 +60,7 @@ class Outcomes:
         outbox, open_jobs, early = self._copies.outbox, self.uncollected, self._early
         while outbox:
             outcome = outbox.popleft()
-            if open_jobs.pop(outcome.job.id, None) is not None:  # if None, the job was already reported as lost
+            if open_jobs.pop(outcome.job.id, None) is not None:  # None if the job was already reported as lost
                 out.append(outcome)
         if early:
             out = [one._replace(why=REPORTED_EARLY) if one.job.id in early else one for one in out]

@@ -26,6 +26,7 @@ from kvpipe.transfer.base import DONE, Ticket, TransferEngine
 from kvpipe.worker.async_loads import AsyncLoads
 from kvpipe.worker.batch import NO_BATCH, Batch
 from kvpipe.worker.caches import EVERY_HOOK, Hooks
+from kvpipe.worker.checks import SlotChecks
 from kvpipe.worker.context import RankContext
 from kvpipe.worker.copies import OPENED, SUBMITTED, Copies
 from kvpipe.worker.limits import PLANNED_TO_FAIL, Limits
@@ -52,14 +53,16 @@ class Pipeline:
         blocks: int = BLOCKS_MAX,
         slots_ready: Callable[[], int] | None = None,
         saves: bool = True,
+        checks: SlotChecks | None = None,
     ) -> None:
         """Start the loop thread. `engine` must be attached already. `hooks` has the numbers of layers.
 
         `blocks` is the number of paged blocks. `slots_ready()` returns the number of usable slots. Without
         `slots_ready`, all slots are usable. A copy's jobs fail after a wait of `wait_ms_max` (a setting). Without
-        `saves`, this rank's saves copy nothing, because another rank saves the same bytes.
+        `saves`, this rank's saves copy nothing, because another rank saves the same bytes. Without `checks`, slots have
+        no marks.
         """
-        self.counters, self._hooks, self._saves = context.counters, hooks, saves
+        self.counters, self._hooks, self._saves, self._checks = context.counters, hooks, saves, checks
         self.waited_ns = 0  # the time that vLLM's thread has waited for copies
         self._engine, self._trace, self._wait_s = engine, context.trace, context.settings.wait_ms_max / 1000
         self._limits = Limits(geometry.pages_per_chunk, blocks, slots_ready or (lambda: geometry.slots))
@@ -69,11 +72,11 @@ class Pipeline:
         self._all = (*self._unhooked, *self._hooked)
         self._late, self._next = frozenset(self._unhooked), {layer: layer for layer in self._layers}
         self._next.update(pairwise(self._hooked))
-        self.step = Cursor(m.STEP.compile(), "step")  # stays IDLE in a step without jobs
+        self.step = Cursor(m.STEP.compile(), "step")  # a step without jobs leaves the cursor IDLE
         self._save = self._sync = self._async = NO_BATCH  # the open step's saves, sync loads and async loads
         self._unfenced = NO_BATCH  # the last step's saves, which may still read blocks
         self._computes = True  # whether the open step computes any tokens
-        self.copies = Copies(context, geometry, engine.abandon, saves=saves)
+        self.copies = Copies(context, geometry, engine.abandon, saves=saves, checks=checks)
         self.copies.loop.start(Watchdog(self.copies, engine.abandon, context.settings.stuck_ms_max).run)
         self._landed = self.copies.completed  # the sink of all tickets
         self.outcomes = outcomes = Outcomes(self.copies)
@@ -111,7 +114,9 @@ class Pipeline:
         self.step.fire(m.PLAN)
         self._computes = plan.computes
         by_kind: dict[int, list[Job]] = {}
-        refused = self._limits.refused(plan.jobs)
+        wrong = refused = self._limits.refused(plan.jobs)
+        if self._checks is not None:
+            refused = self._checks.refused(plan.jobs, wrong)
         for place, job in enumerate(plan.jobs):
             if place not in refused:
                 by_kind.setdefault(job.kind, []).append(job)
@@ -119,10 +124,12 @@ class Pipeline:
         self._sync = self._open(Kind.LOAD_SYNC, by_kind, plan.step)
         self._async = self._open(Kind.LOAD_ASYNC, by_kind, plan.step)
         for batch in (self._save, self._sync, self._async):
+            if batch.jobs and self._checks is not None:
+                self._checks.begin(batch)
             if batch.jobs and (batch.kind is not Kind.SAVE or batch.traced):  # the trace needs the plan's mover
                 self._engine.prepare(batch.plan)
         for place, why in refused.items():
-            self._refuse(plan.jobs[place], why)
+            self._refuse(plan.jobs[place], why, poisoned=place in wrong)
 
     def start_loads(self, forward: object = None) -> None:
         """Submit every layer of the step's loads. Wait for the sync loads of layers without a hook.
@@ -144,7 +151,8 @@ class Pipeline:
         batch = self._sync
         if self.step.fire(m.WAIT_LAYER).moves:
             self.counters.fault("loads_started_by_hook")
-            self._submit_all(batch)  # layers without a hook are not awaited: the forward may have read them
+            # waiting for layers without a hook would be too late: the forward may have read them
+            self._submit_all(batch)
         if layer in batch.waited:
             self.counters["wait_repeated"] += 1
         elif (layer in batch.guarded or self._guard(batch, layer)) and self._guard(batch, self._next[layer]):
@@ -178,7 +186,7 @@ class Pipeline:
         """End the step if `end_step` was not called for the step."""
         was = self.step.state.row
         if self.step.fire(m.CLEAR).moves:
-            if self._save.jobs or self._sync.jobs:  # else the step has no jobs to end
+            if self._save.jobs or self._sync.jobs:  # false if the step has no jobs to end
                 self.counters.fault("step_end_skipped")
             self._end(was)
 
@@ -198,6 +206,8 @@ class Pipeline:
         if self.step.fire(m.SHUTDOWN).moves:
             with ExitStack() as always:
                 always.callback(self.copies.loop.stop)
+                if self._checks is not None:
+                    always.callback(self._checks.stop)
                 always.callback(self._engine.shutdown)
                 self._withdraw()
 
@@ -213,8 +223,8 @@ class Pipeline:
 
     # ---- its parts ------------------------------------------------------------------------------------------------
 
-    def _refuse(self, job: Job, why: str) -> None:
-        if why is not PLANNED_TO_FAIL:
+    def _refuse(self, job: Job, why: str, *, poisoned: bool) -> None:
+        if poisoned and why is not PLANNED_TO_FAIL:
             self.counters.fault("poisoned_plan", job=job.id, why=why)
         self.outcomes.refuse([job], why)
         if job.kind not in {Kind.SAVE, Kind.LOAD_ASYNC}:
@@ -316,6 +326,7 @@ class Pipeline:
         elif was == m.GIVEN_UP:
             self.copies.put(copy_m.DENY, batch, TIMED_OUT)
         elif len(batch.waited) == len(self._layers):
+            self._await_checks(batch)
             # This is rare. A failed load must be reported to the engine in this step, so wait for the last copy.
             if any(map(_failed, batch.tickets.values())) and not batch.last.wait(self._wait_s):
                 self._give_up(batch, TIMED_OUT)
@@ -331,6 +342,17 @@ class Pipeline:
                 self._engine.guard_read(batch.last, self._wait_s)
         self._settle()
 
+    def _await_checks(self, batch: Batch) -> None:
+        """Wait until the digests of a batch of sync loads are compared, because their failure ends in this step."""
+        if self._checks is None:
+            return
+        if not self._timed(self._checks.wait, batch.last):
+            self._give_up(batch, TIMED_OUT)
+        elif batch.damaged:
+            self._fail_step_saves()
+            if not batch.last.wait(self._wait_s):
+                self._give_up(batch, TIMED_OUT)
+
     def _end(self, was: str) -> None:
         """End the saves of a step that was in state `was`. Before, end the step's loads if they were not settled."""
         if was != m.SETTLED:
@@ -338,7 +360,8 @@ class Pipeline:
         batch, self._save = self._save, NO_BATCH
         if not batch.jobs:
             return
-        without = not batch.tickets and (self._hooks.replayed is not None or not self._computes)  # no hook was called
+        # no hook was called, and none was due
+        without = not batch.tickets and (self._hooks.replayed is not None or not self._computes)
         if layers := self._all if without else self._unhooked:
             self._submit_layers(batch, layers)
         self.copies.put(SUBMITTED, batch, wake=False)
@@ -376,7 +399,7 @@ class Pipeline:
 
     def _withdraw_batch(self, batch: Batch) -> None:
         try:
-            if not batch.last.done:  # no copy may read or write after the job's report
+            if not batch.last.done:  # wait, because no copy may read or write after the job's report
                 self._engine.fence(batch.last, self._wait_s)
         finally:
             if batch.kind is Kind.LOAD_SYNC:
@@ -392,7 +415,8 @@ class Pipeline:
 
     def _give_up(self, batch: Batch, why: str) -> None:
         self.counters.fault("copy_timeout", why=why)
-        for ticket in dict.fromkeys(batch.tickets.values()):  # copies not yet begun must not write to freed blocks
+        # abandoned, because a copy that begins later would write to freed blocks
+        for ticket in dict.fromkeys(batch.tickets.values()):
             self._engine.abandon(ticket)
         self._trace.put(e.TierSlow(*batch.header(self._trace.rank), tier=TIER, waited_ms=self._wait_s * 1000))
         if batch.kind is Kind.LOAD_SYNC:

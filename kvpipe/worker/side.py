@@ -22,6 +22,7 @@ from kvpipe.transfer.pool import HostPool, SharedSlots
 from kvpipe.transfer.ready import DEMAND_BYTES_MAX, SHARE_OF_A_BUSY_CORE, SHARE_OF_PINNING, Manners, Readier
 from kvpipe.worker.adapters import HeldAdapters, marked_broken
 from kvpipe.worker.caches import PagedCaches
+from kvpipe.worker.checks import SlotChecks
 from kvpipe.worker.context import RankContext
 from kvpipe.worker.engines import EngineOptions, make_engine
 from kvpipe.worker.outcomes import REPORTED_EARLY
@@ -75,7 +76,8 @@ class WorkerSide:
         self._caches, self._index, self._aliases = caches, caches.index, caches.aliases
         self._plan: StepPlan | None = None  # the plan of the bound step
         self._bound_ns = self._waited_ns = 0
-        self._weighed: dict[int, tuple[int, str]] = {}  # the last answer of `weigh`, by rank
+        # for the next report: this rank's answer to the last question about its weights
+        self._weighed: dict[int, tuple[int, str]] = {}
         self._unreadable, self._ready_reported = frozenset[int](), -1
         self._tallies: dict[int, Tally] = {}
         self._received, self._failed, self._bad_blocks = set[str](), set[str](), set[int]()
@@ -85,7 +87,7 @@ class WorkerSide:
             self._pool = pool = HostPool(self.geometry, shared)
             engine.attach(caches.views, self.geometry, pool)
             undo.callback(engine.shutdown)
-            alone = shared is None or shared.saves  # False if another rank has the same bytes in the same slots
+            alone = shared is None or shared.saves  # False if another rank saves the same bytes to the same slots
             for one in tiers:
                 if shared is not None and isinstance(one.tier, FillsSlots):
                     one.tier.share(shared)
@@ -122,7 +124,9 @@ class WorkerSide:
         )
 
     def _make_pipeline(self, engine: TransferEngine, caches: PagedCaches, *, saves: bool) -> Pipeline:
-        pool = self._pool
+        pool, context = self._pool, self.context
+        marks = pool.marks
+        checks = None if marks is None else SlotChecks(marks, context.counters, saves=saves, cpus=context.cpus)
         return Pipeline(
             self.context,
             engine,
@@ -131,6 +135,7 @@ class WorkerSide:
             blocks=caches.blocks,
             slots_ready=lambda: pool.ready,
             saves=saves,
+            checks=checks,
         )
 
     def _make_readier(self, engine: TransferEngine, device: str) -> Readier:
@@ -283,8 +288,10 @@ class WorkerSide:
         unreadable, rates = (carrier.unreadable, carrier.rates) if carrier is not None else (frozenset[int](), {})
         self._loading.clear()  # the engine already has this step's bad blocks, so failures from now on count as late
         news, weighed, tallies = self._news(), self._weighed, self._take_tallies()  # last: errors would lose tallies
+        damaged = self._pool.marks.take_found() if self._pool.marks is not None else {}  # after the tallies' checks
         self._weighed, self._ready_reported, self._unreadable = {}, ready, unreadable
-        if not (tallies or self.lost or weighed or news or ready != was_ready or unreadable != were_unreadable):
+        changed = self.lost or ready != was_ready or unreadable != were_unreadable
+        if not (tallies or damaged or weighed or news or changed):
             return None
         rank = self.context.rank
         return Report(
@@ -297,6 +304,7 @@ class WorkerSide:
             weights=weighed,
             adapters={rank: news} if news else {},
             step=self.adapters.step,
+            damaged=damaged,
         )
 
     def _news(self) -> dict[int, bytes]:
@@ -310,7 +318,7 @@ class WorkerSide:
     def _take_tallies(self) -> dict[int, Tally]:
         """Return the tallies of this rank's jobs and tier orders that ended since the last call."""
         put_off, self._put_off = self._put_off, False
-        for outcome in () if put_off else self.pipeline.collect():  # jobs that the step's end has settled
+        for outcome in () if put_off else self.pipeline.collect():  # the jobs that the step's end has settled
             self._account(outcome)
         if self.carrier is not None:
             self._tallies.update((one.order.id, ONE_OK if one.ok else ONE_BAD) for one in self.carrier.collect())
@@ -346,7 +354,7 @@ class WorkerSide:
     def release(self) -> None:
         """End every copy because the caches' memory will be released, and begin no copy until `restore`. Idempotent."""
         if self.lost:
-            self.shutdown()  # if only the loop thread has ended, the engine may still copy
+            self.shutdown()  # even if only the loop thread has ended: the engine may still copy
         if self.asleep or self.lost:
             return
         self.asleep = True

@@ -36,7 +36,8 @@ class Watchdog:
                     for batch in [one for one in self._copies.live if self._is_stuck(one, oldest_ns)]:
                         self._give_up(batch)
             finally:
-                self._copies.loop.drain()  # a thread that drained the inbox meanwhile could not take the turn
+                # again, because another thread may have put items while this task had the turn
+                self._copies.loop.drain()
 
     @staticmethod
     def _is_stuck(batch: Batch, oldest_ns: int) -> bool:

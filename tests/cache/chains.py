@@ -8,7 +8,7 @@ from kvpipe.cache.policy.chain import Chain
 
 
 def chain_of(policy: Sessions, chunk: Evictable) -> Chain:
-    """Return the chain of a chunk that the policy knows, held or not."""
+    """Return the chain of a chunk, which the policy knows whether or not a request holds the chunk."""
     chain = policy._chains[chunk.place]
     assert chain is not None
     return chain

@@ -1,4 +1,7 @@
-"""Chunks in memory ahead of requests are counted once. The share of used chunks limits the room for further chunks."""
+"""Chunks that are in memory ahead of requests count once.
+
+The share of these that requests use limits the room for more.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +79,7 @@ def test_chunk_counted_in_several_turns_is_neither_used_nor_wasted() -> None:
 
 @pytest.mark.parametrize("held", [True, False], ids=["held", "idle"])
 def test_reset_drops_announced_chunks_and_leaves_each_client_its_room(*, held: bool) -> None:
-    """An operator resets the pool, so the reset takes no room from any client.
+    """Resets are made by operators, so a reset does not reduce the room of any client.
 
     Each dropped chunk leaves the counts when the sweep reaches the chunk.
     """
@@ -118,7 +121,7 @@ def test_share_of_useful_chunks_stays_when_counts_are_halved(used: int) -> None:
 
 
 def _come(catalog: Catalog, name: str) -> None:
-    """Announce requests that come, until nearly all of the room is available."""
+    """Announce requests that do arrive, until nearly all of the room is available."""
     for turn in range(200):
         chunks = _saved(catalog, catalog.room_ahead(ANYBODY), f"{name}{turn}+")
         catalog.ahead.keep(chunks)

@@ -22,7 +22,10 @@ def _saved(catalog: Catalog, key: bytes) -> Chunk:
 
 
 def test_a_victim_is_out_of_the_policy_already(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A victim that the policy names is already out of the policy. So the catalog removes only chunks of operators."""
+    """A policy itself removes the victim that it names.
+
+    So the catalog calls `remove` only for evictions by operators.
+    """
     removed = list[Evictable]()
     monkeypatch.setattr(Lru, "remove", lambda _, chunk: removed.append(chunk))
     catalog = Catalog(1, 1, Lru(), Counters())

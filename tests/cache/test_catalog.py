@@ -125,7 +125,7 @@ def test_second_save_of_the_same_content_frees_its_slot() -> None:
 
 
 def test_reset_drops_a_copy_that_cannot_be_found_yet() -> None:
-    """The growing chunk has landed only a prefix that another chunk's key already names. A reset drops both chunks."""
+    """A growing chunk has landed only units that another chunk already holds. A reset drops both chunks."""
     catalog = _catalog(3)
     _publish(catalog, b"1")
     twin = catalog.reserve(0)
@@ -287,7 +287,7 @@ def test_only_slots_that_are_ready_are_handed_out() -> None:
         check_integrity(catalog)
     assert (catalog.used, catalog.ready) == (2, 2)
     assert (catalog.known(0, b"a"), catalog.known(0, b"c")) == (False, True)
-    catalog.use_more(1)  # a rank's late report changes nothing
+    catalog.use_more(1)  # a late report of fewer ready slots changes nothing
     assert catalog.ready == 2
     catalog.use_more(9)
     assert (catalog.used, catalog.ready) == (2, 4)
@@ -299,7 +299,7 @@ def test_only_slots_that_are_ready_are_handed_out() -> None:
 
 
 def test_a_slot_that_was_used_is_used_again_first() -> None:
-    """The memory of a used slot is in the processor's caches, and the system need not provide more memory."""
+    """Using a slot again takes no more memory from the system, and the slot may still be in the processor's caches."""
     catalog = Catalog(8, 1, Lru(), Counters(), ready=2)
     _publish(catalog, b"a")
     chunk = catalog.reserve(0)

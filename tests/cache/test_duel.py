@@ -75,10 +75,10 @@ def test_hits_are_those_of_lru_when_all_sessions_pause_alike() -> None:
 def test_each_prompt_hits_as_with_lru_before_the_proof(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompts branch, end within held chunks, or return later. Some prompts arrive at the same time."""
     monkeypatch.setattr(Duel, "_count", lambda *_: None)
-    drawn = w.coding_agents(seed, sessions=6, hours=0.25)
+    drawn = w.coding_agents(seed, sessions=6, hours=0.25, chunk_tokens=1024)
     tree = made_up(seed, 1500, branches=3, depth=7)
     tied = w.Workload("tied", 1, [one._replace(at_s=one.at_s // 4) for one in tree.prompts])
-    for workload, slots in ((drawn, 1000), (drawn, 2500), (tree, 20), (tree, 200), (tied, 40)):
+    for workload, slots in ((drawn, 250), (drawn, 625), (tree, 20), (tree, 200), (tied, 40)):
         hits = [
             [pool.serve(prompt) for prompt in workload.prompts]
             for name in ("lru", "sessions")
@@ -148,7 +148,7 @@ def test_learnt_order_evicts_after_a_hint_until_lru_is_better() -> None:
 
 
 def test_saved_chunks_of_a_prompt_do_not_depend_on_the_clock() -> None:
-    """The prompt replaces the chosen victim, even if time passes while the prompt is saved."""
+    """Time passes while a prompt is saved. The choice of victims still changes the hit rate by less than 2 %."""
     agents = w.coding_agents(1, sessions=14, hours=0.4)
     still, ticks = (replay(agents, "sessions", 0.08, tick_s=tick_s).hit_rate for tick_s in (0.0, 0.001))
     assert ticks > 0.98 * still > 0.6
@@ -192,7 +192,7 @@ def test_a_chain_that_is_split_is_two(size: int) -> None:
 def test_chunk_that_a_prompt_evicts_of_itself_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The pool is smaller than a conversation.
 
-    The shadow of LRU records its chunks even while LRU chooses no victim.
+    LRU's shadow follows the chunks that LRU would hold, even while the learnt order chooses the victims.
     """
     draw, at_s, sizes, prompts = random.Random(1), 0.0, dict[int, int](), list[tuple[float, str, int]]()
     for _ in range(2000):

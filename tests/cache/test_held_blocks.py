@@ -32,7 +32,7 @@ def _one_loads() -> tuple[SchedulerWorld, Any, Any]:
 def test_an_async_load_waits_for_room() -> None:
     """Two requests that hold blocks, and need more blocks than are free, would wait for each other for ever."""
     world, first, second = _one_loads()
-    # two more blocks for the first request, eight for the second
+    # `first` needs two more blocks, and `second` needs eight
     for free, answer in ((9, LATER), (10, Hit(4 * UNIT, waits=True))):
         world.free = free
         assert world.side.lookup(second, 0) == world.side.lookup(second, 0) == answer
@@ -49,7 +49,7 @@ def test_an_async_load_waits_for_room() -> None:
 def test_steps_without_a_lookup_do_not_count_towards_the_limit_of_the_wait() -> None:
     """While the head of the queue waits for blocks, vLLM makes no lookup for later requests.
 
-    Steps without a lookup do not count.
+    Such steps do not count towards the limit of the later requests' wait.
     """
     world, _, second = _one_loads()
     world.free = 9
@@ -64,7 +64,7 @@ def test_steps_without_a_lookup_do_not_count_towards_the_limit_of_the_wait() -> 
 
 
 def test_refused_admission_does_not_restart_the_limit_of_the_wait() -> None:
-    """VLLM may refuse an admission although there are enough blocks.
+    """vLLM may refuse an admission although there are enough blocks.
 
     Such a refusal does not restart the limit of the wait.
     """
@@ -84,14 +84,14 @@ def test_refused_admission_does_not_restart_the_limit_of_the_wait() -> None:
 
 
 def test_an_async_load_leaves_a_session_its_room() -> None:
-    """VLLM does not preempt a session that waits for input, or for its turn after a load. Such a session may grow."""
+    """vLLM does not preempt a session that waits for input, or for its turn after a load. Such a session may grow."""
     world = SchedulerWorld(load="async")
     world.publish(world.request("old", 4, shared=4))
     session, other = world.request("session", 6), world.request("other", 8, shared=4)
     session.resumable = True
     world.admit(session)
     world.step(session)
-    # 58 more blocks for the session, 8 for the second request
+    # the session may need 58 more blocks, and `other` needs eight
     for free, answer in ((65, MISS), (66, Hit(4 * UNIT, waits=True))):
         world.free = free
         assert world.side.lookup(other, 0) == answer
@@ -122,7 +122,7 @@ def test_a_session_leaves_an_async_load_its_room() -> None:
 
 
 def test_blocks_outside_of_a_window_are_not_held() -> None:
-    """In a group with a window, a request needs the blocks of the window and of one step, less its own blocks."""
+    """In a group with a window, a request needs the blocks of the window and of one step, minus its own blocks."""
     world = SchedulerWorld(windows=(None, 2 * UNIT), load="async")
     room = LoadAdmission(world.side.geometry, 3 * UNIT, 64 * UNIT)
     request = world.request("one", 10)
@@ -145,11 +145,12 @@ def test_drafts_hold_blocks_behind_the_computed_tokens() -> None:
     assert plain.needed(request, world.blocks) == 0
     assert drafting.needed(request, world.blocks) == 1 + 1 + 1  # a state's table of ten entries grows to thirteen
     longest = world.request("longest", 64)
-    assert drafting.needed(longest, world.blocks) - plain.needed(longest, world.blocks) == 1 + drafts  # of a window
+    # one block more of the window, and a state per draft
+    assert drafting.needed(longest, world.blocks) - plain.needed(longest, world.blocks) == 1 + drafts
 
 
 def test_a_state_within_its_block_may_be_copied() -> None:
-    """VLLM copies the block before a step continues in it. So the request needs one block more than its table has."""
+    """vLLM copies the block before a step continues in it. So the request needs one block more than its table has."""
     world = SchedulerWorld(windows=(None, None), states=(1,), load="async")
     request, geometry = world.request("one", 2), world.side.geometry
     world.allocate(request, null=1)
@@ -170,11 +171,11 @@ def test_spoiled_block_is_reported_for_the_request_that_would_read_it() -> None:
     assert world.admit(first) == 4 * UNIT
     world.allocate(second)
     table = world.tables[0]
-    table["second"][:4] = table["first"][:4]  # vLLM's own hits
+    table["second"][:4] = table["first"][:4]  # these blocks are hits in vLLM's own cache
     world.admit_local(second, 4 * UNIT)
     load, *saves = world.step(first, second)
     world.report((load, 0, 1), *((save, 1, 0) for save in saves))
-    first.num_computed_tokens, second.num_computed_tokens = 0, 4 * UNIT  # as vLLM takes these tokens back
+    first.num_computed_tokens, second.num_computed_tokens = 0, 4 * UNIT  # vLLM takes these tokens back
     world.side.finished(first)
     del table["first"]
     reported, retried = world.step(second)
@@ -195,7 +196,10 @@ def test_spoiled_block_is_reported_for_the_request_that_would_read_it() -> None:
 
 
 def test_block_is_not_reported_when_another_request_has_it_before_the_load_fails() -> None:
-    """The load fails after its request has ended. Only a request that shares the loaded tokens would read garbage."""
+    """The load fails after its request has ended, and two other requests have its blocks.
+
+    Only the request with the same tokens reads the blocks before it writes them.
+    """
     world = SchedulerWorld()
     world.publish(world.request("old", 4, shared=4))
     loader, sharer = world.request("loader", 5, shared=4), world.request("sharer", 5, shared=2)
@@ -218,7 +222,7 @@ def test_block_is_not_reported_when_another_request_has_it_before_the_load_fails
 
 
 def test_loads_are_sent_when_spoiled_blocks_cannot_be_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception while blocks are reported costs no other load of the step."""
+    """If reporting spoiled blocks raises an exception, the step's loads are still sent."""
     world = SchedulerWorld()
     world.publish(world.request("old", 4, shared=4))
     monkeypatch.setattr(world.remedies, "begin_step", None)
@@ -242,7 +246,7 @@ def test_loads_are_sent_when_spoiled_blocks_cannot_be_reported(monkeypatch: pyte
 def test_block_is_spoiled_unless_it_is_computed_again_before_it_is_read(
     parts: list[tuple[str, int, int]], read: dict[str, list[int]]
 ) -> None:
-    """A request reads a spoiled block too early, unless the same or an earlier step computes the block again."""
+    """A spoiled block is reported if a request would read it before the same or an earlier step computes it again."""
     spoiled = Spoiled(32)
     spoiled.add({1})
     tables = {"a": [1, 2], "b": [1, 3], "c": [4, 5]}

@@ -91,7 +91,7 @@ def test_orders_that_share_an_index_are_each_an_ordered_dict(size: int) -> None:
 
 @pytest.mark.parametrize("policy", ["lru", "s3fifo", "sessions"])
 def test_a_policy_of_a_large_pool_is_small_at_first(policy: str) -> None:
-    """There may be 257 policies, one per quota, so an empty policy of a large pool has few dicts."""
+    """A pool may have 257 policies, one per quota. So an empty policy has few dicts, even in a large pool."""
     before = sum(type(one) is Shard for one in gc.get_objects())
     made = make_policy(policy, 1_000_000)
     assert sum(type(one) is Shard for one in gc.get_objects()) - before <= 12 * large.SHARDS[4]

@@ -51,7 +51,7 @@ class TakesEqualForOne(Lru):
 
 
 class RemembersForEver(Lru):
-    """A policy whose memory grows for ever, where a test does not easily see the growth."""
+    """A policy that remembers every chunk for ever, in a place where a test does not easily see it."""
 
     def __init__(self, slots: int = 0) -> None:
         """Start empty."""

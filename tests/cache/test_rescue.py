@@ -93,7 +93,7 @@ def test_built_in_policy_that_raises_is_replaced(
 ) -> None:
     """Any call may raise at any time: no slot is lost, and chunks that a request holds are not evicted."""
     kind: type[Any] = {"sessions": Sessions, "s3fifo": S3Fifo}[policy]
-    call = call.removesuffix("_all") if shared else call  # accounts take one chunk at a time
+    call = call.removesuffix("_all") if shared else call  # with quotas, the policy is called for one chunk at a time
     original = getattr(kind, call, None)
     if original is None:
         return
@@ -121,7 +121,7 @@ def test_built_in_policy_that_raises_is_replaced(
             catalog.reset()
             assert catalog.used == 0
     assert set(faults) <= {f"policy_failed {policy}"}
-    assert len(faults) >= 5  # of the trials; each failure is counted once
+    assert len(faults) >= 5  # at least five of the twelve trials fail, and each failure is counted once
 
 
 def test_rescuing_lru_evicts_the_least_recently_used_chunk_first(
@@ -140,7 +140,7 @@ def test_rescuing_lru_evicts_the_least_recently_used_chunk_first(
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_rescuing_lru_takes_no_hints(monkeypatch: pytest.MonkeyPatch, faults: list[str], *, shared: bool) -> None:
-    """Hints are then not counted as applied.
+    """Hints for a pool with the rescuing LRU are not counted as applied.
 
     With quotas, hints are ignored once the policies of all accounts have failed.
     """

@@ -72,7 +72,7 @@ def test_evicted_chain_that_is_saved_again_is_known() -> None:
 
 
 def test_a_requests_chunks_at_once_are_as_one_by_one() -> None:
-    """One call with all chunks of a request has the same effect as one call per chunk.
+    """One call for all chunks of a request has the same effect as one call for each chunk.
 
     Two prompts begin equally, one request has a part of a prompt, and some chunks are unknown or held.
     """

@@ -62,7 +62,7 @@ _HARM = [Hint(Action.DEMOTE), Hint(Action.RESUME, 30 * 86400.0)]
 
 @pytest.mark.parametrize("harm", _HARM, ids=["demote", "resume"])
 def test_conversation_is_not_demoted_by_another_client_with_its_beginning(harm: Hint) -> None:
-    """Another client knows the system prompt, but not the prompts that continue it."""
+    """The other client knows only the system prompt, and sends a harmful hint for it."""
     clients, chat = Clients(), ["s0", "s1", *(f"a{at}" for at in range(6))]
     for _ in range(4):
         clients.serve(*chat)
@@ -79,9 +79,9 @@ def test_conversation_is_not_demoted_by_another_client_with_its_beginning(harm: 
 
 @pytest.mark.parametrize("harm", _HARM, ids=["demote", "resume"])
 def test_prefix_is_not_demoted_when_one_of_its_branches_is_gone(harm: Hint) -> None:
-    """Five users continue a prefix and send a demotion.
+    """Five users continue a prefix. The continuation of a sixth user was demoted and evicted.
 
-    A sixth user continued the prefix in another way, but the chunks of that continuation are evicted.
+    Harmful hints for the prefix still do not demote the chunks of the five users.
     """
     clients = Clients()
     users = [["s0", "s1", "t0", "t1", f"u{user}"] for user in range(5)]
@@ -121,7 +121,10 @@ def test_a_long_prompt_is_demoted_from_its_end() -> None:
 
 
 def test_chain_in_use_by_another_request_is_not_demoted() -> None:
-    """A request's hint arrives while another request, which has loaded the chain, is running."""
+    """One request's hint demotes the chain while another request uses it.
+
+    The demotion has no effect until the other request has ended.
+    """
     clients = Clients()
     items = clients.serve("a", "b")
     for item in items:
@@ -133,9 +136,9 @@ def test_chain_in_use_by_another_request_is_not_demoted() -> None:
 
 
 def test_session_that_resumes_late_takes_one_slot_of_a_session_that_resumes_soon() -> None:
-    """A hint takes effect from the first chunk of its request on.
+    """A late session's hint takes effect with its first chunk.
 
-    So the late session evicts one chunk of the soon session, and then only its own chunks. A third session, which
+    So the late session evicts one chunk of the soon session, and after that only its own chunks. A third session, which
     resumes before both, evicts another chunk of the soon session.
     """
     clients = Clients()

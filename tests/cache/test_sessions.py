@@ -38,7 +38,7 @@ SLOTS = 40
 
 
 def test_an_index_is_the_best_that_any_time_of_giving_up_promises() -> None:
-    """The index of a chain is the best promise over all times at which the policy could give the chain up."""
+    """A chain's index is its value if the policy gives the chain up at the best possible time."""
     rng = random.Random(0)
     chances = [rng.random() ** 4 for _ in range(BINS)]
     for first, index in enumerate(_indices(chances)):
@@ -261,7 +261,7 @@ def test_chain_after_an_answer_has_a_kind_by_the_length_of_the_answer() -> None:
 
 
 def test_estimate_for_a_rare_length_of_answers_leaves_out_waits_with_hints() -> None:
-    """The estimate for a rare length of answers leaves out waits with hints.
+    """If answers of some length are rare, their estimate uses all waits of the same pace, but not waits with hints.
 
     In this test only chunks that return have hints.
     """
@@ -387,7 +387,7 @@ def test_chain_that_is_announced_to_return_sooner_stays(action: Action) -> None:
             world.serve(name, 20)
             hint = Hint(action, 10.0) if name == "soon" else Hint(Action.RESUME, 3600.0)
             assert _hinted(world, name, hint) == 20
-        for turn in range(8 * KINDS):  # until all announcements have been counted
+        for turn in range(8 * KINDS):  # these turns last until the policy has counted all announcements
             world.now_s += 0.01
             world.serve("short", 0 if turn else 1)
         world.serve("new", 20)
@@ -474,7 +474,7 @@ class _Noting(Lru):
 
 @pytest.mark.parametrize("guarded", [False, True])
 def test_the_catalog_shows_when_and_whether_a_request_is_over(*, guarded: bool) -> None:
-    """The policy is called at a save, at a save that lands after the end, at a lease, its release, and the end."""
+    """The policy is called at a save, a lease, its release and the request's end, and if a save lands after the end."""
     noting = _Noting()
     policy = GuardedPolicy(noting, "noting", print) if guarded else noting
     clock = iter(range(1, 10))

@@ -32,7 +32,10 @@ class _Lora:
 
 
 def test_equal_salt_and_adapter_are_one_object() -> None:
-    """Equal pairs of salt and adapter are one object. A different salt or adapter gives another object."""
+    """Requests with equal salt and adapter share one `Tenant` object.
+
+    A different salt or adapter gives another object.
+    """
     tenants, asked = Tenants(), _Asked
     some: list[Any] = [asked("a"), asked("b"), asked("a", _Lora()), asked(None, _Lora())]
     found = [tenants.of(one, b"1" if one.lora_request else b"") for one in some]

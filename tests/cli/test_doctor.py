@@ -181,7 +181,7 @@ def test_a_wrong_environment_leaves_the_defaults(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_engines_log_level_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """VLLM logs only errors during the checks, unless VLLM_LOGGING_LEVEL is set.
+    """vLLM logs only errors during the checks, unless VLLM_LOGGING_LEVEL is set.
 
     After the checks the former level applies.
     """

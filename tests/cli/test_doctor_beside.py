@@ -19,7 +19,7 @@ def _beside(*children: object) -> str:
 
 
 def test_the_whole_flag_is_taken_apart() -> None:
-    """Kvpipe's extra config is found if it is given alone, in vLLM's flag, or under MultiConnector."""
+    """kvpipe's extra config is found if it is given alone, in vLLM's flag, or under MultiConnector."""
     extra = {"chunk_tokens": 512}
     own = OWN | {"kv_connector_extra_config": extra, "kv_role": "kv_both"}
     assert beside.read_input(json.dumps(own)) == (json.dumps(extra), "kv_both", ("KVPipeConnector",))

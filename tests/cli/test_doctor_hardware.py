@@ -57,7 +57,7 @@ def test_graphs(tmp_path: Path, device: DeviceFacts, mode: str, detail: str) -> 
     ],
 )
 def test_locked_memory(tmp_path: Path, limit: int | None, pins: bool | None, status: str, detail: str) -> None:
-    """If the limit is below the pool, memory just above the limit is pinned as a test, unless this is too much."""
+    """If the limit is below the pool's size, the check tries to pin slightly more than the limit."""
     asked: list[int] = []
     pin = {None: unasked, True: asked.append, False: raising(RuntimeError("CUDA error 2"))}[pins]
     machine = machine_of(tmp_path, device=lambda: CUDA, locked_bytes_max=lambda: limit, pin=pin)
@@ -85,9 +85,9 @@ def test_locked_memory_is_the_systems_limit(tmp_path: Path, monkeypatch: pytest.
     ("environ", "cpus", "siblings", "ranks", "spare"),
     [
         ({}, 8, 1, 1, 2),  # vLLM reserves two cores per rank
-        ({}, 8, 2, 1, 6),  # vLLM uses one thread of each core: four cores, minus two that are reserved
+        ({}, 8, 2, 1, 6),  # vLLM uses one thread of each of the four cores, except two reserved cores
         ({}, 8, 1, 2, 4),
-        ({}, 2, 1, 1, 0),  # there are too few cores to reserve one
+        ({}, 2, 1, 1, 0),  # with two cores, vLLM reserves none
         ({"VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}, 2, 1, 1, 1),
         ({"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}, 8, 1, 1, 0),
         ({"VLLM_CPU_OMP_THREADS_BIND": "0-6"}, 8, 1, 1, 1),

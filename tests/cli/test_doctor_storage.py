@@ -60,7 +60,7 @@ def test_the_default_state_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_folder_that_refuses_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check tries to write. Permission bits do not decide, because root may write against them."""
+    """The check tries to write instead of reading permission bits, because root may write in spite of the bits."""
     monkeypatch.setattr("tempfile.TemporaryFile", raising(OSError(30, "Read-only file system")))
     settings = load_settings({"name": "docs", "state_dir": tmp_path})
     traced = cast("Settings", SimpleNamespace(trace_file=tmp_path / "trace.jsonl"))

@@ -88,7 +88,7 @@ def _doctor(folder: Path, **keys: object) -> PendingFinding:
 
 
 def test_status_shows_the_holder_the_slots_and_the_engines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In this test an engine uses the memory of `kvpipe pool start`."""
+    """An engine uses the memory that `kvpipe pool start` holds, and `kvpipe pool status` shows both."""
     assert main(["pool", "status", "--dir", str(folder)]) == 0
     assert "no memory yet" in capsys.readouterr().out
     assert _doctor(folder).detail.endswith("the first engine makes the memory")

@@ -66,7 +66,7 @@ def test_encrypted_values_are_kept_when_their_key_is_not_named(
 def test_encrypted_values_on_a_server_are_kept_when_their_key_is_not_named(
     command: list[str], cache: Stated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The command, and not the tier, decides which values are deleted.
+    """The command decides which values are deleted, not the tier.
 
     So a server's values are kept like a disk's values.
     """
@@ -85,7 +85,10 @@ def of_a_newer_version(file: Path, key: Key) -> None:
 
 
 def of_another_layout(file: Path, _: Key) -> None:
-    """Change only the version number. The checksum is then wrong, like that of a later version with another layout."""
+    """Change only the version number.
+
+    So the checksum is wrong, as it would be for a later version with another layout.
+    """
     with file.open("r+b") as opened:
         opened.seek(8)
         opened.write(b"\3\0")

@@ -101,7 +101,7 @@ def supports(version: str) -> bool:
 def news(contract: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
     """Return the additions of `contract` to `before`, and the parts that `contract` lacks.
 
-    Such differences are news, not mismatches.
+    These differences are reported as news, and do not make kvpipe unfit.
     """
     out = []
     for name in sorted({*contract["methods"], *before["methods"]}):

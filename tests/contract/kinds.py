@@ -1,4 +1,4 @@
-"""Every kind of cache that vLLM defines: kvpipe's answer, its evidence, the stored bytes and their cost.
+"""Lists every kind of cache that vLLM defines: kvpipe's answer, the evidence, the stored bytes and their cost.
 
 Run `python -m tests.contract.kinds` to write the page. `python -m tests.engine.costs` measures the bytes on the page.
 """

@@ -1,7 +1,7 @@
 """Finds, by `ast`, the places in vLLM's sources that exclude a prefix cache, because answers would be wrong.
 
-`PLACES` has kvpipe's answer to each place. If a release has another place, a test fails until a developer has read the
-place.
+`PLACES` has kvpipe's answer to each place. If a release has a place that is not in `PLACES`, a test fails until a
+developer has read the code and added an answer.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class Reader:
 
 
 def _own(top: ast.stmt) -> dict[str, str]:
-    """Return the classes of the attributes of one of our own classes, as ``self.name``."""
+    """Return, by ``self.name``, the classes of the attributes of one of kvpipe's own classes."""
     found = {f"self.{name}": kind for name, kind in _annotated(top)} if isinstance(top, ast.ClassDef) else {}
     for node in ast.walk(top):
         if isinstance(node, ast.FunctionDef) and node.name == "__init__":

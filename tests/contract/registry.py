@@ -41,7 +41,7 @@ The size is large, because models that are not shrunk have large chunks.
 """
 
 PROCESSOR: Final[Processor] = "avx512"
-"""The simulated processor of every answer: vLLM refuses some models at different places with and without AMX."""
+"""All answers are for this simulated processor, because with AMX vLLM refuses some models at other places."""
 
 WORKS: Final = "served"
 UNASKED: Final = "not built here"
@@ -255,9 +255,5 @@ def fill(text: str, rows: Sequence[ArchitectureRow]) -> str:
 
 
 if __name__ == "__main__":
-    page = fill(DOCS.read_text(encoding="utf-8"), list(walk()))
-    if sys.argv[1:] == ["--print"]:
-        sys.stdout.write(page)
-    else:
-        DOCS.write_text(page, encoding="utf-8")
-        sys.stdout.write(f"{DOCS}\n")
+    DOCS.write_text(fill(DOCS.read_text(encoding="utf-8"), list(walk())), encoding="utf-8")
+    sys.stdout.write(f"{DOCS}\n")

@@ -62,7 +62,10 @@ def record_tool(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def write_sources(root: Path, version: str, changes: dict[str, tuple[str, str]]) -> None:
-    """Copy the installed vLLM's recorded files to `root` as release `version`, with (pattern, replacement) changes."""
+    """Copy the installed vLLM's recorded files to `root` as release `version`.
+
+    `changes`: (pattern, replacement) by file.
+    """
     for path in {*relied.SIGNATURES, *relied.FIELDS, *relied.RELIED}:
         text = (installed_root() / path).read_text(encoding="utf-8")
         if path in changes:

@@ -48,7 +48,7 @@ def check(folder: Path) -> None:
 def check_draft_models(folder: Path) -> None:
     """Check that runner V1 gives a draft model the blocks of the first cache group.
 
-    V1 asks only other drafters for their group.
+    V1 asks all other drafters for their group.
     """
     built = _source(folder / "v1/worker/gpu_model_runner.py", "_build_attention_metadata", "GPUModelRunner")
     asked = built[: built.index("if self.drafter.kv_cache_gid == kv_cache_gid")]
@@ -58,7 +58,7 @@ def check_draft_models(folder: Path) -> None:
 
 
 def check_kinds(folder: Path) -> None:
-    """Check that all these drafters prepare and store context like DFlash, in every step whose tokens were sampled."""
+    """Check that all these drafters prepare and store context like DFlash does, in every step that samples tokens."""
     bases = {"DFlashSpeculator", "DFlash2Speculator"}
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (folder / SPECULATORS).glob("*/speculator.py")]
     made = [node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)]
@@ -68,7 +68,7 @@ def check_kinds(folder: Path) -> None:
     for node in kinds:
         assert not own & {one.name for one in node.body if isinstance(one, ast.FunctionDef)}, node.name
     propose = _source(folder / SPECULATORS / "dflash/speculator.py", "propose", "DFlashSpeculator")
-    if "num_speculative_tokens == 0" in propose:  # in a step whose drafts cannot be used
+    if "num_speculative_tokens == 0" in propose:  # the step's drafts cannot be used, but context is stored
         rest = propose[propose.index("num_speculative_tokens == 0") :]
         assert rest.index("self._precompute_context_kv(0, num_target_tokens") < rest.index("return self.draft_tokens")
     sampling = _source(folder / "v1/worker/gpu/model_runner.py", "sample_tokens", "GPUModelRunner")
@@ -95,9 +95,9 @@ def check_groups(folder: Path) -> None:
 
 
 def check_divided(folder: Path) -> None:
-    """Check context parallelism: a rank writes its part of the blocks of the drafter's own group.
+    """Check context parallelism: a rank writes only its own part of the blocks of the drafter's group.
 
-    Runner V1's drafters do not.
+    Drafters of runner V1 do not divide their blocks.
     """
     runner = _source(folder / "v1/worker/gpu/model_runner.py", "get_kv_cache_spec", "GPUModelRunner")
     assert "self.speculator.dcp_size == 1" in runner

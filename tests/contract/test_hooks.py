@@ -127,7 +127,7 @@ def test_the_classes_with_hooks_of_other_supported_releases() -> None:
     ],
 )
 def test_layers_that_kvpipe_relies_on_are_recorded(kind: type, *, hooked: bool) -> None:
-    """Kvpipe uses the hooks of two classes, and of those subclasses that do not override the attention."""
+    """kvpipe uses the hooks of two classes, and of those subclasses that do not override the attention."""
     assert is_hooked(object.__new__(kind)) is hooked
 
 

@@ -179,7 +179,7 @@ def test_images_embeddings_and_long_salts_are_not_kept_for_events() -> None:
 
 
 def test_events_equal_those_of_vllms_own_pool() -> None:
-    """VLLM's pool with blocks as large as a chunk publishes equal events for a prefix. Only the medium differs."""
+    """vLLM's pool with blocks as large as a chunk publishes equal events for a prefix. Only the medium differs."""
     for kind in set(KINDS) - {"embeddings"}:
         request = request_of(**KINDS[kind]())
         (theirs,) = vllms_own(request, 4 * BLOCK)
@@ -194,9 +194,9 @@ def test_events_equal_those_of_vllms_own_pool() -> None:
 
 
 def test_each_mark_is_a_block_from_its_chunks_first_token() -> None:
-    """The end of a prompt stays announced when the chunk grows.
+    """When a chunk grows, the end of a prompt within it stays announced.
 
-    When the chunk grows, any other end is announced as removed.
+    Any other earlier end is announced as removed.
     """
     request, reported = request_of(), Noted()
     hashes = request.block_hashes

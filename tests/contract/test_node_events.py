@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from vllm.lora.request import LoRARequest
 
 from kvpipe.cache.chunks import Chunk
 from kvpipe.config.settings import load_settings
@@ -15,6 +16,7 @@ from kvpipe.connectors.vllm.kv_events import KvEvents
 from kvpipe.connectors.vllm.support import make_geometry
 from kvpipe.connectors.vllm.trial.router import Router
 from kvpipe.connectors.vllm.trial.shapes import BLOCK, SHAPES, make_configs
+from kvpipe.connectors.vllm.trial.trial import Trial
 from kvpipe.node.attach import node_note_bytes
 from kvpipe.node.catalog import NodeCatalog
 from kvpipe.statemachine.chunk import CHUNK
@@ -70,7 +72,7 @@ class NotedEngine:
 @pytest.fixture
 def node() -> Iterator[DirectNode]:
     """Return a memory without engines."""
-    size = node_note_bytes(GEOMETRY)
+    size = node_note_bytes(GEOMETRY, 1)
     made = DirectNode(SLOTS, size + 64, size)
     yield made
     made.close()
@@ -80,20 +82,26 @@ def node() -> Iterator[DirectNode]:
 def test_another_engine_announces_a_saved_prompt_with_the_same_events(node: DirectNode, kind: str) -> None:
     """The events equal those of a private pool. The engine that has saved the prompt announces the same events.
 
-    An adapter's number is left out, because each engine has its own numbers.
+    A number of an adapter is the number in the engine that announces, or None if no request has named the adapter.
     """
     request = request_of(**KINDS[kind]())
     private = Noted()
     private.save(request, iter([(0, 4), (4, 8)]))
     expected = wired(private.events.take())
-    for event in expected:
-        event.lora_id = None
     writer, reader = NotedEngine(node), NotedEngine(node)
     for one in (writer, reader):
         one.router.apply(wired(vllms_own(request, BLOCK)))
+    writer.events.arrived(request)
+    if request.lora_request is not None:
+        reader.events.arrived(request_of(lora_request=LoRARequest("french", 7, PATH)))
+        reader.events.arrived(request_of(lora_request=LoRARequest("french", 8, "/adapters/french-2")))
     writer.save(request)
     assert writer.receive() == expected
+    for event in expected:
+        event.lora_id = event.lora_id and 7
     assert reader.receive() == expected
+    for event in expected:
+        event.lora_id = None
     late = NotedEngine(node)
     late.router.apply(wired(vllms_own(request, BLOCK)))
     assert late.receive() == expected, "an engine that starts later finds the chunks in the slot table"
@@ -208,3 +216,18 @@ def test_damaged_note_is_no_block() -> None:
     private.events.announce()
     assert private.events.take() == []
     assert before
+
+
+def test_engine_announces_its_own_number_of_an_adapter() -> None:
+    """The scheduler's role passes requests to the events when the requests arrive."""
+    trial = Trial(SHAPES["node"], 2)
+    try:
+        trial.documents[0] = list(range(200))
+        for move in (("add", 0, 199, 0, 3, 0, 1), ("drain",)):
+            trial.do(move)
+        events = trial.kvpipe.scheduler_role.events
+        assert events is not None
+        events.cleared()
+        assert {(one.lora_name, one.lora_id) for one in events.take()} == {("lora1", 1)}
+    finally:
+        trial.close()

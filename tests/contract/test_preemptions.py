@@ -16,7 +16,7 @@ REQUESTS, STEPS_MAX = 6, 200
 
 @pytest.mark.parametrize("aborts", [False, True])
 def test_vllm_lacks_those_of_requests_that_were_aborted_before_their_next_output(aborts: bool) -> None:
-    """VLLM reports a preemption with the request's next output.
+    """vLLM reports a preemption only with the request's next output.
 
     kvpipe counts the preemption even if no output follows.
     """

@@ -152,7 +152,10 @@ def test_the_last_unit_of_an_answer(shape: str, units: int) -> None:
 
 @pytest.mark.parametrize(("every", "units"), [(1, 2), (8, 2), (1024, 1)])
 def test_generated_tokens_wait_for_the_next_step_that_saves(every: int, units: int) -> None:
-    """The prompt's unit is saved at once. The answer's unit is final 16 steps before the request ends."""
+    """The prompt's unit is saved at once.
+
+    The answer's unit is final 16 steps before the request ends, and is saved in one of these steps.
+    """
     trial = Trial(SHAPES["sync"], 0, connector=KVPIPE._replace(extra=f'{{"save_decode_steps": {every}}}'))
     for move in [("add", 1, 32, 0, 47), *[("step", 7)] * 8, ("drain",)]:
         trial.do(move)

@@ -15,7 +15,7 @@ MANAGERS = "v1/core/single_type_kv_cache_manager.py"
 
 
 def check_offers(folder: Path) -> None:
-    """Check that vLLM offers a state with its boundary after the step has run, in the block that then has the state."""
+    """Check that vLLM offers a state after the step that writes it, with the state's boundary and block."""
     cached = _source(folder / MANAGERS, "cache_blocks", "MambaManager")
     keyed, offered = cached.index("self._cache_partial_tail_block("), cached.index("self._pending_boundary_state")
     assert keyed < offered  # the block of an exported state has the key of the state that is overwritten

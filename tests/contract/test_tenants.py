@@ -1,4 +1,4 @@
-"""A tenant learns nothing about another tenant: other tenants' content changes nothing that the tenant can see."""
+"""A tenant learns nothing about other tenants: their content changes nothing that the tenant can see."""
 
 from __future__ import annotations
 

@@ -23,7 +23,10 @@ def _rules() -> list[dict[str, Any]]:
 
 
 def test_each_rule_is_silent_first_and_then_fires_alone() -> None:
-    """In the tests for promtool each rule has one test, in which the rule is silent first and then fires alone."""
+    """For each rule, promtool runs one test.
+
+    In this test, the rule is silent at first, and later no other rule fires.
+    """
     files = sorted(one.name for one in FOLDER.glob("*.test.yml"))
     tested = [test for file in files for test in yaml.safe_load((FOLDER / file).read_text(encoding="utf-8"))["tests"]]
     assert sorted(test["name"] for test in tested) == sorted(rule["alert"] for rule in _rules())

@@ -168,7 +168,7 @@ def test_helm_values_have_the_fields_of_the_chart(tmp_path: Path) -> None:
 class _Started(NamedTuple):
     """An engine that a file starts: its arguments, and the seconds after which it is killed.
 
-    0 means that the file has no limit.
+    `0` means that the file sets no limit.
     """
 
     words: list[str]

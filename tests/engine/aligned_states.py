@@ -1,4 +1,4 @@
-"""The two kernels that move recurrent states of drafts, in plain Python, because vLLM's CPU build lacks them.
+"""The two kernels that move recurrent states of drafts, in plain Python. VLLM's CPU build does not have these kernels.
 
 Without these kernels an engine on a CPU fails in its first step, with or without kvpipe. Each function follows the
 kernel of the same name in `vllm/v1/worker/mamba_utils.py`, decision by decision. vLLM's own registry replaces the

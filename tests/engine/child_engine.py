@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
-from kvpipe.testing.waiting import WAIT_S
-from tests.engine.forked import Forked, forks_of_this_process
+from kvpipe.testing.waiting import WAIT_S, eventually
+from tests.rigs.forked import Forked, forks_of_this_process, kill_group, members
 
 
 class Child:
@@ -29,28 +29,25 @@ class Child:
     def generate(self, prompts: Sequence[Sequence[int]], tokens: int, **more: Any) -> tuple[list[Any], dict[str, int]]:
         """Return the engine's answers, and the number of tokens that the engine has found so far, by tier.
 
-        With `at_once=True` the engine sends its answers first. After the answers it saves and stores chunks, like an
-        idle server.
+        With `at_once=True` the engine first sends its answers, and then saves and stores chunks, like an idle server.
         """
         self._pipe.send({"prompts": prompts, "max_tokens": tokens} | more)
         answers, hits = self._pipe.recv()
         return answers, hits
 
     def kill(self) -> None:
-        """Kill the engine, as the operating system does when memory is full."""
-        self._process.kill()
-        self._process.wait()
+        """Kill all processes of the engine."""
+        kill_group(self._process)
         self._pipe.close()
 
     def close(self) -> None:
-        """Shut the engine down without killing its process."""
+        """Shut the engine down without killing a process. All processes of the engine must end."""
         self._pipe.close()
         try:
-            code = self._process.wait(WAIT_S)
+            assert self._process.wait(WAIT_S) == 0
+            assert eventually(lambda: not members(self._process.pid), every_s=0.01), members(self._process.pid)
         finally:
-            self._process.kill()
-            self._process.wait()
-        assert code == 0
+            kill_group(self._process)
 
 
 @contextmanager

@@ -59,7 +59,7 @@ WAITS = (
     "kvpipe.manage.engine.COUNT_S_MAX",
     "kvpipe.manage.survey.SURVEY_S_MAX",
 )
-"""The constants that limit kvpipe's waits for events that are certain to come."""
+"""The constants that limit how long kvpipe waits for events that are certain to come."""
 
 
 def prompt(tokens: int, seed: int) -> list[int]:
@@ -123,8 +123,8 @@ def starts_on_every_processor(model: Path, kvpipe: dict[str, Any] | None, option
 
     The start ends when backends, block size and kvpipe's unit are known. So every engine that a test starts is checked
     on every processor, once in a session for each model and `SIZES`. The check costs 0.1 s, while a test on three
-    processors would need three engines. A block size that is given by number is the same on every processor, unless the
-    platform sets the block size of its only kernel.
+    processors would need three engines. An option may give the block size as a number. This size is then used on every
+    processor, unless the platform has only one kernel, whose block size it sets.
     """
     key = repr((model, kvpipe and kvpipe.get("chunk_tokens"), [options.get(name) for name in SIZES]))
     if key in _started:
@@ -156,7 +156,7 @@ def _blocks(model: Path, kvpipe: dict[str, Any] | None, options: dict[str, Any])
 def block_tokens(live: Engine) -> int:
     """Return the number of tokens in a block.
 
-    The block is kvpipe's unit, or, if the engine runs without kvpipe, vLLM's longest block.
+    With kvpipe, the block is kvpipe's unit. Without kvpipe, it is vLLM's longest block.
     """
     if live.scheduler.connector is not None:
         return int(live.connector.geometry.unit_tokens)

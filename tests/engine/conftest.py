@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.engine.common import assert_legal, waiting
-from tests.engine.forked import forked_ranks
+from tests.rigs.forked import forked_ranks
 
 
 @pytest.fixture(autouse=True, scope="module")

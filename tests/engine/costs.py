@@ -21,7 +21,7 @@ BFLOAT16: Final = ("deepseek-mla", "qwen3-next")
 
 
 def cost(geometry: Geometry) -> dict[str, object]:
-    """Return the number of bytes that an engine with this geometry stores."""
+    """Return the bytes that an engine with this geometry stores, per token and per boundary."""
     groups, token, boundary = len(geometry.groups), geometry.token_bytes, geometry.boundary_bytes
     return {"unit": geometry.unit_tokens, "groups": groups, "token": token, "boundary": boundary}
 
@@ -40,7 +40,7 @@ def measure() -> dict[str, object]:
             options["dtype"] = "bfloat16"
         chunk = {"chunk_tokens": 192 if recipe == "qwen3-next" else 128}
         with (
-            # `test_states.py` has the reason
+            # `test_states.py` explains this patch
             mock.patch.object(MambaMixer2, "get_kv_cache_spec", MambaBase.get_kv_cache_spec),
             engine(recipe, chunk, **options) as live,
         ):

@@ -25,9 +25,9 @@ def replace_kernels(kernels: Mapping[str, Callable[..., Any]]) -> None:
     An engine registers the platform's kernels only if no kernels are registered yet. So these kernels are registered
     after the platform's kernels.
 
-    After the registration vLLM scans every imported module for the old kernels, and fails at unusual attributes.
-    Modules with such attributes are left out of the scan. The scan also reads attributes that warn that they are
-    deprecated.
+    After the registration vLLM scans every imported module for the old kernels, and fails at unusual attributes. So
+    modules with such attributes are left out of the scan. The scan also reads deprecated attributes, whose warnings are
+    ignored.
     """
     from vllm.platforms import current_platform
     from vllm.triton_utils import dispatcher

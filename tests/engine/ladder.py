@@ -1,7 +1,7 @@
 """One test for every kind of engine: it answers cold, warm, in a second turn, preempted, and restarted with a disk.
 
 `python -m tests.engine.ladder VERSION KIND …` runs the test once per kind. In this process Triton's interpreter runs
-vLLM's kernels. VERSION is the release of vLLM that this process must find.
+vLLM's kernels. The process fails unless the vLLM that it imports has the release VERSION.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def climb(folder: Path, check: Callable[[Engine], None], **options: Any) -> None
     with climber(config) as up:
         geometry = up.live.connector.geometry
         assert geometry.unit_tokens == block
-        ahead = geometry.ahead_tokens * block  # a drafter that reads `ahead` later tokens makes a hit one block shorter
+        ahead = geometry.ahead_tokens * block  # hits are one block shorter with a drafter that reads later tokens
         assert up.ask(first) == cold
         assert up.loaded() == 0
         assert up.ask(first) == cold
@@ -124,7 +124,7 @@ def climb(folder: Path, check: Callable[[Engine], None], **options: Any) -> None
         side = restarted.live.connector.scheduler
         assert side is not None
         assert side.tracer.hit_tokens == {"memory": 0, "disk": 3 * block - ahead}
-        restarted.spoil(-1)  # with a drafter, layer -1 is the drafter's layer, which does not change answers
+        restarted.spoil(-1)  # with a drafter, layer -1 is the drafter's layer: it changes drafts, not answers
         spoiled = restarted.ask(turn)
         assert spoiled != second
         assert (spoiled.answer == second.answer) == bool(second.drafts)

@@ -1,4 +1,4 @@
-"""Mamba 1 on a CPU. vLLM's CPU build has its layers, blocks and moves of states, but lacks its two kernels."""
+"""Mamba 1 on a CPU. vLLM's CPU build has the layers, blocks and moves of states, but not the two kernels."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ import contextlib
 import http.client
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from typing import Any, Self
 from kvpipe.connectors.vllm.tiny.engine import DEFAULTS
 from kvpipe.connectors.vllm.tiny.models import make_model
 from kvpipe.testing.waiting import WAIT_S
-from tests.engine.forked import Forked, serve
+from tests.rigs.forked import Forked, kill_group, serve
 
 START_SECONDS_MAX = 5 * WAIT_S
 ANSWER_SECONDS_MAX = 2 * WAIT_S
@@ -126,10 +125,7 @@ class Server:
     def kill(self) -> None:
         """Send SIGKILL to all of the server's processes. A second call does nothing."""
         assert self._process is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.kill()  # this call also works if the process does not lead a group yet
-        self._process.wait()
+        kill_group(self._process)
 
     def _healthy(self) -> bool:
         try:

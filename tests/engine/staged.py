@@ -42,7 +42,7 @@ class ExpertWorker(CPUWorker):
     """
 
     def load_model(self, **how: Any) -> None:
-        """Tell the kernel which experts this rank has."""
+        """Make the kernel skip the experts of other ranks."""
         apply = CPUUnquantizedExperts.apply
 
         def mapped(self: Any, *args: Any, **kwargs: Any) -> None:

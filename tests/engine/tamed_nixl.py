@@ -1,4 +1,6 @@
-"""vLLM's NixlConnector for machines with few cores. vLLM loads the connector from here by `kv_connector_module_path`.
+"""vLLM's NixlConnector for machines with few cores.
+
+An engine uses this version if `kv_connector_module_path` names this module.
 
 NIXL's progress thread never sleeps and inherits the affinity of the worker's thread, so the thread takes half of the
 core on which the worker computes. vLLM passes no delay to NIXL. This module sets a delay, and changes nothing else.

@@ -11,7 +11,7 @@ from kvpipe.connectors.vllm.tiny.engine import Engine
 from kvpipe.connectors.vllm.tiny.models import make_model
 from kvpipe.testing.waiting import WAIT_S
 from tests.engine.common import engine, prompt
-from tests.engine.forked import run_forked
+from tests.rigs.forked import run_forked
 
 pytestmark = pytest.mark.engine
 
@@ -84,8 +84,8 @@ def test_an_engine_that_cannot_be_served_is_refused_before_it_starts(
 def test_sync_loads_that_vllm_cannot_recover_from_are_refused(model: str, what: str) -> None:
     """After a failed load within a step, vLLM cannot recover with these models.
 
-    vLLM accepts no report about blocks of several groups. vLLM also reads a window's blocks before a failed block
-    without a check.
+    If there are several groups, vLLM accepts no report of failed blocks. If there is a window, vLLM reads the window's
+    blocks before a failed block without a check.
     """
     with pytest.raises(Exception, match=f"load='sync' for a model with {what} is not supported"):  # noqa: SIM117
         with engine(model, {"load": "sync"}):

@@ -1,4 +1,4 @@
-"""Kvpipe runs beside vLLM's ExampleConnector, which keeps whole prompts in files.
+"""kvpipe runs beside vLLM's ExampleConnector, which keeps whole prompts in files.
 
 The connector that vLLM asks first loads.
 """

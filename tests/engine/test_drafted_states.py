@@ -11,17 +11,20 @@ from typing import Any
 import pytest
 
 from kvpipe.connectors.vllm.tiny.engine import Engine
+from kvpipe.connectors.vllm.tiny.models import make_model
 from kvpipe.connectors.vllm.trial.processors import Processor, complete
 from kvpipe.errors import UnsupportedError
 from tests.engine import aligned_states
-from tests.engine.common import assert_clean, block_tokens, engine, prompt
+from tests.engine.common import assert_clean, engine, planned, prompt
 
 pytestmark = pytest.mark.engine
 
 DRAFTS = 3
 PROMPTS = [prompt(300, 21), prompt(576, 23)]
 ROUNDS_MAX = 8
+RECIPE = "qwen3-next-mtp"
 MTP = {"method": "mtp", "num_speculative_tokens": DRAFTS}
+OPTIONS: dict[str, Any] = {"speculative_config": MTP, "enable_prefix_caching": True, "dtype": "bfloat16"}
 
 
 class Drafting:
@@ -60,8 +63,7 @@ class Drafting:
 def drafting(kvpipe: dict[str, Any] | None, **options: Any) -> Iterator[Drafting]:
     """Yield a hybrid model's engine that drafts. vLLM keeps the state of every boundary at which a step ends."""
     aligned_states.register()
-    options = {"speculative_config": MTP, "enable_prefix_caching": True, "dtype": "bfloat16"} | options
-    with engine("qwen3-next-mtp", kvpipe, prefix_cache_retention_interval=None, **options) as live:
+    with engine(RECIPE, kvpipe, prefix_cache_retention_interval=None, **OPTIONS | options) as live:
         yield Drafting(live)
 
 
@@ -109,8 +111,8 @@ def test_cold_warm_conversation_restart_and_mixed(tmp_path: Path) -> None:
     with drafting(config) as made:
         assert made.one_by_one(PROMPTS, 12) == [answer[:12] for answer in first]
         assert assert_clean(made.live)["tokens_loaded"] == sum(held)  # loaded from the disk
-        # These tokens are computed, because no prompt has ended at their last boundary. VLLM holds the tokens from now
-        # on.
+        # No prompt has ended at the last boundary of these tokens, so they are computed. From now on, vLLM's own cache
+        # holds them.
         made.live.generate([PROMPTS[1][: 2 * unit + 10]], 1)
         before = assert_clean(made.live)["tokens_loaded"]
         assert made.live.generate(PROMPTS[1:], 12) == [first[1][:12]]
@@ -123,8 +125,9 @@ def test_hits_within_a_block() -> None:
 
     The hit ends at the same token as vLLM's own hit.
     """
-    with drafting(None) as any_engine:  # the processor's kernels decide the block size
-        block = block_tokens(any_engine.live)
+    aligned_states.register()
+    # the processor's kernels decide the block size
+    block = planned(make_model(RECIPE), None, OPTIONS).block_tokens
     hashes: dict[str, Any] = {"prefix_match_unit": block // 2}
     with drafting(None, **hashes) as plain:
         first, counts = plain.one_by_one(PROMPTS, 24), plain.take()
@@ -137,14 +140,15 @@ def test_hits_within_a_block() -> None:
             assert made.one_by_one(PROMPTS, 24) == first
             assert made.take() == counts
             assert assert_clean(made.live).get("tokens_loaded", 0) == loaded
-        made.live.generate([PROMPTS[1][: 2 * block + 10]], 1)  # these tokens are computed, and then vLLM holds them
+        # these tokens are computed, and from now on vLLM's own cache holds them
+        made.live.generate([PROMPTS[1][: 2 * block + 10]], 1)
         assert made.live.generate(PROMPTS[1:], 12) == [first[1][:12]]
         assert assert_clean(made.live)["tokens_loaded"] > sum(held)
 
 
 @pytest.mark.parametrize("kind", [None, "plain"], ids=["own", "plain"])
 def test_preempted_and_aborted(kind: Processor | None) -> None:
-    """The cache is too small for all requests. Every request ends, there are hits, and no chunk is still held.
+    """The cache is too small for all requests. Every request ends, some requests hit, and at the end no chunk is held.
 
     Blocks are longer with AMX or AVX-512, whose kernels need states in float32. So more requests are sent until one is
     preempted.

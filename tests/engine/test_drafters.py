@@ -100,7 +100,7 @@ def test_hits_leave_answers_and_drafts_as_they_were(way: Way, tmp_path: Path) ->
     first, warm, next_turn, again = hits
     assert first == 0
     assert warm == sum((len(p) - way.ahead * BLOCK) // BLOCK * BLOCK for p in turns[0])
-    # the hit includes a part of the answers, but not the unit that only the last step made final
+    # the hit includes the answers, except the unit that the last step made final
     assert next_turn >= warm + 2 * BLOCK
     assert again >= next_turn + 2 * BLOCK
 
@@ -138,7 +138,7 @@ def test_a_drafter_never_reads_kv_of_another_token_ahead(way: Way, tmp_path: Pat
     ],
 )
 def test_a_draft_model_that_would_write_into_the_models_own_kv_is_refused(recipe: str, why: str) -> None:
-    """VLLM's runner V1 would give the draft model the first group's blocks. So kvpipe refuses to start the engine."""
+    """vLLM's runner V1 would give the draft model the first group's blocks. So kvpipe refuses to start the engine."""
     drafts = {"method": "draft_model", "model": str(make_model("llama")), "num_speculative_tokens": 2}
     with pytest.raises(UnsupportedError, match=why), engine(recipe, {"chunk_tokens": 192}, speculative_config=drafts):
         pass

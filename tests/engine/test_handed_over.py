@@ -1,6 +1,6 @@
 """Prefill in one engine, decode in another engine, with a tier between them.
 
-The decode engine gets a prompt as soon as the prefill engine has answered.
+The decode engine gets each prompt as soon as the prefill engine has answered it.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def test_an_engine_in_the_process() -> None:
         assert chunks == {*catalog.index(0).values()}
         assert len(chunks) == (300 + 12) // 64 + 1
         assert {hint.action for _, hint in received} == {Action.RESUME}
-        # one time counts from the request's arrival, the other from the request's end
+        # two kinds of times: from the request's arrival, and from its end
         soon_s, at_s = sorted({hint.at_s for _, hint in received})
         assert before + 20 <= soon_s < at_s
         for own, counted in OWN:
@@ -95,7 +95,7 @@ def test_announced_session_is_in_memory_before_its_request_arrives(tmp_path: Pat
         side.prefetching.idle_s_max = WAIT_S
         catalog: Any = side.catalog
         assert catalog.slots == slots
-        catalog.ahead.of_account(ANYBODY)._used = slots  # requests that were announced earlier have arrived
+        catalog.ahead.of_account(ANYBODY)._used = slots  # makes all requests that were announced earlier arrive
         now_s = 1000.0
         catalog._clock = lambda: now_s
         params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, detokenize=False)

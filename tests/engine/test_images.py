@@ -24,7 +24,7 @@ SPECIAL = ("<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<
 IMAGE = VOCAB - 1
 SIDE, PATCH, SCALE = 112, 7, 2
 TOKENS = (SIDE // PATCH // SCALE) ** 2 + 3
-"""The number of tokens of one image in a prompt, with the markers around the image: 67."""
+"""The 67 tokens that one image takes in a prompt, including the markers around the image."""
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": False,
     "enable_prefix_caching": False,
@@ -103,7 +103,8 @@ def gemma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     Some layers see a window, the other layers all tokens. Images attend in both directions.
 
-    vLLM imports transformers' processor for torchvision, only to annotate types. This installation lacks torchvision.
+    For annotations of types, vLLM imports a processor of transformers that needs torchvision, which is not installed
+    here.
     """
     from safetensors.torch import load_file, save_file
     from transformers import (
@@ -139,7 +140,7 @@ def gemma(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         pad_token_id=0,
     )
     made = Gemma3ForConditionalGeneration(config).float()
-    made.get_input_embeddings().weight.data.mul_(0.3)  # so that answers depend on more tokens than the last one
+    made.get_input_embeddings().weight.data.mul_(0.3)  # without this, an answer would depend on the last token only
     torch.nn.init.normal_(made.model.multi_modal_projector.mm_input_projection_weight, std=0.12)
     made.save_pretrained(folder)
     file = str(folder / "model.safetensors")  # vLLM expects the tensor names of published checkpoints
@@ -196,7 +197,7 @@ def test_prompts_hit_up_to_the_first_different_image(model: Path) -> None:
             assert _answer(live, tokens, *seeds) == answer
             assert _loaded(live) - before == found
             before += found
-        # For an image in vLLM's own cache a request needs only the image's name.
+        # If vLLM's own cache has an image, a request may send only the image's name.
         assert _answer(live, ONE, 1, names={"image": ["first"]}) == expected[0]
         assert _loaded(live) - before == len(LEAD)
         again = live.generate([ONE], 12, media={"image": [None]}, names={"image": ["first"]})[0]

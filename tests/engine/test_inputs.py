@@ -52,7 +52,7 @@ def test_a_session_with_more_input_later(*, asynchronous: bool) -> None:
         assert saved >= (len(message) - 1) // BLOCK - asynchronous
         assert _answer(live, "again") == message
         again = assert_clean(live)["tokens_loaded"]
-        assert again == whole_blocks(live, len(INPUTS[0]))  # vLLM looks up only the first input
+        assert again == whole_blocks(live, len(INPUTS[0]))  # vLLM makes a lookup for the first input only
         assert live.generate([message], ANSWER) == expected
         assert assert_clean(live)["tokens_loaded"] - again == saved * BLOCK
 

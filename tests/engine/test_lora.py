@@ -1,4 +1,4 @@
-"""LoRA adapters on real engines: KV is found only by requests of an adapter with the bytes that computed the KV."""
+"""LoRA adapters on real engines: a request finds KV only if the bytes of its adapter have computed this KV."""
 
 from __future__ import annotations
 
@@ -149,7 +149,10 @@ def test_an_adapter_changes_in_a_running_engine(tmp_path: Path, right: Answers) 
 
 
 def test_the_same_files_taken_for_another_layout(tmp_path: Path, right: Answers) -> None:
-    """If vLLM begins to treat an adapter as an adapter of fused experts, no engine finds the adapter's old KV."""
+    """One engine reads an adapter's files as those of fused experts.
+
+    This engine finds no KV of engines that read the files otherwise.
+    """
     a, kv = make_adapter(tmp_path / "a", ONE), _disk(tmp_path)
     for fused, held in ((False, 0), (True, 0), (False, HELD), (True, HELD)):
         with engine(kvpipe=kv, **OPTIONS) as live:

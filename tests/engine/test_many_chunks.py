@@ -20,7 +20,8 @@ pytestmark = pytest.mark.engine
 
 SLOTS = 2000
 ROUNDS, REQUESTS, TOKENS, ANSWER = 8, 60, 140, 4
-CHUNKS = REQUESTS * (TOKENS // BLOCK)  # the number of chunks of one round; answers end within a block
+# the number of chunks of a round; answers add none, because they end within a block
+CHUNKS = REQUESTS * (TOKENS // BLOCK)
 WORK = ("find", "known", "lease", "release", "refresh", "reserve", "write", "landed", "lost")
 
 

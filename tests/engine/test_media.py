@@ -58,7 +58,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     config = Qwen2AudioConfig(audio_config=sound, text_config=text, audio_token_index=AUDIO)
     Qwen2AudioForConditionalGeneration(config).float().save_pretrained(folder)
-    # transformers also accepts tensor names in which "model." stands once instead of twice
+    # "model." occurs once instead of twice in these tensor names, which transformers accepts too
     weights = load_file(folder / "model.safetensors")
     save_file(
         {name.replace(".model.model.", ".model."): w for name, w in weights.items()}, folder / "model.safetensors"

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.engine
 
 PROMPTS = [prompt(300, 21), prompt(530, 22)]
 ANSWER, LOST_AT = 24, 22
-"""The length of an answer, which ends the block that the prompt has begun.
+"""`ANSWER`: the length of an answer, which ends the block that the prompt has begun.
 
-The number of answer tokens before a preemption.
+`LOST_AT`: the number of answer tokens before a preemption.
 """
 
 
@@ -58,7 +58,7 @@ def test_models(recipe: str, groups: int, options: dict[str, Any]) -> None:
 
 
 def test_a_cache_in_fp8_is_refused_without_avx512() -> None:
-    """VLLM refuses an fp8 cache on a processor that has neither AVX-512 nor AMX.
+    """vLLM refuses an fp8 cache on a processor that has neither AVX-512 nor AMX.
 
     Kvpipe has no effect on the refusal.
     """
@@ -122,7 +122,7 @@ def test_mla(on: str) -> None:
     because vLLM's MLA computes a prefill with context on another path. On a CPU the results of that path differ, in
     float32 too, with and without kvpipe. On a CPU, vLLM has a prefix cache of MLA only with AMX. Without AMX, answers
     with hits are compared with each other, and their first tokens equal the first token of the cold answer. The case
-    "own" runs on this machine's processor. A processor with AMX has another attention backend and another block size.
+    "own" runs on this machine's own processor, which with AMX has another attention backend and another block size.
     """
     with ON[on]():
         with engine(enable_prefix_caching=True, **MLA) as plain:

@@ -1,4 +1,4 @@
-"""Kvpipe runs beside vLLM's real NixlConnector. Two servers prefill for each other, and both connectors load KV."""
+"""kvpipe runs beside vLLM's real NixlConnector. Two servers prefill for each other, and both connectors load KV."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_both_connectors_bring_kv(pair: tuple[Server, Server], expected: list[li
 
 
 def test_a_part_in_the_pool_does_not_undo_the_prefill(pair: tuple[Server, Server], expected: list[list[int]]) -> None:
-    """VLLM asks kvpipe first. Kvpipe holds only 128 of 333 tokens, and answers with no hit.
+    """vLLM asks kvpipe first. Kvpipe holds only 128 of 333 tokens, and answers with no hit.
 
     So NIXL reads the whole prompt from the other server.
     """
@@ -124,7 +124,7 @@ def test_a_part_in_the_pool_does_not_undo_the_prefill(pair: tuple[Server, Server
 
 
 def test_a_whole_prompt_in_the_pool_spares_the_transfer(pair: tuple[Server, Server], expected: list[list[int]]) -> None:
-    """VLLM asks kvpipe first. Kvpipe has the whole prompt, so nothing is read from the prefill server."""
+    """vLLM asks kvpipe first. Kvpipe has the whole prompt, so nothing is read from the prefill server."""
     decode, prefill = pair
     assert _ask(decode, PROMPTS[3], TOKENS)[0] == expected[3]
     decode.idle()

@@ -126,7 +126,7 @@ def test_second_turn_loads_all_whole_blocks_of_the_first(node: dict[str, Any]) -
 
 
 def test_ranks_with_another_pool_fail_every_job(node: dict[str, Any]) -> None:
-    """If a rank and the scheduler side use different pools, nothing is copied, and answers stay right."""
+    """A rank with another pool than the scheduler side copies nothing and fails every job. Answers stay right."""
     wanted = baseline(PROMPTS, TOKENS)
     with engine(kvpipe=node, enable_prefix_caching=False) as live:
         side = live.connector.scheduler
@@ -151,7 +151,7 @@ def test_unsupported_settings_are_refused(node: dict[str, Any], keys: dict[str, 
 
 
 def test_engine_may_fall_back_to_a_private_pool(node: dict[str, Any]) -> None:
-    """With `pool_or_private` the engine serves with a private pool if the engine cannot use the node's memory."""
+    """With `pool_or_private`, an engine that cannot use the node's memory serves with a private pool."""
     wanted = baseline(PROMPTS, TOKENS)
     refused = node | {"quotas": [{"name": "a", "salt": "a"}], "pool_or_private": True}
     with engine(kvpipe=refused, enable_prefix_caching=False) as live:

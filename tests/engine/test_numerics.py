@@ -19,9 +19,9 @@ LOW = {"ONEDNN_DEFAULT_FPMATH_MODE": "BF16"}
 
 
 def test_engines_share_kv_when_their_libraries_compute_alike(tmp_path: Path) -> None:
-    """A library's setting may make it multiply float32 in bfloat16, which vLLM does not notice.
+    """A setting may make a library multiply float32 in bfloat16, and vLLM does not notice.
 
-    KV from such an engine is not shared.
+    KV of such an engine is not shared.
     """
     folder = str(tmp_path / "kv")
     options: dict[str, Any] = {

@@ -40,7 +40,7 @@ def test_the_whole_pool_becomes_ready(trace_file: Path) -> None:
     """
     wanted = baseline(PROMPTS, 8)
     with engine(kvpipe=POOL) as live:
-        live.settle()  # ranks report with a step, so the idle engine makes one
+        live.settle()  # ranks report only with a step, so the idle engine makes a step
         at_start = live.connector.stats()["slots_ready"]
         assert at_start > 0
         slots = live.connector.stats()["slots"]
@@ -72,7 +72,7 @@ def test_a_pool_that_the_machine_has_no_memory_for(monkeypatch: pytest.MonkeyPat
         assert live.connector.stats()["slots_ready"] == stats["slots_ready"]
         rooms.extend([plenty] * 100)
         wait_for_memory(live)
-        live.generate(PROMPTS[:1], 1)  # ranks report with a step
+        live.generate(PROMPTS[:1], 1)  # ranks report only with a step
         assert live.connector.stats()["slots_ready"] == stats["slots"]
         assert_clean(live)
     reported = [event for event in Trace(trace_file) if isinstance(event, (PoolShort, PoolReady))]

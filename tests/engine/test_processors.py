@@ -1,8 +1,8 @@
 """vLLM's decisions on each simulated processor. The sizes in tests are valid on all of these processors.
 
-`common.engine` starts every engine of every test on each processor, until the block size is known.
-`starts_on_every_processor` has the details. These tests show that this check works, and how the processors differ.
-Three tests generate on more than one processor, because the decisions for their engines differ: `test_mla`,
+`common.engine` starts every engine of every test on each processor, until the block size is known
+(`starts_on_every_processor`). These tests show that this check works, and how the processors differ. Three tests
+generate on more than one processor, because the decisions for their engines differ: `test_mla`,
 `test_preempted_and_aborted` and `test_states_in_the_models_own_type`.
 """
 
@@ -47,7 +47,10 @@ def test_processor_is_reported_by_torch_and_restored_at_the_end(kind: Processor,
 
 @pytest.mark.parametrize("kind", PROCESSORS)
 def test_kernels_are_never_amx_when_lent(kind: Processor) -> None:
-    """VLLM's platform decides as on the simulated processor. Code that chooses a kernel does not see AMX."""
+    """vLLM's platform decides as on the simulated processor.
+
+    But code that chooses a kernel sees a processor without AMX.
+    """
     with lent(kind):
         assert not torch.cpu._is_amx_tile_supported()
 

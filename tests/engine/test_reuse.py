@@ -109,7 +109,7 @@ def test_preempted_requests_load_what_was_saved(caching: bool, config: dict[str,
 
 
 def test_preempted_requests_answer_the_same_when_their_saves_wait() -> None:
-    """A preempted request computes the tokens again that were not saved before the preemption."""
+    """After a preemption, a request computes again the tokens that were not saved before."""
     prompts = [prompt(60 + 20 * i, 100 + i) for i in range(10)]
     options: dict[str, Any] = {"cache_tokens": 1280, "enable_prefix_caching": False, "max_model_len": 1024}
     expected = baseline(prompts, 48, **options)
@@ -147,15 +147,15 @@ def test_ngram_drafts() -> None:
         before = assert_clean(live)["tokens_loaded"]
         assert before == whole_blocks(live, 280, 300)
         live.generate([whole], 2)
-        # In the last step of a request, up to one block can stay unconfirmed (docs/decisions).
+        # Up to one block of a request's last step may stay unconfirmed, and so is not saved (docs/decisions).
         assert assert_clean(live)["tokens_loaded"] - before >= whole_blocks(live, len(whole) - 1) - block_tokens(live)
 
 
 def test_engine_computes_with_one_thread() -> None:
-    """VLLM's attention on a CPU fails if OpenMP's number of threads changes during a step.
+    """vLLM's attention on a CPU fails if OpenMP's number of threads changes during a step.
 
-    Between two engines of the tests the number may change, because each engine restores the PyTorch function that vLLM
-    replaces.
+    Between two engines of the tests the number may change: each engine restores the PyTorch function that vLLM has
+    replaced.
     """
     for _ in range(2):
         torch.set_num_threads(2)

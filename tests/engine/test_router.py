@@ -111,7 +111,7 @@ class Subscriber:
         self._socket.subscribe("")
 
     def replay(self) -> None:
-        """Request all events that were published before this call, like a router that starts late."""
+        """Request all events that were published before this call, as a router does that starts late."""
         socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         with socket:
             socket.connect(f"ipc://{self.folder}/replay")
@@ -142,7 +142,7 @@ class Subscriber:
 
 
 def test_subscriber_knows_the_chunks_of_a_disk_tier(tmp_path: Path) -> None:
-    """VLLM's publisher announces a chunk when it is stored, and withdraws a chunk when its files were deleted.
+    """vLLM's publisher announces a chunk when it is stored, and withdraws a chunk when its files were deleted.
 
     A subscriber that starts late gets the same events from vLLM's replay.
     """

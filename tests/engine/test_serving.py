@@ -155,7 +155,7 @@ def test_two_replicas_share_disk_name_and_trace(tmp_path: Path, expected: list[l
 
 def test_two_replicas_of_two_ranks_share_disk_name_and_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two replicas have two ranks each. A chunk is found if both ranks of a replica have stored it."""
-    # the engine without kvpipe needs this variable for its two ranks
+    # this test's engine without kvpipe needs the variable to run two ranks
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     expected = baseline(PROMPTS[:2], TOKENS, tensor_parallel_size=2, enable_prefix_caching=False)
     _share(tmp_path, expected, (0, 1), "--tensor-parallel-size", "2")

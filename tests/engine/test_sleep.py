@@ -31,9 +31,9 @@ PROMPT = [prompt(300, 1)]
 FOUND = whole_blocks(BLOCK, 300)
 TOKENS = 12
 NONSENSE = 7.25
-"""The value of discarded memory.
+"""The value that memory has after it was discarded.
 
-The value is a number, because 0 times NaN is NaN. With NaN, vLLM could not compute even if the position is masked.
+With NaN instead of a number, even masked positions would spoil vLLM's results, because 0 times NaN is NaN.
 """
 
 
@@ -155,7 +155,7 @@ def test_chunks_outlive_a_sleep(tmp_path: Path, live: Engine, memory: _Memory) -
 
 
 def test_a_request_that_is_kept_over_a_sleep_loads_its_kv(live: Engine, memory: _Memory) -> None:
-    """VLLM preempts the request. After the wake-up the request's KV is loaded from the pool, not computed again."""
+    """vLLM preempts the request. After the wake-up the request's KV is loaded from the pool, not computed again."""
     answer = live.generate(PROMPT, 60)
     live.settle()
     assert live.llm.reset_prefix_cache(reset_connector=True)

@@ -17,14 +17,14 @@ REQUESTS = 160
 THREADS = 8
 """The number of threads of the disk tier. Threads start and end during the test, and hold files open."""
 OBJECTS_PER_REQUEST_MAX = 0.25
-"""The limit on additional objects per request.
+"""The limit on the growth in objects per request.
 
-The limit is not 0, because the number of chunks on a full disk varies, and a chunk has several marks.
+The limit is above 0, because the number of chunks on a full disk varies, and each chunk has several marks.
 """
 BLOCKS_PER_REQUEST_MAX = 40.0
-"""The limit on additional memory blocks of Python per request.
+"""The limit on the growth in Python's memory blocks per request.
 
-About 12 of the blocks are remembered keys of evicted chunks.
+About 12 of these blocks are keys of evicted chunks, which kvpipe remembers.
 """
 
 

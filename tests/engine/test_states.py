@@ -16,12 +16,12 @@ pytestmark = pytest.mark.engine
 
 PROMPTS = [prompt(300, 21), prompt(530, 22)]
 ANSWER, LOST_AT = 24, 22
-"""The length of an answer, which ends the block that the prompt has begun.
+"""`ANSWER`: the length of an answer, which ends the block that the prompt has begun.
 
-The number of answer tokens before a preemption.
+`LOST_AT`: the number of answer tokens before a preemption.
 """
 AGAIN = 8
-"""The number of compared answer tokens in tests that do not look up the answer's own KV."""
+"""The number of answer tokens that tests compare if no later prompt contains the answer."""
 FAMILIES = [
     pytest.param("granite-hybrid", 128, {}, id="mamba2"),
     pytest.param("falcon-h1", 128, {}, id="mamba2-beside-attention"),
@@ -35,8 +35,8 @@ FAMILIES = [
 def _states_at_the_end_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make layers keep states at the ends of steps only.
 
-    Mamba 2 layers promise vLLM to export a state within a step, but vLLM's CPU build has no kernel for the export. So
-    with prefix caching every prefill of such a model fails on a CPU, with and without kvpipe.
+    Mamba 2 layers declare to vLLM that they export states within a step, but vLLM's CPU build has no kernel for the
+    export. So with prefix caching every prefill of such a model fails on a CPU, with and without kvpipe.
     """
     monkeypatch.delattr(MambaMixer2, "get_kv_cache_spec")
 
@@ -49,7 +49,7 @@ def _unit(live: Any) -> int:
 
 @pytest.mark.parametrize(("recipe", "chunk_tokens", "options"), FAMILIES)
 def test_hits_and_conversations(recipe: str, chunk_tokens: int, options: dict[str, Any], tmp_path: Path) -> None:
-    """Answers equal those of vLLM's cache: cold, warm, in a second turn, preempted, beside a hit, from a disk."""
+    """Answers equal those with vLLM's own cache: cold, warm, in a second turn, preempted, beside a hit, from a disk."""
     options = {"enable_prefix_caching": True, "prefix_cache_retention_interval": None} | options
     with engine(recipe, None, **options) as plain:
         expected = [[plain.generate([p], ANSWER)[0] for p in PROMPTS] for _ in range(2)]
@@ -84,8 +84,8 @@ def test_hits_and_conversations(recipe: str, chunk_tokens: int, options: dict[st
         assert [live.generate([p], AGAIN)[0] for p in PROMPTS] == warm
         assert assert_clean(live)["tokens_loaded"] == sum(held)  # loaded from the disk
         live.llm.reset_prefix_cache()
-        # These tokens are computed, because no prompt has ended at their last boundary. VLLM holds the tokens from now
-        # on.
+        # No prompt has ended at the last boundary of these tokens, so they are computed. From now on, vLLM's own cache
+        # holds them.
         live.generate([PROMPTS[1][: 2 * unit + 10]], 1)
         assert assert_clean(live)["tokens_loaded"] == sum(held)
         assert live.generate([PROMPTS[1]], AGAIN) == warm[1:]
@@ -160,7 +160,10 @@ def test_engine_is_refused_if_no_boundary_keeps_its_state() -> None:
 
 
 def test_a_unit_is_a_hash_where_states_are_exported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mamba 2 promises to export states. So the engine starts, although a CPU has no kernel for the export."""
+    """Mamba 2 layers declare that they export states.
+
+    So the engine starts, although a CPU has no kernel for the export.
+    """
     monkeypatch.undo()
     options: dict[str, Any] = {"enable_prefix_caching": True, "prefix_match_unit": 32}
     with engine("granite-hybrid", {"chunk_tokens": 128}, **options) as live:

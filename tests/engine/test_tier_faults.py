@@ -41,8 +41,8 @@ OWN: dict[str, Any] = {"enable_prefix_caching": False}
 IDLE_STEPS_MAX = 4000
 """The limit of steps without a running request.
 
-A fault may delay two requests for `lookup_ms_max` each. A step that waits takes at least a millisecond. Steps take
-longer on a slow machine, so a slow machine makes fewer steps.
+A fault may delay two requests for `lookup_ms_max` each, and a step that waits takes at least a millisecond. A slow
+machine only makes fewer steps in this time.
 """
 
 
@@ -285,7 +285,7 @@ def test_a_certificate_changes_in_mid_run(
 ) -> None:
     """A new certificate of the server is accepted.
 
-    A certificate of another authority is reported, and there are no hits until it is replaced.
+    A certificate of another authority is reported, and there are no hits until the certificate is replaced.
     """
     with secured(kind, tmp_path / "tls") as server, engine(kvpipe=_config(server.keys), **OWN) as live:
         played = Played(live, expected)

@@ -247,9 +247,10 @@ def test_engines_share_chunks_when_weights_and_layouts_are_equal(
 
 
 def test_engines_share_a_tier_whatever_other_tiers_they_have(tmp_path: Path, filled: Path) -> None:
-    """A tier's chunks are found behind another tier.
+    """A tier's chunks are found although another tier is asked before it.
 
-    Then the chunks are found in this other tier alone, and before a third tier.
+    After that, they are found in this other tier alone. The first tier's chunks are also found with a third tier after
+    it.
     """
     (far,) = _disk(filled, tiers_store="never")["tiers"]
     near, other = (far | {"path": str(tmp_path / name), "store": "all"} for name in ("near", "other"))

@@ -13,7 +13,7 @@ from kvpipe.node.catalog import NodeCatalog
 from kvpipe.node.connect import ask_status
 from kvpipe.statemachine.node_client import ATTACHED
 from tests.engine.common import assert_clean, baseline, engine, prompt, whole_blocks
-from tests.engine.forked import forked_ranks
+from tests.rigs.forked import forked_ranks
 
 pytestmark = pytest.mark.engine
 
@@ -29,7 +29,7 @@ def _one_core_per_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.spawned
 def test_two_ranks() -> None:
     """Two ranks give the same answers with loaded KV as with computed KV."""
-    with forked_ranks():  # only ranks with kvpipe are spawned, because each spawned rank imports vLLM
+    with forked_ranks():  # the ranks without kvpipe are forked, because each spawned rank has to import vLLM
         expected = baseline(PROMPTS, 12, **TWO_RANKS)
     with engine(kvpipe={}, **TWO_RANKS) as live:
         for _ in range(2):

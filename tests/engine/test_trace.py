@@ -57,7 +57,7 @@ def test_a_crowd_is_traced_from_end_to_end(trace_file: Path) -> None:
                 [one.now.removeprefix("CONFIRMED_") for one in landed],
                 [f"LAYER_{k}" for k in range(layers - 1)],
             )
-            # The job is finalized when its last layer lands. This event may come after the end of the request.
+            # The event `finalized` follows the landing of the job's last layer, perhaps after the end of the request.
             assert at in ([*first, "LANDED"], first)
     assert {one.engine for one in events} == {events[0].engine}
     (last,) = [one for one in events if type(one) is e.RequestAdmitted and one.hit_tokens]

@@ -56,9 +56,9 @@ def _pooling(how: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("how", "caching"), [("MEAN", None), ("MEAN", True), ("CLS", False)])
 def test_pooling_of_the_whole_prompt_is_refused(how: str, *, caching: bool | None) -> None:
-    """MEAN and CLS need all tokens in one step.
+    """MEAN and CLS pooling need all tokens in one step.
 
-    So kvpipe refuses them, even if a user switches vLLM's prefix cache on.
+    So kvpipe refuses both, even if a user switches vLLM's prefix cache on.
     """
     refused(
         f"pooling with seq_pooling_type='{how}' .* is not supported", enable_prefix_caching=caching, **_pooling(how)

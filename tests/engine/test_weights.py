@@ -17,7 +17,7 @@ from kvpipe.connectors.vllm.tiny.engine import DEFAULTS, Engine
 from kvpipe.connectors.vllm.tiny.models import make_model
 from kvpipe.testing.waiting import WAIT_S
 from tests.engine.common import BLOCK, assert_clean, patient, prompt, waiting, whole_blocks
-from tests.engine.forked import forks_of_this_process, run_forked
+from tests.rigs.forked import forks_of_this_process, run_forked
 
 pytestmark = pytest.mark.engine
 
@@ -194,7 +194,7 @@ def test_weights_changed_in_a_running_engine(tmp_path: Path, right: Right) -> No
 
 
 def test_calls_that_change_nothing(tmp_path: Path, right: Right) -> None:
-    """Some calls can change weights. If such a call changes no weights, all chunks from before the call are found."""
+    """Calls that may change weights, but do not, lose no chunk."""
     with _engine(right[0], tmp_path) as live:
         assert _ask(live) == (right[2], 0)
         live.llm.collective_rpc(lambda worker: worker.rank)
@@ -206,9 +206,9 @@ def test_calls_that_change_nothing(tmp_path: Path, right: Right) -> None:
 
 
 def test_weights_changed_under_running_requests(tmp_path: Path, right: Right) -> None:
-    """Running requests have KV of the old weights.
+    """Requests that run during the change have KV of the old weights.
 
-    Neither kvpipe nor vLLM's own cache keeps this KV for other requests.
+    Neither kvpipe nor vLLM's own cache offers this KV to other requests.
     """
     with _engine(right[0], tmp_path, enable_prefix_caching=True) as live:
         live.add(PROMPT[0], 100, request_id="old")

@@ -35,7 +35,7 @@ def test_whole_blocks_are_saved_loaded_and_stored_apart_from_others(tmp_path: Pa
 
     An engine that copies by layer finds none of the chunks.
 
-    The caches of both engines have one layout. Only the order of pages in a slot distinguishes the chunks.
+    Both engines' caches have the same layout, so only the order of pages in a slot distinguishes their chunks.
     """
     trace = tmp_path / "trace"
     disk = {"kind": "disk", "path": str(tmp_path / "kv"), "bytes_max": "1GiB", "store": "all"}

@@ -26,7 +26,10 @@ READS = {"/v1/state", "/v1/holders", "/v1/counters", "/v1/pins", "/v1/lookup"}
 
 
 def hashes(prompt: models.Prompt) -> Iterator[Sequence[bytes]]:
-    """Yield more and more block hashes of a prompt. The prompt's salt names the request that has this prompt."""
+    """Yield a growing list of a prompt's block hashes.
+
+    In these tests, the prompt's salt is the name of the request with this prompt.
+    """
     whole = [f"{prompt.cache_salt}/{unit}".encode() for unit in range(len(prompt.tokens) // UNIT)]
     for stop in range(2, len(whole), 2):
         yield whole[:stop]
@@ -60,7 +63,7 @@ class Managed:
     ) -> tuple[int, Any]:
         """Return the status and the answer.
 
-        During the request the engine is idle, because the caller's thread is the engine's thread.
+        The caller's thread is the engine's thread, so the engine is idle during the request.
         """
         reads = path.partition("?")[0] in READS and (method == "GET" or path == "/v1/lookup")
         if reads and threading.current_thread() is self._engine_thread:

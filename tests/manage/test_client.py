@@ -24,7 +24,10 @@ from tests.manage.conftest import TOKEN, Managed
 from tests.rigs.servers.sockets import free_port
 
 LONG = {"tokens": [100_000] * 145_000}
-"""A prompt that fits into the largest body in the page's form of JSON, but not into a socket's buffer."""
+"""A prompt that does not fit into a socket's buffer.
+
+In the page's form of JSON, the prompt fits into the largest accepted body.
+"""
 
 
 def test_a_long_prompt_fits(managed: Managed) -> None:
@@ -35,7 +38,10 @@ def test_a_long_prompt_fits(managed: Managed) -> None:
 @pytest.mark.parametrize("port", [False, True])
 @pytest.mark.parametrize(("token", "times", "wording"), [("x" * 32, 1, r"refused \(401\)"), (TOKEN, 4, "at most 1048")])
 def test_a_refusal_before_the_body_is_read(tmp_path: Path, port: bool, token: str, times: int, wording: str) -> None:
-    """The client reads the refusal, although the connection ends before the whole body is sent."""
+    """The server refuses a request and closes the connection before the client has sent the whole body.
+
+    The client still reads the refusal.
+    """
     managed = Managed(tmp_path, manage=f"127.0.0.1:{free_port()}" if port else f"unix:{tmp_path}/e1.sock")
     try:
         with pytest.raises(UsageError, match=wording):

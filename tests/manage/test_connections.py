@@ -56,7 +56,7 @@ def opened(managed: Managed) -> socket.socket:
 
 
 def test_a_connection_with_the_token_stays_when_many_others_are_half_open(patient: Managed) -> None:
-    """The connection with the token stays, although it is the oldest connection and is idle."""
+    """An idle connection whose client has sent the token stays, although it is the oldest."""
     with contextlib.closing(connect(patient.address)) as client:
         client.request("GET", "/v1/switches", headers=AUTHORIZATION)
         assert client.getresponse().read()
@@ -78,7 +78,7 @@ def test_request_with_the_token_is_read_when_half_open_connections_follow(
 
     async def lookup(_: object) -> models.HeldTokens:
         stalled.set()
-        goes_on.wait(WAIT_S)  # until then the server's loop waits
+        goes_on.wait(WAIT_S)  # the server's loop waits until this call
         raise ValueError
 
     monkeypatch.setattr(patient.engine, "lookup", lookup)

@@ -139,7 +139,7 @@ def test_chunks_are_evicted_by_salt(managed: Managed) -> None:
     assert left(managed) == {}
     assert managed.side.counters["evicted"] == 6
     gc.collect()
-    assert len(managed.side.catalog.tenants) == 0  # no thread holds tenants, so none are left
+    assert len(managed.side.catalog.tenants) == 0  # no thread refers to a tenant any more
 
 
 def test_chunks_are_evicted_by_adapter(managed: Managed) -> None:
@@ -246,7 +246,7 @@ def test_held_chunks_are_evicted_when_they_are_released(managed: Managed) -> Non
 
 
 def test_eviction_in_a_large_pool_is_sliced(tmp_path: Path) -> None:
-    """Slots are read in slices, and chunks are evicted in smaller slices, on every thread that has the turn."""
+    """Any thread that has the turn reads slots in slices, and evicts chunks in smaller slices."""
     managed = Managed(tmp_path, SchedulerWorld(slots=4 * PART_SLOTS, chunk_units=1))
     try:
         request = save(managed, "a", 3 * PART_SLOTS, "alice")

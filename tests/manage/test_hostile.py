@@ -1,4 +1,4 @@
-"""Unauthorized, malformed, oversized and silent clients are refused and counted. Each client costs interpreter time."""
+"""Unauthorized, malformed, oversized and silent clients are refused and counted, and cost the engine little time."""
 
 from __future__ import annotations
 
@@ -250,7 +250,7 @@ def test_a_server_that_cannot_start_leaves_no_socket(tmp_path: Path, monkeypatch
             Managed(tmp_path)
     assert not (tmp_path / "e1.sock").exists()
     Managed(tmp_path).server.stop()
-    assert caught.tb is not None  # the exception still holds the frames of the first server
+    assert caught.tb is not None  # the exception's frames have kept the first server alive until here
 
 
 def test_file_at_the_address_of_a_socket_is_not_replaced(tmp_path: Path) -> None:

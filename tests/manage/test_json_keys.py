@@ -17,7 +17,7 @@ from tests.manage.conftest import Managed
     ],
 )
 def test_a_key_that_is_given_twice_is_refused(body: bytes, managed: Managed) -> None:
-    """The server cannot know which of the two values is meant. The name of a key inside a text is not a key."""
+    """The server cannot know which of the two values is meant. A text that contains the name of a key is accepted."""
     method, path = ("PUT", "/v1/switches") if b"freeze" in body else ("POST", "/v1/lookup")
     status, answer = managed.ask(method, path, raw=body)
     assert status == 422

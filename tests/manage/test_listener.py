@@ -25,7 +25,10 @@ _ANOTHER = 65533
 
 @contextlib.contextmanager
 def _another_listens(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    """Listen as another user. Only root can become another user. Without root, the test fakes the listener's user."""
+    """Listen as another user.
+
+    Only root can become another user. If this process is not root, the test fakes the listener's user.
+    """
     user = os.geteuid()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))

@@ -51,7 +51,7 @@ def test_second_engine_of_a_default_name_gets_a_number(pattern: str) -> None:
 
 @pytest.mark.parametrize("numbered", [False, True])
 def test_name_that_a_user_has_chosen_gets_no_number(pattern: str, tmp_path: Path, *, numbered: bool) -> None:
-    """A default name gets no number either if the path has no `{engine}`, because the path does not show the name."""
+    """A path without `{engine}` does not contain the name. With such a path, a default name gets no number either."""
     address = Address.parse(f"unix:{tmp_path}/one.sock" if numbered else pattern)
     first = listen(address, "mine", "manage", numbered=numbered)
     with pytest.raises(InUseError, match="a running engine listens there"):
@@ -100,7 +100,7 @@ def test_commands_find_the_one_engine_and_ask_all(
         assert second.side.switches.freeze
         capsys.readouterr()
         assert cli.main(["cache", "evict-matching", "--all", "--no-salt", "--at", str(second.address)]) == 2
-        # For this command `--all` means all chunks, and contradicts a salt.
+        # For this command, `--all` means all chunks, not all engines. So `--all` contradicts a salt.
         assert "refused (422)" in capsys.readouterr().err
     finally:
         second.server.stop()

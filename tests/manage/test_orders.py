@@ -54,7 +54,7 @@ def test_chunks_are_evicted_while_the_engine_is_idle(managed: Managed) -> None:
 
 
 def test_pin_of_an_evicted_chunk_ends_while_the_engine_is_idle(managed: Managed) -> None:
-    """The eviction of a pinned chunk ends its pin. The other slots of the pin become free, although no step follows."""
+    """Evicting a pinned chunk ends its pin. The pin's other slots become free at once, without a step."""
     managed.side.orders.slice_s_max = 0  # the shortest slices
     managed.side.finished(managed.save("a", 2 * CHUNK))
     assert not managed.side.pending
@@ -65,9 +65,9 @@ def test_pin_of_an_evicted_chunk_ends_while_the_engine_is_idle(managed: Managed)
 
 
 def test_an_engine_that_became_idle_with_many_orders(managed: Managed) -> None:
-    """An idle engine first carries out the orders that wait.
+    """When an engine becomes idle, it first carries out the orders that wait.
 
-    Only then does it refuse an order because too many orders wait.
+    So the next order is not refused because of them.
     """
     managed.side.finished(managed.save("a", 2 * CHUNK))
     waiting = [managed.side.orders.queue_change(lambda: managed.side.pins.unpin(99)) for _ in range(ORDERS_MAX)]

@@ -55,7 +55,7 @@ def test_a_snapshot_is_of_one_moment_while_the_engine_makes_steps() -> None:
 
 
 def test_a_snapshot_of_many_requests_is_sliced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The snapshot shows the slowest requests, without requests that finish between two slices."""
+    """The snapshot shows the slowest requests, except requests that finish between two slices."""
     monkeypatch.setattr(reads, "REQUESTS_PER_PART", 4)
     world = SchedulerWorld()
     for number in range(10):
@@ -106,7 +106,7 @@ def test_a_lookup_of_a_long_prompt_is_sliced(managed: Managed, monkeypatch: pyte
 def test_lookup_finds_the_hit_of_a_request(states: tuple[int, ...]) -> None:
     """Random chunks of the prompt were evicted.
 
-    The cases: a model with a window, and a model with states and a drafter.
+    The two cases are a model with a window, and a model with states and a drafter.
     """
     drawn = random.Random(1)
     windows = (None, None) if states else (None, 3 * UNIT)
@@ -199,7 +199,7 @@ def test_reads_and_changes_alternate() -> None:
 
 
 def test_a_short_read_does_not_wait_for_a_long_one() -> None:
-    """Reads take turns, so a list of all slots does not keep an operator from the engine's state."""
+    """Reads take turns, so an operator gets the engine's state although another operator lists all slots."""
     orders = Orders(Counters())
     orders.slice_s_max, orders.slice_parts_max = float("inf"), 2
     orders.queue_read(lambda: (None for _ in range(500)))

@@ -47,7 +47,7 @@ class WatchedSide:
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         """Serve from now on. Accesses to attributes are recorded while `began` is True."""
         self.began, self._borrowed, self._engine = False, False, threading.current_thread()
-        self.idles = False  # whether the engine has nothing to do while operators ask
+        self.idles = False  # whether the engine is idle while operators send requests
         self.watch = AttributeWatch(self._role)
         self._note_turns(patch)
         self.watch.watch(classes_of(*WATCHED), patch)
@@ -269,7 +269,7 @@ def test_every_attribute_that_two_threads_share_is_listed(served: WatchedSide) -
     served.live("a")
     served.change()
     served.idles = True
-    served.change()  # while the engine is idle, the management thread makes the changes
+    served.change()  # the engine is idle, so the management thread makes the changes
     served.idles = False
     served.live("b")
     served.live("a")

@@ -134,7 +134,7 @@ def test_a_tier_that_cannot_be_asked_is_named(tmp_path: Path) -> None:
         hold(good, managed, "a", CHUNK)
         assert managed.side.staging is not None
         finder, survey = managed.side.staging.finder, managed.engine.survey
-        lookup(managed, 20)  # after this lookup all tiers are open
+        lookup(managed, 20)  # this lookup opens all tiers
         bad.trouble = "down"
         for _ in range(2 * FAULTS_MAX):
             assert of(lookup(managed, 20)) == {"bad": "it is down", "deaf": 0, "good": CHUNK}

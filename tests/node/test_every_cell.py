@@ -218,7 +218,7 @@ def test_every_cell_of_a_client_is_taken(node: OneNode, taken: TakenCells) -> No
 
     engine = node.engine()
     engine.leave(engine.attach())
-    assert taken.missed(node_client.NODE_CLIENT) == []
+    assert taken.missed(Machine.of(node_client.NODE_CLIENT)) == []
 
 
 def test_every_cell_of_a_slot_and_of_a_grant_is_taken(node: OneNode, taken: TakenCells) -> None:
@@ -243,7 +243,7 @@ def test_every_cell_of_a_slot_and_of_a_grant_is_taken(node: OneNode, taken: Take
     engine.send_batch(scheduler)
     node.kill(scheduler)
     pools[1].close()
-    for machine in (node_slot.NODE_SLOT, node_grant.NODE_GRANT):
+    for machine in (Machine.of(node_slot.NODE_SLOT), node_grant.NODE_GRANT):
         assert taken.missed(machine) == []
 
 

@@ -70,6 +70,25 @@ def test_chunks_survive_a_holder(short_path: Path, sent: signal.Signals) -> None
         node.rest()
 
 
+def test_next_holder_adopts_the_memory_of_an_idle_engine(short_path: Path) -> None:
+    """The idle engine offers nothing. A new engine finds its chunks, and it continues when it takes steps again."""
+    with processes(short_path) as node:
+        idle = node.start(1)
+        assert idle.busy.recv() == "busy"
+        os.kill(idle.pid, signal.SIGSTOP)
+        os.kill(node.holder(), signal.SIGKILL)
+        observer = node.observe()
+        assert observer.pool.segment is not None
+        held = [path.stat().st_ino for path in Path(f"/proc/{idle.pid}/fd").iterdir()]
+        assert os.fstat(observer.pool.segment.fd).st_ino in held
+        node.observing("hits", lambda: observer.hits)
+        os.kill(idle.pid, signal.SIGCONT)
+        node.saves_on()
+        assert observer.pool.engines == 2
+        assert idle.process.is_alive()
+        node.rest()
+
+
 @pytest.mark.parametrize("step", HOLDER_DEATHS)
 def test_holder_that_dies_within_a_transition_loses_nothing(short_path: Path, step: str) -> None:
     """The next holder finishes the transition or undoes it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -14,9 +15,12 @@ from kvpipe.node.layout import READY
 from kvpipe.node.memory import NodeMemory, reduced
 from kvpipe.node.owners import NOBODY
 from kvpipe.node.segment import Segment
-from kvpipe.node.slots import NEVER, Ages
+from kvpipe.node.slots import NEVER
 from kvpipe.statemachine import node_slot as m
 from tests.rigs.node_regions import SIZES, RegionsWorld
+
+if TYPE_CHECKING:
+    from kvpipe.node.slots import Ages
 
 ages_of, windows_of = NodeMemory._ages, NodeMemory._windows
 

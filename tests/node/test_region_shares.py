@@ -53,7 +53,7 @@ def test_region_gets_no_memory_that_was_used_later(world: RegionsWorld) -> None:
     """If the other region used all its memory later, a region evicts its own chunks instead."""
     _busy(world)
     (_, loser), (_, keeper) = world.memory.regions.values()
-    for short, may_grow in ((loser.used.min(), False), (loser.used[loser.used < math.inf].max() + 1, True)):
+    for short, may_grow in ((min(loser.used), False), (max(use for use in loser.used if use < math.inf) + 1, True)):
         before = world.usable
         keeper.short = float(short)
         assert world.memory.share() == may_grow

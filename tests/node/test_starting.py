@@ -15,7 +15,9 @@ from unittest.mock import patch
 
 import pytest
 
+import kvpipe
 from kvpipe.node import connect
+from kvpipe.node.client import NodePool, NodePoolOptions
 from kvpipe.node.connect import start_holder
 from kvpipe.node.processes import checked_folder, holder_of
 from kvpipe.testing.waiting import WAIT_S
@@ -33,7 +35,7 @@ def folder(short_path: Path) -> Iterator[Path]:
 
 
 def test_one_engine_starts_the_holder_when_several_have_lost_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Starting a holder takes half a second of a core. Several starts at once would delay the next save."""
+    """Starting a holder takes a fifth of a second of a core. Several starts at once would delay the next save."""
     begun = list[object]()
     run = subprocess.run
 
@@ -53,6 +55,41 @@ def test_one_engine_starts_the_holder_when_several_have_lost_it(folder: Path, mo
             engine.join()
     assert holder_of(folder)
     assert len(begun) == 1
+
+
+NEEDED = {"kvpipe", "msgspec", "typing_extensions"}
+"""The packages of a holder. The last one is imported by msgspec. A further one would delay a save after a death."""
+IMPORTED = """
+import sys
+import kvpipe.node.holder
+site = next(path for path in sys.path if path.endswith("site-packages"))
+files = {name: getattr(module, "__file__", None) or "" for name, module in sys.modules.items()}
+print(*[name for name, file in files.items() if "." not in name and file.startswith(site)])
+"""
+
+
+def test_holder_imports_no_package_that_it_does_not_need() -> None:
+    """`.pth` files of the environment may import further modules, before any import of kvpipe's."""
+    run = [sys.executable, "-P", "-c"]
+    paths = os.environ | {"PYTHONPATH": str(Path(kvpipe.__file__).parents[1])}
+    names = [
+        set(subprocess.run([*run, code], check=True, capture_output=True, text=True, env=paths).stdout.split())
+        for code in (IMPORTED.replace("import kvpipe.node.holder", ""), IMPORTED)
+    ]
+    assert names[1] - names[0] <= NEEDED
+
+
+def test_serving_holder_loads_no_library_that_it_does_not_need(folder: Path) -> None:
+    """An engine attaches and gets slots. numpy, for example, is needed only by memory of several slot sizes."""
+    pool = NodePool(NodePoolOptions(folder, b"n" * 32, 64, 4096, stock=8))
+    until = time.monotonic() + WAIT_S
+    while not pool.stock.free and time.monotonic() < until:
+        pool.poll()
+        time.sleep(0.002)
+    assert pool.stock.free
+    maps = Path(f"/proc/{holder_of(folder)}/maps").read_text(encoding="utf-8")
+    pool.close()
+    assert {line.partition("site-packages/")[2].partition("/")[0] for line in maps.splitlines()} - {""} <= NEEDED
 
 
 def test_forked_process_does_not_keep_the_turn_to_start(folder: Path) -> None:

@@ -1,7 +1,4 @@
-"""The sdist and the wheel are complete.
-
-Each is built, installed into an empty environment, and run in this environment.
-"""
+"""The sdist and the wheel are complete: each is built, installed into an empty environment, and used there."""
 
 from __future__ import annotations
 
@@ -90,7 +87,7 @@ def test_doctor_finds_the_plugin(printed: str) -> None:
 
 
 def test_vllm_discovers_the_installed_connector(site: Path, printed: str) -> None:
-    """VLLM's own discovery runs the plug-in of the new environment, not of this tree."""
+    """vLLM's own discovery runs the plug-in of the new environment, not of this tree."""
     house = str(site / "kvpipe")
     wanted = [house, house, f"{house}/connectors", "kvpipe.connectors.vllm.connector"]
     assert json.dumps(wanted) in printed.splitlines()

@@ -1,4 +1,7 @@
-"""`make release` in a clone refuses a tree that is not ready. Otherwise it tags, builds and writes the notes."""
+"""`make release`, run in a clone, refuses a tree that is not ready.
+
+For a tree that is ready, it makes a tag, packages and notes.
+"""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class Browser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if self._dark else "light"}
         self._page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
         self.open("about:blank")
-        self.requested()  # discards the request for the page that a new window shows
+        self.requested()  # forgets the request that the browser made for a new window's own page
         self.complaints()
 
     # ---- driving a page ---------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from typing import Any
 from kvpipe.connectors.vllm.tiny.models import BASE, QWEN3_NEXT, cache_dir
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
-    # Three layers, each with a window: one layer has only the window, one layer also has a state per 4 tokens and an
-    # indexer, and one layer also has a state per 128 tokens.
+    # Three layers, each with a window. The first has only the window, the second also a state per 4 tokens and an
+    # indexer, the third also a state per 128 tokens.
     "deepseek-v4": {
         "architectures": ["DeepseekV4ForCausalLM"],
         "model_type": "deepseek_v4",

@@ -29,8 +29,8 @@ def environment(folder: Path, *packages: Path) -> Path:
     """Make the virtual environment `folder`, install sdists or wheels into it, and return its folder of packages.
 
     Torch, vLLM and other dependencies come from the environment that runs the tests, which is last on the path.
-    That environment has kvpipe as an editable installation. The `.pth` file of kvpipe has no effect, because Python
-    reads such files only in the new environment's own folder. The network is not used.
+    That environment also has an editable kvpipe, which is not used: its `.pth` file has no effect, because Python reads
+    such files only in the new environment's own folder. The network is not used.
     """
     run(sys.executable, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
     (site,) = (folder / "lib").glob("python*/site-packages")

@@ -19,8 +19,8 @@ def _die() -> None:
 def main(folder: Path, step: str, count: int) -> None:
     """Run a holder that dies at the `count`-th call of the ledger's method `step`.
 
-    If `step` ends with "<", the holder dies before the call. If it ends with "/", the holder has written half of
-    the record. Otherwise the holder dies after the call.
+    The last character of `step` says when the holder dies: with "<" before the call, with "/" after half of the record
+    is written, and otherwise after the call.
     """
     name, when = step.rstrip("</"), step[-1]
     real: Callable[..., Any] = getattr(Ledger, name)

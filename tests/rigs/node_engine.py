@@ -2,7 +2,7 @@
 
 The engine saves chunks whose bytes can be computed, and reads chunks of other engines while they are pinned. If the
 engine reads bytes of another chunk, it ends with status `WRONG`. `die` is "" or "EVENT:N": the process kills itself at
-the N-th such event of one of its machines. The process dies after the move, before the event has an effect elsewhere.
+the N-th such event of one of its machines. The process dies after the machine has moved, and before other code reacts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def options(
 
 
 def content(key: bytes, slot_bytes: int = SLOT_BYTES) -> bytes:
-    """Return the bytes of a chunk, which also depend on the size."""
+    """Return the `size` bytes of a chunk. Another size gives other bytes."""
     return hashlib.blake2b(b"%d " % slot_bytes + key).digest() * (slot_bytes // 64)
 
 

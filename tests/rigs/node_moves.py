@@ -84,7 +84,10 @@ class Mover:
         self.world.take_over()
 
     def process_write(self, engine: WorldEngine, b: int) -> None:
-        """Let the rank write, even after it was killed, until its pidfd fires, because a DMA outlives its process."""
+        """Let the rank write.
+
+        It may write after it was killed, until its pidfd fires, because a DMA outlives its process.
+        """
         if engine.writing and engine.rank not in engine.fired:
             self.world.write(engine, sorted(engine.writing)[b % len(engine.writing)], half=b % 2 == 0)
 

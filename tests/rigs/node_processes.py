@@ -89,7 +89,7 @@ class NodeProcesses:
         return holder_of(self.folder)
 
     def kill(self, engine: EngineProcess, sent: signal.Signals = signal.SIGKILL) -> None:
-        """Send a signal to an engine. If SIGKILL did not end it, the engine has read wrong bytes."""
+        """Send a signal to an engine. An engine that ends otherwise than by this SIGKILL has read wrong bytes."""
         os.kill(engine.pid, sent)
         if sent == signal.SIGKILL:
             assert self.ended(engine) == -signal.SIGKILL
@@ -111,7 +111,7 @@ class NodeProcesses:
         )
 
     def observing(self, what: str, true: object, limit_s: float = WAIT_S) -> float:
-        """Let the observer work until `true()` holds. Returns the seconds that this took."""
+        """Let the observer work until `true()` returns true. Returns the seconds until then."""
         assert callable(true)
         assert self.observer is not None
         began = time.monotonic()

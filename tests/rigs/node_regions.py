@@ -58,14 +58,14 @@ def _lock(fd: int) -> int | None:
 
 
 class FusedLedger(DyingLedger):
-    """A ledger each of whose steps is a step of `FUSE`."""
+    """A ledger that counts each of its steps as a step of `FUSE`."""
 
     def _burn(self) -> None:
         FUSE.burn()
 
 
 class FusedOwners(Owners):
-    """Owners of pieces whose stores are steps of `FUSE`."""
+    """The owners of pieces. Each store of an owner counts as a step of `FUSE`."""
 
     def give(self, pieces: object, region: int) -> None:
         """Store the owner of the pieces, one piece after the other."""

@@ -29,7 +29,7 @@ class Killed(BaseException):
 
 
 class DyingLedger(Ledger):
-    """A ledger whose holder dies at the `fuse`-th step. A store in which the holder dies is done by half."""
+    """A ledger whose holder dies at the `fuse`-th step. If the holder dies in a store, half of the store is done."""
 
     fuse = -1
 
@@ -127,7 +127,7 @@ class NodeWorld:
             return None
 
     def take_over(self) -> None:
-        """Let another holder take over. The holder sees again which processes have ended."""
+        """Let another holder take over, and report to it again which processes have ended."""
         self.takeovers += 1
         for engine in self.engines:
             engine.client = None
@@ -181,7 +181,7 @@ class NodeWorld:
         return slot
 
     def write(self, engine: WorldEngine, slot: int, *, half: bool) -> None:
-        """Let a rank write all of a slot or half of it. The rank may do so after the death of its process."""
+        """Let a rank write a slot, or half of a slot. The rank may write after the death of its process."""
         raw = content(engine.namespace, engine.writing[slot])
         size = SLOT_BYTES // 2 if half else SLOT_BYTES
         engine.segment.slot(slot)[:size] = raw[:size]

@@ -108,7 +108,7 @@ class FakeEngine:
     def submit(self, plan: CopyPlan, ticket: Ticket) -> None:
         """See `TransferEngine.submit`.
 
-        Failures are set at the submission, as the protocol requires of device engines.
+        A failure is set at the submission, as the protocol requires of engines for devices.
         """
         ticket.failed = self.failing(plan, ticket)
         copy = Copy(plan, ticket, ticket.failed)
@@ -240,7 +240,7 @@ class Rig:
         return bool(self.pipeline._save.jobs or self.pipeline._sync.jobs)
 
     def in_flight(self) -> int:
-        """The number of jobs that have begun and whose end was not collected."""
+        """The number of jobs that have begun, and whose end was not collected yet."""
         return self.pipeline.in_flight
 
     def save_all(self) -> None:

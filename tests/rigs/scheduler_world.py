@@ -23,7 +23,7 @@ from kvpipe.trace.recorder import OFF, Recorder
 
 UNIT = 16
 GROUP_BYTES = 4
-"""The number of bytes for the group in a key of vLLM's prefix cache, behind the block's hash."""
+"""The number of bytes at the end of a key of vLLM's prefix cache, after the block's hash, that name the group."""
 SAVE, SYNC, ASYNC = Kind.SAVE, Kind.LOAD_SYNC, Kind.LOAD_ASYNC
 
 
@@ -104,7 +104,7 @@ class SchedulerWorld:
     ) -> None:
         """Make an empty cache. `node` is the node's memory that the engine uses, or None for a private pool."""
         keys: dict[str, Any] = {"load": load, "prefault": touch, "policy": policy, "save_decode_steps": save_steps}
-        # without the key, the environment's variables may set quotas
+        # if the key is left out, variables of the environment may set quotas
         keys |= {"quotas": list(quotas)} if quotas else {}
         settings = load_settings(keys)
         geometry = geometry_of_windows(windows, chunk_units, slots, states, ahead_tokens, dropped_units)
@@ -152,7 +152,7 @@ class SchedulerWorld:
         made.lora_request = None
         made.num_tokens = made.num_prompt_tokens = units * UNIT + extra
         made.shared = shared
-        made.all_token_ids = range(made.num_tokens)  # all prompts have the same beginning
+        made.all_token_ids = range(made.num_tokens)  # every request's prompt begins with these tokens
         self._hash(made)
         return made
 

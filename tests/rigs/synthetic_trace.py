@@ -33,7 +33,7 @@ def moment(
 
 
 class _SyntheticRequest:
-    """One request of the play."""
+    """One request of a `Play`."""
 
     def __init__(self, name: str, added_ns: int, steps: int, load: str) -> None:
         self.name, self.added_ns, self.steps, self.load = name, added_ns, steps, load

@@ -1,8 +1,8 @@
 """Records which thread touches which attribute while code runs, for tests of the `SHARED` lists.
 
 The attributes of instances of the given classes are watched. Three things are recorded: reads, writes after the object
-was made, and containers that differ when another thread reads them. Writes of an object's constructor are not recorded,
-because other threads know of the object only afterwards.
+was made, and containers that differ when another thread reads them. Writes in an object's constructor are not recorded,
+because no other thread can use the object before the constructor returns.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _UNCHANGING: Final = (tuple, Enum, BaseException, pydantic.BaseModel, msgspec.St
 
 
 def classes_of(*names: str) -> Iterator[type]:
-    """Yield the classes of modules and of the modules of packages, except records that never change."""
+    """Yield the classes of the modules and packages `names`, except records that never change."""
     for name in names:
         package = import_module(name)
         inside = [f"{name}.{one.name}" for one in iter_modules(getattr(package, "__path__", ()))]
@@ -105,7 +105,8 @@ class AttributeWatch:
     def _named(self, watched: type, owner: type, name: str) -> str:
         """Return `Class.name` for an attribute, and "" for a method.
 
-        The class is the one that has the slot. Without a slot, the class is the highest watched class.
+        `Class` is the class that declares the slot. For an attribute without a slot, it is the highest watched base
+        class.
         """
         known = self._names.get((owner, name))
         if known is None:

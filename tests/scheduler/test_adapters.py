@@ -1,4 +1,4 @@
-"""Tests of the bytes of LoRA adapters: reading them, their use on the scheduler side, and the checks of a rank."""
+"""Tests of the bytes of LoRA adapters: how they are read, used on the scheduler side, and checked by a rank."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_overwritten_file_is_read_again(tmp_path: Path) -> None:
     """A file is overwritten by a file of equal size and times, at once or long after the last read."""
     files, folder = AdapterFiles(), _write(tmp_path / "a")
     one = files.read(folder).digest
-    _write(tmp_path / "a", b"two")  # so soon that a clock may not show the difference
+    _write(tmp_path / "a", b"two")  # so soon that the file's time may be the same
     assert (two := files.read(folder).digest) != one
     time.sleep(module.SETTLED_S)
     assert files.read(folder) == (settled := files.read(folder))
@@ -121,7 +121,7 @@ def _huge(folder: Path) -> None:
 
 @pytest.mark.parametrize("hostile", [_fifo, _socket, _device, _loop, _folder, _huge])
 def test_file_that_is_no_adapters_causes_one_error(tmp_path: Path, hostile: Any) -> None:
-    """A file that is not regular, or larger than any adapter, causes one error at once, without a wait or a read."""
+    """A file that is not regular, or that is larger than any adapter, is not read and causes one error at once."""
     folder = Path(_write(tmp_path / "a"))
     (folder / WEIGHTS).unlink()
     hostile(folder)
@@ -144,7 +144,10 @@ def test_invalid_path_causes_one_fault(path: str) -> None:
 
 
 def test_files_that_vllm_does_not_read_are_ignored(tmp_path: Path) -> None:
-    """Beside an adapter's files, names that are not UTF-8, pipes, links and thousands of files are not touched."""
+    """An adapter's folder may also have pipes, links, names that are not UTF-8, and thousands of files.
+
+    None of these is touched.
+    """
     folder = Path(_write(tmp_path / "a"))
     one = AdapterFiles().read(str(folder)).digest
     Path(os.fsdecode(os.fsencode(folder) + b"/\xff\xfe")).touch()
@@ -193,7 +196,10 @@ def test_vllm_reads_no_other_files() -> None:
 
 
 def test_waiting_lookups_share_one_read_of_an_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sixty lookups of one adapter cause at most two reads, although each lookup normally reads new files."""
+    """Sixty lookups of one adapter wait at once, and share at most two reads.
+
+    A lookup without others reads the files anew.
+    """
     folder, go, begun = _write(tmp_path / "a"), threading.Event(), threading.Event()
     read = module.digest_of
 
@@ -211,7 +217,7 @@ def test_waiting_lookups_share_one_read_of_an_adapter(tmp_path: Path, monkeypatc
         asked.append(time.monotonic())
         assert reader.digest(folder, asked[-1]) is None
     go.set()
-    _ask(reader, str(tmp_path / "b"))  # all files that were requested before have now been read
+    _ask(reader, str(tmp_path / "b"))  # by now, all files that were requested before have been read
     assert len({reader.digest(folder, since_s) for since_s in asked}) == 1
     assert reader.readings == 2
     reader.stop()
@@ -221,7 +227,7 @@ def test_waiting_lookups_share_one_read_of_an_adapter(tmp_path: Path, monkeypatc
 
 
 class _Reader:
-    """A reader whose files are not read yet, or have the digest `found`."""
+    """A reader that returns the digest `found`, or None as if the files were not read yet."""
 
     def __init__(self) -> None:
         self.found: bytes | None = None
@@ -264,7 +270,7 @@ class _World:
     def noted(self, news: dict[int, dict[int, bytes]], *, after: int = 1) -> None:
         """Let ranks report the adapters that they hold.
 
-        The report is of the `after`-th step behind the last planned step.
+        The report is of the step that comes `after` steps after the last planned step.
         """
         self.side.reported(news, self.step + after)
 
@@ -299,7 +305,7 @@ def test_request_waits_for_adapter_files_only_if_it_may_find_chunks() -> None:
     world.reader.found = b"d"
     assert world.side.waits(world.request, world.step, worth=True)  # the answer is the same as before in this step
     assert world.keys() == [b"0d", b"1d"]
-    # one request for the digest, however often the lookup is repeated
+    # the digest is requested once, however often the lookup is repeated
     assert len({world.reader.asked[1], world.reader.asked[2]}) == 1
 
 
@@ -319,9 +325,9 @@ def test_files_read_as_another_kind_of_adapter_have_other_keys() -> None:
 
 
 def test_unreadable_adapter_has_no_keys() -> None:
-    """The adapter has an unknown hub id, or files without permission.
+    """The adapter has an unknown hub id, or unreadable files.
 
-    Nothing is found or saved until a rank holds it.
+    Nothing is found or saved until a rank holds the adapter.
     """
     world = _World()
     world.reader.found = b""
@@ -345,7 +351,7 @@ def test_digest_that_all_ranks_hold_overrides_that_of_the_files() -> None:
     world.noted({1: {1: b"old"}})
     assert (
         list(world.side.keys(world.request)) == []
-    )  # the computed KV is of the old bytes, but the lookup was for the new bytes
+    )  # the old bytes have computed the KV, but the lookup used the key of the new bytes
     assert world.keys() == [b"0old", b"1old"]
     assert world.side.certain(world.request)
     world.noted({1: {1: b"other"}})
@@ -356,7 +362,7 @@ def test_digest_that_all_ranks_hold_overrides_that_of_the_files() -> None:
 
 
 def test_adapter_loaded_in_place_has_the_digest_of_its_files() -> None:
-    """VLLM loads the adapter's files in every step.
+    """vLLM loads the adapter's files in every step.
 
     The digest is certain once the ranks hold the bytes of these files.
     """
@@ -370,7 +376,7 @@ def test_adapter_loaded_in_place_has_the_digest_of_its_files() -> None:
 
 
 def _ranks_report(world: _World, stated: dict[int, bytes]) -> None:
-    """Let a rank answer the questions of a step with the digests that it holds now."""
+    """Let a rank answer a step's questions with the digests of the adapters that the rank holds now."""
     asked = {claim.adapter for claim in world.side.claims([]) if not claim.job}
     rank = _Rank()
     rank.there = stated
@@ -495,7 +501,7 @@ def test_a_job_of_another_adapter_is_refused() -> None:
     assert not rank.takes(b"e", 1)
     changed = rank.step
     rank.load(1, b"d")
-    assert not rank.takes(b"d", changed)  # a part of the save was computed with the other adapter
+    assert not rank.takes(b"d", changed)  # the other adapter has computed a part of the saved KV
     assert rank.takes(b"d", changed, Kind.LOAD_SYNC) is False
     assert rank.takes(b"d", ALWAYS, Kind.LOAD_SYNC)
     del rank.there[1]
@@ -504,7 +510,7 @@ def test_a_job_of_another_adapter_is_refused() -> None:
 
 
 def test_save_is_refused_when_its_adapters_name_was_loaded_again_meanwhile() -> None:
-    """VLLM's cache knows an adapter by name and path.
+    """vLLM's cache knows an adapter by name and path.
 
     So a hit may be KV of other bytes that had the same name before.
     """
@@ -519,7 +525,7 @@ def test_save_is_refused_when_its_adapters_name_was_loaded_again_meanwhile() -> 
 
 
 def test_sum_of_reports_has_the_step_of_the_slowest_rank() -> None:
-    """The sum of the reports of several ranks has the step that the slowest rank has reported."""
+    """The sum of several ranks' reports has the earliest of the steps that the ranks have reported."""
     report = Report(adapters={0: {1: b"d"}}, step=3)
     report.add(Report(adapters={1: {1: b"d"}}, step=2))
     assert (report.step, set(report.adapters)) == (2, {0, 1})

@@ -55,7 +55,7 @@ def _serve(world: SchedulerWorld, number: int) -> None:
 
 
 def test_tenants_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After all tenants, the scheduler side keeps as many entries as after half of the tenants."""
+    """After all tenants were served, the scheduler side keeps as many entries as after half of them."""
     monkeypatch.setenv("KVPIPE_POLICY", "sessions")
     monkeypatch.setenv("KVPIPE_QUOTAS", '[{"name": "alice", "salt": "alice", "share": 0.5}]')
     monkeypatch.setattr(durations, "KEPT_MAX", 1024)

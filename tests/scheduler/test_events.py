@@ -61,7 +61,10 @@ def test_events_follow_the_life_of_a_request() -> None:
 
 
 def test_subscriber_is_called_when_an_earlier_one_raises() -> None:
-    """Subscribers are called in the order of the list. The fault's name has the method that has raised."""
+    """Subscribers are called in the order of the list.
+
+    The fault is recorded with the name of the method that has raised.
+    """
     counters, noted = Counters(), list[str]()
     events = Events(counters)
     counters.watcher = lambda name, fields: noted.append(f"{name} in {fields['where']}")
@@ -74,7 +77,7 @@ def test_subscriber_is_called_when_an_earlier_one_raises() -> None:
 def test_event_costs_nothing_when_no_part_overrides_its_method() -> None:
     """An event without subscribers costs one comparison.
 
-    Without tiers, no part of a scheduler side subscribes to lookups.
+    Without tiers, no part of the scheduler side subscribes to the event `looked_up`.
     """
     assert SchedulerWorld().side.events.looked_up is nobody
 

@@ -43,7 +43,7 @@ def test_every_request_is_saved_when_requests_take_turns_in_the_stages(stages: i
 
 @pytest.mark.parametrize(("running", "saving"), [(1, 32), (2, 2), (16, 2), (17, 4), (33, 8), (65, 16), (129, 32)])
 def test_default_saves_in_more_steps_when_more_requests_run(running: int, saving: int) -> None:
-    """In 32 steps, `saving` steps save the generated tokens of all requests."""
+    """`saving` of 32 steps save the generated tokens of all requests."""
     world = SchedulerWorld(save_steps=None, slots=512)
     requests = [world.request(f"r{number}", 1) for number in range(running)]
     for request in requests:

@@ -33,7 +33,7 @@ def _in_turn(*calls: Callable[..., object]) -> Callable[..., object]:
 def test_a_lookup_that_raises_leaves_no_answer(old: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine continues as after a miss.
 
-    The request's answer and the postponement of its earlier lookups are forgotten.
+    The scheduler side forgets the answer of the lookup, and that earlier lookups were put off.
     """
     world = SchedulerWorld(load="async")
     world.publish(world.request("old", 4, shared=4))
@@ -86,7 +86,7 @@ def test_a_lookup_that_raises_is_a_miss(first: str, monkeypatch: pytest.MonkeyPa
 def test_lookup_that_raises_during_a_load_is_a_miss() -> None:
     """The lookup has no answer, because the request already has blocks.
 
-    VLLM looks a request up only before it has blocks.
+    VLLM itself makes lookups only for requests without blocks.
     """
     world = SchedulerWorld(load="async")
     world.publish(world.request("old", 4, shared=4))
@@ -142,7 +142,10 @@ def test_a_load_that_cannot_be_planned_to_fail_leaves_nothing(where: str, monkey
 
 
 def test_load_of_a_request_that_ends_first_is_not_sent() -> None:
-    """The load is not sent, no part waits for it, and the request holds nothing. vLLM itself makes no such call."""
+    """The load is not sent, no part waits for it, and the request holds nothing.
+
+    VLLM itself never makes calls in this order.
+    """
     world = SchedulerWorld()
     world.publish(world.request("old", 4, shared=4))
     request = world.request("new", 6, shared=4)

@@ -62,7 +62,7 @@ class HintedSide:
     ],
 )
 def test_parameter_and_envelope_have_the_same_meaning(own: object, action: Action, in_s: float) -> None:
-    """The parameter and the envelope have the same meaning."""
+    """A hint has the same effect in the parameter and in the envelope."""
     why: list[str] = []
     assert read(RawHints(None, own), why.append) == ((action, in_s),)
     assert isinstance(own, dict)
@@ -160,7 +160,7 @@ def test_late_chunk_is_reported_to_the_policy() -> None:
     request = hinted.arrive("a", 2 * CHUNK_UNITS, {"resume": {"after_seconds": 20}})
     jobs = hinted.world.step(request)
     hinted.world.side.finished(request)
-    hinted.received.clear()  # forget the calls for the last chunk, which is still being written
+    hinted.received.clear()  # leave out the calls for the last chunk, which is still being written
     catalog: Any = hinted.world.side.catalog
     catalog._clock = lambda: NOW_S + 7
     ended: list[bool] = []
@@ -273,7 +273,7 @@ def test_hints_add_no_lookup_of_chunks(own: dict[str, Any]) -> None:
 def _served(hints: object) -> list[int]:
     """Return the tokens that several requests are promised.
 
-    Each request has `hints`. The pool has room for all chunks.
+    Each request has `hints`. The pool has room for all of their chunks.
     """
     hinted = HintedSide()
     out = []

@@ -58,7 +58,7 @@ def test_limit_holds_again_after_a_preemption() -> None:
     (2 * UNIT, UNITS, "limit"), (2 * UNIT, 1, "not_saved"), (99 * UNIT, 5, "not_saved"), (0, 3, "limit"),
 ])  # fmt: skip
 def test_miss_has_the_reason_limit_when_the_limit_ends_the_hit(tokens: int, held: int, why: str) -> None:
-    """In all other cases the miss has the reason that it would have without a limit."""
+    """If the limit does not end the hit, the miss has the same reason as without a limit."""
     world = SchedulerWorld(chunk_units=CHUNK)
     world.publish(world.request("a", held, shared=held))
     request = _arrive(world, "b", load_tokens_max=tokens)
@@ -107,7 +107,7 @@ def test_failed_save_is_retried_up_to_the_limit() -> None:
 
 
 def test_end_of_the_saved_part_stays_found_when_another_request_extends_the_chunk() -> None:
-    """A client may limit saves to the beginning that its prompts share. Later prompts must find this beginning."""
+    """A client may limit saves to the beginning that its prompts share, so that later prompts find this beginning."""
     world = SchedulerWorld(chunk_units=CHUNK)
     limited = _arrive(world, "a", save_tokens_max=2 * UNIT)
     world.admit(limited)
@@ -218,7 +218,7 @@ def test_chunks_behind_the_limit_are_not_stored_at_a_second_use(tokens: int | No
 
 
 def test_repeated_lookups_keep_the_prompt_that_they_want_when_its_limit_stays() -> None:
-    """VLLM repeats a lookup in each step while the request waits.
+    """vLLM repeats a lookup in each step while the request waits.
 
     All these lookups use the same description of the prompt.
     """

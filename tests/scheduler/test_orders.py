@@ -21,8 +21,7 @@ from tests.rigs.scheduler_world import UNIT, SchedulerWorld
 
 CHUNK = 16
 NOT_THE_ENGINES = {"stats", "machines", "trace_moves", "bind", "adapter_called", "carry_out_orders"}
-"""Calls that touch neither the catalog nor pins, so any thread may make them at any time. The thread that has borrowed
-the turn calls `carry_out_orders`."""
+"""Calls that need no turn. Only `carry_out_orders` touches the catalog, on the thread that borrowed the turn."""
 GIVES_BACK = {"reset"}
 """vLLM may make these calls after it has asked whether anything is pending."""
 
@@ -111,7 +110,7 @@ def test_a_pin_ends_at_its_own_deadline_when_an_earlier_pin_lasts_longer() -> No
     one = Ordering(slots=8)
     kept = one.save("a", 3 * CHUNK)
     longer = one.pin(kept, 100)
-    one.world.step()  # this step takes 100 as the first deadline
+    one.world.step()  # this step notes 100 as the earliest deadline
     one.pin(kept, 10)
     one.now_s = 11
     one.world.step()
@@ -371,7 +370,7 @@ def test_every_call_takes_the_turn(name: str) -> None:
 
 
 def test_an_idle_engine_gives_the_turn_back_after_a_reset() -> None:
-    """VLLM's pause first asks whether anything is pending, and then resets the caches. No step follows."""
+    """vLLM's pause first asks whether anything is pending, and then resets the caches. No step follows."""
     one = Ordering()
     one.save("a", CHUNK)
     one.side.reset()
@@ -383,7 +382,7 @@ def test_an_idle_engine_gives_the_turn_back_after_a_reset() -> None:
 
 
 def test_the_turn_is_given_when_nothing_is_pending() -> None:
-    """While ranks owe the report of a save, the turn is not given away."""
+    """The turn is not given away until ranks have reported every save."""
     one = Ordering()
 
     def pending() -> bool:

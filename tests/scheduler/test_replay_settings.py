@@ -115,7 +115,7 @@ def test_report_has_rows_for_announced_resumes(usual: Path, tmp_path: Path, monk
 
     Device memory holds all three sessions of the fixture `load`. So this test replays 20 sessions.
     """
-    more = coding_agents(5, sessions=20, hours=0.3, chunk_tokens=512)
+    more = coding_agents(5, sessions=20, hours=0.3, chunk_tokens=4096)
     monkeypatch.setattr(announced, "load_of", lambda *_: more)
     file = Path(shutil.copy(usual, tmp_path))
     found = _rows(file, "--announce", hints.RESUME, "--sigma", "0", "--share", "0.2")

@@ -32,7 +32,7 @@ from tests.rigs.scheduler_world import (
 def test_chunk_is_continued_only_from_the_prefix_at_its_end(apart: bool) -> None:
     """A request continues another request's chunk only if their prefix hashes at the chunk's end are equal.
 
-    An equal number of units does not make two prefixes equal (ABA).
+    It is not enough that both prefixes have the same number of units.
     """
     world = SchedulerWorld(ranks=2)
     first, fork = world.request("first", 3, shared=3), world.request("fork", 4, shared=3)
@@ -51,7 +51,8 @@ def test_chunk_is_continued_only_from_the_prefix_at_its_end(apart: bool) -> None
     world.grow(first, 5)
     (j4,) = world.step(first)
     assert not set(slots_of(j3)) & set(slots_of(j4))
-    assert (set(slots_of(j1)) == set(slots_of(j3))) is apart  # the fork uses only a chunk that ends at its prefix
+    # the fork continues a chunk only if the chunk ends at the fork's prefix
+    assert (set(slots_of(j1)) == set(slots_of(j3))) is apart
     world.succeed(j3, j4)
     assert world.side.catalog.find(0, fork.block_hashes[3]) is not None
     assert world.side.catalog.find(0, first.block_hashes[4]) is not None
@@ -93,7 +94,7 @@ def _half_leased(world: SchedulerWorld, request: Any) -> int:
 def test_a_load_that_cannot_be_planned_is_reported_as_failed(
     promise: Callable[[SchedulerWorld, Any], int], load: str, *, traced: bool
 ) -> None:
-    """VLLM relies on every promised load. If a load cannot be planned, it is sent with rows that no rank accepts."""
+    """vLLM expects each promised load. If one cannot be planned, it is sent with rows that no rank accepts."""
     trace = Recorder(lifecycle=traced, transitions=traced, detail=traced)
     world = SchedulerWorld(ranks=2, load=load, trace=trace)
     world.publish(world.request("old", 4, shared=4))
@@ -111,7 +112,7 @@ def test_a_load_that_cannot_be_planned_is_reported_as_failed(
     other = world.request("other", 2)
     world.admit(other)
     (save,) = world.step(other)
-    world.report((jobs[0], 0, 2), (save, 2, 0))  # the outcome of the save is not lost
+    world.report((jobs[0], 0, 2), (save, 2, 0))  # a save in the same report is still processed
     assert world.side.catalog.leases == 0
     assert not world.side.pending
     assert world.side.lookup(request, 0) == (0, False), "a request whose load has failed never loads again"
@@ -137,7 +138,7 @@ def test_other_loads_of_a_step_are_sent_beside_an_illegal_admission(load: str) -
 
 @pytest.mark.parametrize("load", ["sync", "async"])
 def test_other_loads_are_sent_when_an_admission_fails_half_way(load: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """VLLM relies on the failed admission's load, so this load is sent as a load that fails."""
+    """vLLM relies on the failed admission's load, so this load is sent as a load that fails."""
     world = SchedulerWorld(load=load)
     world.publish(world.request("old", 4, shared=4))
     request = world.request("new", 6, shared=4)
@@ -259,7 +260,7 @@ def test_a_hit_satisfies_every_sliding_window(order: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("load", ["sync", "async"])
 def test_a_whole_prompt_hit_of_a_windowed_model_leaves_one_unit(load: str) -> None:
-    """The recomputed last token's window begins before the window for which the hit was checked."""
+    """The last token is computed again. Its window begins one position before the window for which a hit is checked."""
     world = SchedulerWorld(windows=(2 * UNIT + 1,), chunk_units=2, load=load)
     old = world.request("old", 8, shared=8)
     world.publish(old)
@@ -442,7 +443,7 @@ def test_a_request_that_reads_no_cache_is_not_looked_up(monkeypatch: pytest.Monk
 
 
 def test_a_request_that_reads_no_cache_waits_for_nothing() -> None:
-    """VLLM accepts neither a hit nor `LATER` for such a request, so it is admitted while the weights are unknown."""
+    """vLLM accepts neither a hit nor `LATER` for such a request, so it is admitted while the weights are unknown."""
     world = SchedulerWorld()
     request = world.request("new", 6)
     request.skip_reading_prefix_cache = True
@@ -466,7 +467,8 @@ def test_hit_is_loaded_in_the_step_after_the_load_of_another_connector_failed(
     request = world.request("new", 6, shared=4)
     hit = world.ask(request)
     assert hit == 4 * UNIT
-    world.side.admitted(request, world.allocate(request), 0)  # for the other connector's load, which fails
+    # these blocks are of the other connector's load, which fails
+    world.side.admitted(request, world.allocate(request), 0)
     for tables in world.tables:
         del tables["new"]
     world.step()
@@ -563,7 +565,7 @@ def test_turns_of_a_conversation_are_one_chain() -> None:
 
 @pytest.mark.parametrize("why", [miss_reasons.NO_ROOM, miss_reasons.ADAPTER])
 def test_a_hit_whose_load_may_not_begin_is_reported(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The miss has a reason of its own, because the reason `not_saved` would mislead operators."""
+    """A hit without room for its load is a miss with its own reason. The reason `not_saved` would mislead operators."""
     world = SchedulerWorld(load="async")
     world.publish(world.request("old", 4, shared=4))
     if why == miss_reasons.NO_ROOM:
@@ -571,7 +573,7 @@ def test_a_hit_whose_load_may_not_begin_is_reported(why: str, monkeypatch: pytes
         session.resumable = True
         world.admit(session)
         world.step(session)
-        world.free = 58 + 7  # for the session, and one less than the other requests need
+        world.free = 58 + 7  # enough for the session, but one block less than the other requests need
     else:
         monkeypatch.setattr(world.side.adapters, "certain", lambda _: False)
     for shared, reason in ((4, why), (0, miss_reasons.NOT_SAVED)):
@@ -582,7 +584,7 @@ def test_a_hit_whose_load_may_not_begin_is_reported(why: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("old", ["step_planned", "extra_loads"])
 def test_a_recovery_of_an_older_version_is_refused(old: str) -> None:
-    """A method with a former name would never be called, so the remedy would do nothing and nobody would notice."""
+    """If a remedy's method had a former name, it would never be called, and nobody would notice."""
     with pytest.raises(TypeError, match=rf"Mine: rename {old} to .*begin_step\("):
         type("Mine", (Recovery,), {old: lambda *_: None})
 

@@ -102,7 +102,10 @@ def test_all_units_are_saved_when_each_span_is_computed_in_one_step() -> None:
 
 
 def test_a_span_that_a_local_hit_cuts_is_wrong_from_where_its_rest_is_cut() -> None:
-    """The engine continues inside the image, and splits the rest of the image. Only the KV of the rest is wrong."""
+    """The engine continues inside the image, and splits the rest of the image.
+
+    Only the rest of the image has wrong KV.
+    """
     world = _world(IMAGE)
     request = world.request("new", 12)
     world.admit_local(request, 3 * UNIT)
@@ -132,7 +135,7 @@ def test_wrong_kv_leaves_the_engines_own_cache() -> None:
 
 
 def test_a_request_that_shares_wrong_blocks_saves_nothing() -> None:
-    """The request may have received wrong blocks in the scheduling pass that has cut the span."""
+    """The scheduling pass that has cut the span may also have given its wrong blocks to this request."""
     world = _world(IMAGE)
     first, other = world.request("first", 12, shared=12), world.request("text", 14, shared=12)
     world.side.admitted(first, world.allocate(first), world.ask(first))
@@ -188,7 +191,7 @@ def test_nothing_is_saved_when_cuts_cannot_be_found(monkeypatch: pytest.MonkeyPa
 
 
 def test_nothing_is_saved_when_spans_cannot_be_read() -> None:
-    """The engine's media may be any object, so an exception while spans are read is contained."""
+    """An engine's media may be any objects. So reading their spans may raise an exception, which is contained."""
 
     def of(_request: Request) -> list[WholeSpan]:
         raise TypeError

@@ -69,7 +69,7 @@ def test_last_chunk_of_a_request_is_stored_when_its_save_lands(*, late: bool) ->
     with tiered(HeldTier()) as (world, staging):
         request = world.request("a", CHUNK + 2)
         world.admit(request)
-        staging.space.base = SPACE  # set late, because a lookup would otherwise wait for the tier
+        staging.space.base = SPACE  # set only now, because otherwise the lookup above would wait for the tier
         jobs = world.step(request)
         if not late:
             world.succeed(*jobs)
@@ -115,7 +115,10 @@ def test_tier_gets_its_stores_when_a_store_in_another_tier_fails() -> None:
 
 @pytest.mark.parametrize("hangs", [0, 1])
 def test_tier_gets_all_its_stores_when_another_tier_hangs(hangs: int) -> None:
-    """The hanging tier holds only its own half of the allowed stores in flight. The rest is for the other tier."""
+    """The stores of the hanging tier take only this tier's half of the allowed stores in flight.
+
+    The other tier uses the other half.
+    """
     with tiered(HeldTier("near"), HeldTier("far")) as (world, staging):
         requests = [world.request(name, CHUNK) for name in "abcdefghijkl"]
         for request in requests:
@@ -190,9 +193,9 @@ def test_producer_stores_a_chunk_first_when_one_of_its_two_requests_has_finished
 
 
 def test_prefetches_leave_lanes_of_a_tier_to_requests() -> None:
-    """A prefetch has one order per lane in flight.
+    """A prefetch has at most one order in flight per lane.
 
-    A request that arrives later is fetched at once, up to the tier's limit.
+    So the chunks of a later request are ordered at once, up to the tier's limit.
     """
     tier = HeldTier()
     with tiered(tier) as (world, staging):
@@ -261,7 +264,7 @@ def test_hits_of_a_tier_are_counted_from_zero() -> None:
 def test_chunks_outside_of_a_window_are_not_fetched() -> None:
     """The last two chunks are fetched for a window of one chunk.
 
-    The window may begin in the last chunk but one.
+    Two chunks are needed, because the window may begin in the second last chunk.
     """
     tier = HeldTier()
     with tiered(tier, windows=(None, CHUNK * UNIT)) as (world, staging):
@@ -311,7 +314,7 @@ def test_request_takes_the_room_of_a_later_request(monkeypatch: pytest.MonkeyPat
         staging.space.base = SPACE
         first, last = prompt_in(tier, world, "first", 1), world.request("last", 2 * CHUNK, shared=CHUNK)
         tier.values[Key(SPACE, chunk_name(last.block_hashes[-1]), 0, 0, 1).text] = b""
-        # so `first` is before `last` in the order of requests, though it is looked up last
+        # `first` precedes `last` in the order of requests, although it is looked up last
         world.side.on_new_request(first)
         monkeypatch.setattr(type(staging), "_held_max", 1)
         for request in (last, first):

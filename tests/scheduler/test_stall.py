@@ -19,7 +19,7 @@ GEOMETRY = Geometry((Group((Layer("a", 100), Layer("b", 100)), block_tokens=4),)
         (0, False, 1.0, 50, False),  # no other request waits, however slow the load is
         (0, True, 1.0, 0, False),
         (1, False, 0.0, 50, False),  # the rate was never measured
-        (1, False, 1000 * TOKEN_BYTES / 0.05, 50, False),  # the load takes exactly as long as is allowed
+        (1, False, 1000 * TOKEN_BYTES / 0.05, 50, False),  # the load takes exactly the longest allowed time
         (1, False, 999 * TOKEN_BYTES / 0.05, 50, True),
         (1, True, 1e12, 50, True),  # the load would wait for the other load
         (1, False, 0.0, 0, True),  # no wait is allowed

@@ -70,7 +70,7 @@ class _Case:
         assert catalog.landed(catalog.write(chunk, stop, self.request.block_hashes[units - 1], keep=True))
 
     def store(self, group: int, units: int, ranks: Sequence[int]) -> None:
-        """Let the tier hold the given ranks' parts of a chunk that ends at a unit."""
+        """Let the tier hold a chunk that ends at a unit, but only the parts of the given ranks."""
         for rank in ranks:
             name = chunk_name(self.request.block_hashes[units - 1])
             self.tier.values[Key(SPACE, name, group, rank, self.ranks).text] = b""
@@ -167,7 +167,7 @@ def test_lookup_asks_for_as_many_state_keys_as_one_group_has() -> None:
 
 
 def test_needed_chunks_lists_attention_chunks_before_states() -> None:
-    """Attention chunks are fetched first, because only they tell the policy which chunk precedes them."""
+    """Attention chunks are fetched first, because only attention chunks show the policy the chunk before them."""
     world = SchedulerWorld(windows=(None, None), states=(0,), chunk_units=PER_CHUNK)
     case = _Case(world, 1)
     try:

@@ -60,7 +60,7 @@ def test_a_hit_ends_at_a_boundary_whose_states_are_held() -> None:
     again = world.request("b", 9, shared=9, extra=1)
     again.block_hashes[:] = first.block_hashes
     assert world.ask(again) == 6 * UNIT
-    assert world.ask(again, 4 * UNIT) == 2 * UNIT  # beyond the tokens that the engine holds itself
+    assert world.ask(again, 4 * UNIT) == 2 * UNIT  # the load begins after the tokens that the engine holds itself
     assert world.ask(again, 6 * UNIT) == 0
 
 
@@ -127,7 +127,7 @@ def test_state_is_loaded_into_one_block() -> None:
 
 @pytest.mark.parametrize("short", [1, UNIT], ids=["in-a-block", "at-another-boundary"])
 def test_load_of_fewer_tokens_than_promised_fails(short: int) -> None:
-    """VLLM allocates blocks for fewer tokens than promised. That boundary has no state, so the load fails."""
+    """vLLM allocates blocks for fewer tokens than promised, up to a boundary without a state. So the load fails."""
     world = _world()
     first = world.request("a", 8, extra=1)
     _run(world, first, 8)
@@ -212,7 +212,7 @@ def test_a_failed_save_loses_the_state_only() -> None:
     again = world.request("c", 5, extra=1)
     again.block_hashes[:] = one.block_hashes
     _run(world, again, 4, 5)
-    assert _states(world, again) == [5]  # the end of the prompt
+    assert _states(world, again) == [5]  # this boundary is the end of the prompt
     assert world.side.counters["states_not_saved"] == 2
 
 
@@ -245,7 +245,7 @@ def test_a_branch_is_found_when_its_chunk_has_grown() -> None:
 
 @pytest.mark.parametrize("resumable", [False, True])
 def test_session_saves_nothing_when_the_model_has_states(resumable: bool) -> None:
-    """When a session's next input comes, the session loses its last token, which its state already contains."""
+    """A session drops its last token when its next input comes, but its state already contains this token."""
     world = _world()
     session = world.request("a", 6, extra=1)
     session.resumable = resumable
@@ -298,7 +298,7 @@ def test_attention_up_to_a_state_is_stored_in_mid_chunk() -> None:
 
 
 def test_state_in_a_block_of_another_request_is_not_saved() -> None:
-    """VLLM may have offered the state before the step that is planned now.
+    """vLLM may have offered the state before the step that is planned now.
 
     In this step, another request may write the state's block.
     """
@@ -312,9 +312,9 @@ def test_state_in_a_block_of_another_request_is_not_saved() -> None:
 
 
 def test_with_a_drafter_states_end_at_their_boundary_and_attention_behind_it() -> None:
-    """The key of a unit of attention includes the next token, so this key is known later than the key of the state.
+    """With a drafter, the key of a unit of attention includes the next token.
 
-    A hit needs both keys.
+    So this key is known later than the key of the state, and a hit needs both.
     """
     world = _world(ahead_tokens=1)
     first = world.request("a", 6, extra=1)
@@ -388,7 +388,7 @@ def test_state_within_a_block_is_saved_and_loaded(monkeypatch: pytest.MonkeyPatc
     again.block_hashes[:7] = first.block_hashes
     assert world.ask(again) == 7 * UNIT
     tables = world.allocate(again, null=1)
-    del tables[1][2:]  # the blocks of 7 units stay
+    del tables[1][2:]  # the request keeps the blocks of 7 units
     world.side.admitted(again, tables, 7 * UNIT)
     (load,) = world.step()
     assert [row[3] for row in load.table().tolist() if row[0] == 1] == [tables[1][1].block_id]

@@ -1,4 +1,4 @@
-"""The scheduler side is replayed in virtual time: every token is accounted for, and time runs forwards."""
+"""Replays of the scheduler side in virtual time account for every token, and their time only advances."""
 
 from __future__ import annotations
 
@@ -72,7 +72,10 @@ def test_more_tiers_mean_fewer_computed_tokens() -> None:
 
 
 def test_request_waits_for_chunks_that_arrive_sooner_than_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wait for such chunks may exceed `lookup_ms_max`. Few requests wait if the disk is slower than computing."""
+    """A request waits for chunks that arrive before it could compute them, even longer than `lookup_ms_max`.
+
+    Few requests wait if the disk is slower than computing.
+    """
 
     def computed(bytes_per_s: float) -> int:
         tiers = [replace(DISK, read_bytes_per_s=bytes_per_s)]

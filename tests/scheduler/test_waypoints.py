@@ -22,7 +22,7 @@ class Counted(list[bytes]):
 
 
 def test_announced_prompts_are_found_among_similar_prompts() -> None:
-    """Announced prompts that resemble each other are told apart with few reads of hashes."""
+    """Few reads of hashes distinguish announced prompts that begin alike."""
     draw, all_, long = random.Random(7), Announcements(Counters()), 700
     trunk = [f"t/{at}".encode() for at in range(long)]
 

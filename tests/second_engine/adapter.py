@@ -66,7 +66,7 @@ class KVPipe(Reuse):
         engine.reuse = self
 
     def _space(self, weights: str) -> str:
-        """Return the namespace of tiers in which all bytes are of the same model, shape and weights."""
+        """Return the namespace in tiers, which is different for every model, shape and weights."""
         return hashlib.sha256(json.dumps([*self._shape, weights]).encode()).hexdigest()[:32]
 
     def _tiers(self, *, writes: bool) -> list[Any]:
@@ -116,7 +116,7 @@ class KVPipe(Reuse):
             worker.save_layer(layer)
 
     def end(self) -> Ended:
-        """See `Reuse`. A request's load has ended when it has on every rank. The load has failed if any rank failed."""
+        """See `Reuse`. A load has ended when every rank has ended it, and has failed if any rank has failed."""
         reports: list[Report] = []
         bad_blocks: set[int] = set()
         for worker in self.workers:

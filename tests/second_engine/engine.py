@@ -1,7 +1,7 @@
 """Continuous batching over `Transformer`: chunked prefill, prefix cache, preemption by recompute.
 
-`Reuse` is the interface of a second cache. The engine calls a method of `Reuse` at the moment that the method's name
-says. No other code of the engine knows kvpipe.
+`Reuse` is the interface of a second cache. The name of a method of `Reuse` says when the engine calls the method. No
+other code of the engine knows kvpipe.
 """
 
 from __future__ import annotations
@@ -162,10 +162,7 @@ class Engine:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.loading: dict[str, tuple[Request, int]] = {}
-        """Requests that wait for a load, by id.
-
-        The number is that of the request's tokens that are held after the load.
-        """
+        """By the id of each request that waits for a load: the number of its tokens that are held after the load."""
         self._to_preempt: set[str] = set()
 
     def _make_caches(self, shape: Shape, ranks: int) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""A small causal transformer with a paged KV cache. A token's result depends only on its prefix, bit by bit.
+"""A small causal transformer with a paged KV cache. Every bit of a token's result depends only on the token's prefix.
 
 Every token is computed alone, with operands of the same shapes, at every place of a batch or a chunk of prefill. So
 results are equal to the last bit, for every division of the work, and tests compare with ``==``.

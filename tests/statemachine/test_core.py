@@ -171,7 +171,7 @@ def test_landed_picks_the_right_column(machine: Machine, layers: int) -> None:
 
 @pytest.mark.parametrize("machine", [SAVE, LOAD], ids=lambda m: m.name)
 def test_a_redelivery_after_the_end_changes_nothing(machine: Machine) -> None:
-    """If a layer is reported again to a FINALIZED job, the job stays FINALIZED."""
+    """A FINALIZED job stays FINALIZED if a layer's landing is reported again."""
     compiled = machine.compile(3)
     for layer in range(3):
         cursor = LayerCursor(compiled, 0)

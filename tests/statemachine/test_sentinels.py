@@ -14,7 +14,7 @@ import pytest
 from tests.statemachine.test_flags import ROOT, _pairs
 
 HUGE_BITS = 32
-"""A number that is shifted left by at least this number of bits is a sentinel."""
+"""In the code, a number shifted left by at least this many bits is a sentinel."""
 WATCH = "of tracing: the function that is called at each move; None: not traced"
 ROUTERS = "configuration: an engine may have no routers"
 TIERS = "configuration: an engine without tiers has none"
@@ -69,6 +69,10 @@ SENTINELS: dict[str, dict[str, str]] = {
     },
     "kvpipe/worker": {
         "WorkerSide._plan": "the engine binds a step and unbinds it; the step machine has the state of a step's jobs",
+        **dict.fromkeys(("Copies._checks", "Pipeline._checks"), "configuration: slots of a private pool have no marks"),
+        "Batch.checked": "content: the event of the digests; a batch whose slots are not read has none",
+        "Batch.held": "content: the ticket that is handled again when the digests are compared",
+        "SlotChecks._thread": "configuration: marks without digests need no thread",
         "WorkerSide._ready_reported": "content of the last report: the first report has the slots in any case",
     },
     "kvpipe/cache": {
@@ -170,6 +174,7 @@ SENTINELS: dict[str, dict[str, str]] = {
         "DirectionQueues._staging": "configuration: movers without a staging area have none",
         "DirectionQueues._tables": "created with the caches' layout, before the first copy",
         "Driver._batch": "a function of the driver: None if the driver lacks it or refuses it",
+        "HostPool.marks": "configuration: slots of a private pool have no marks",
         "PlanQueue.computed": "content: the event of the first tickets; None if no such ticket is left",
         "PlanQueue.prepared": "content: a plan that was not prepared has nothing prepared",
         "Prepared.start": "content: a load has an event after which it runs, and a save has none",

@@ -39,13 +39,13 @@ async def _save(tier: DiskTier, number: int) -> None:
     body[:] = content(number, body.nbytes)
     try:
         ends = await tier.write([Put(key, SEALER.seal(key, UNITS, body))])
-    except TierFullError:  # unfinished values of other children take all the room
+    except TierFullError:  # the disk is full of unfinished values of other children
         return
     assert ends == [Written.STORED]
     _report(f"+{number}")
     into = (aligned(HEADER_BYTES), aligned(body.nbytes))
     (read,) = await tier.read([Get(key, into)])
-    if read is not Read.MISS:  # the value may be evicted
+    if read is not Read.MISS:  # the value may have been evicted
         SEALER.unseal(key, UNITS, *into)
     if number % DELETE_EACH == 0:
         _report(f"-{number}")
@@ -68,7 +68,8 @@ async def _work(spec: DiskSpec, first: int) -> None:
 
 def main(folder: str, bytes_max: str) -> None:
     """Serve until stdin ends."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel then removes dead children at once
+    # the kernel removes a dead child at once, without a wait by this process
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:

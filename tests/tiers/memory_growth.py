@@ -25,7 +25,7 @@ CLIENT_BYTES_MAX = 384 << 20
 CALL_S = 1.0
 """The number of seconds after which a call is cancelled.
 
-A client that kept a flood would pass the limits much earlier.
+A client that kept a flood in memory would exceed the limits long before.
 """
 
 
@@ -72,7 +72,7 @@ async def _play(table: dict[str, Any]) -> Growth:
             try:
                 await call()
             except TierError:
-                with suppress(TierError):  # this call starts a client again that has ended
+                with suppress(TierError):  # restarts a client that has ended
                     await tier.health()
     with anyio.move_on_after(CALL_S):
         await tier.close()

@@ -124,7 +124,10 @@ def test_fetched_chunk_equals_stored(units: int, group: int, encrypted: bool, mo
 
 
 def test_part_of_another_layout_is_not_published() -> None:
-    """A missing or indivisible part of another split is a miss. A part of a wrong length is reported as damaged."""
+    """The carrier reads parts of another layout.
+
+    A part that is missing or cannot be divided is a miss. A part of a wrong length is reported as damaged.
+    """
     tier = HeldTier()
     knows, does_not = (Share(4, (1, 1)), Share(4, (1,))), ()
     for split, shares in ((1, knows), (1, does_not), (3, knows)):
@@ -217,7 +220,10 @@ def test_failing_tier_is_not_used_until_a_probe_succeeds() -> None:
 
 
 def test_a_tier_that_hangs() -> None:
-    """Orders at a hanging tier, and orders behind these, fail within their limits. Then their slots are free."""
+    """Orders for a hanging tier, and orders that wait for its lanes, fail within their time limits.
+
+    Then their slots are free.
+    """
     tier = HeldTier()
     with rank_of(tier, lanes=1) as rank:
         rank.carry(stores=True, slot=0)
@@ -319,7 +325,7 @@ def test_tiers_do_not_wait_for_each_other() -> None:
 
 @pytest.mark.parametrize("after_s", [0.0, 0.00005, 0.01])
 def test_a_cancelled_thread_is_asked_to_stop(after_s: float) -> None:
-    """A blocking call is cancelled, however early. When the call returns, its thread was stopped and has ended."""
+    """However early a blocking call is cancelled: when the call returns, its thread was asked to stop and has ended."""
 
     async def play() -> None:
         for _ in range(50):

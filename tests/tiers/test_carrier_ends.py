@@ -48,7 +48,7 @@ def test_a_tier_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
             assert rank.carrier.alive
             rank.carrier.probe_now()
             time.sleep(0.001)
-        while tier.reads:  # not each order reads: the tier is not used just after a failure
+        while tier.reads:  # some orders make no read, because the tier is not used just after a failure
             assert time.monotonic() < limit
             rank.carry(stores=False, slot=0)
             assert rank.ended() == [False]
@@ -78,7 +78,7 @@ class _Shielded(HeldTier):
 
 
 def test_fetch_is_over_only_when_it_writes_no_more_after_a_shutdown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise another chunk could be saved into the slot of a read that still runs."""
+    """If the fetch ended before its read, another chunk could be saved into the slot to which the read still writes."""
     monkeypatch.setattr(carrier, "STOP_S_MAX", 0.05)
     tier = _Shielded()
     with rank_of(tier) as rank:

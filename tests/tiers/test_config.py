@@ -42,7 +42,7 @@ def refusal(value: object) -> str:
 
 
 def test_every_kind_is_registered() -> None:
-    """Every kind is registered with the specification of this kind. At least one URL leads to each kind."""
+    """Every kind is registered with the specification of this kind. Each kind has at least one URL scheme."""
     assert plugins.own(plugins.TIERS) == KINDS
     assert [spec.model_fields["kind"].default for spec in SPECS] == KINDS
     assert {spec_of(plugins.TIER_URLS, scheme) for scheme in plugins.own(plugins.TIER_URLS)} == set(SPECS)
@@ -80,7 +80,7 @@ def test_a_urls_query_holds_further_keys() -> None:
     ],
 )
 def test_a_path_is_a_disk(text: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An absolute path, or a path below a home folder, is a disk tier. Only a URL writes characters as %XX."""
+    """An absolute path, or a path below a home folder, is a disk tier. `%XX` stands for a character only in a URL."""
     monkeypatch.setenv("HOME", "/home/me")
     assert parse_tier(text).model_dump()["path"] == Path(path)
     assert ("bytes_max" in text) == (parse_tier(text).model_dump()["bytes_max"] == 50 << 30)
@@ -182,7 +182,7 @@ def test_settings_show_every_key_of_a_tier() -> None:
     ],
 )
 def test_refusal_names_the_tier_the_key_and_the_remedy(value: object, wanted: str) -> None:
-    """The message for a wrong tier has its place and kind, the key, the value, the reason and the remedy."""
+    """The message names the tier by its place and kind, the wrong key and its value, the reason and the remedy."""
     assert wanted in refusal(value)
 
 

@@ -104,7 +104,7 @@ def killer(folder: Path, bytes_max: int) -> Iterator[Killer]:
 
 
 async def all_whole(tier: DiskTier, sizes: dict[Key, int]) -> None:
-    """Read values. Each value must exist, and must be the value that was sealed under its key."""
+    """Read values, each of which must exist and be the value that was sealed under its key."""
     keys = list(sizes)
     for first in range(0, len(keys), 64):
         part = keys[first : first + 64]
@@ -119,8 +119,8 @@ async def all_whole(tier: DiskTier, sizes: dict[Key, int]) -> None:
 def test_kills_tear_and_lose_nothing(tmp_path: Path, bytes_max: int, *, lives: bool) -> None:
     """After kill -9 at random moments every value is whole, no draft is left, and the account equals the files' sizes.
 
-    If there is room for all values, no stored value is lost. In the other case values are evicted, and another process
-    has the tier open all the time.
+    The first case has room for all values, and loses no stored value. In the second case values are evicted, and
+    another process has the tier open all the time.
     """
     seed = random.randrange(1 << 32)
     chance, unfinished = random.Random(seed), 0

@@ -148,9 +148,9 @@ def test_foreign_files_are_not_touched(tmp_path: Path) -> None:
 
 
 def test_a_file_that_vanished_is_a_miss(tmp_path: Path) -> None:
-    """A file that is deleted between lookup and read is a MISS.
+    """Reading a file that was deleted after the lookup is a MISS.
 
-    Afterwards the key is not found any more, and its value can be written again.
+    After the read, lookups do not find the key, and its value can be written again.
     """
 
     async def play() -> None:
@@ -185,10 +185,7 @@ def test_a_file_of_another_length_is_damaged(tmp_path: Path, size: int) -> None:
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "link"])
 def test_folder_pipe_and_link_are_no_values(tmp_path: Path, kind: str) -> None:
-    """A folder, a pipe or a link may have a key's name.
-
-    Such an entry is not found and not followed, and does no harm.
-    """
+    """A folder, a pipe or a link whose name is a key is not found by lookups, is not followed, and does no harm."""
     here, secret = file_of(tmp_path / "kv", 1), tmp_path / "secret"
     here.parent.mkdir(parents=True)
     secret.write_bytes(content(1, 64 * KIB))
@@ -205,7 +202,8 @@ def test_folder_pipe_and_link_are_no_values(tmp_path: Path, kind: str) -> None:
             assert await tier.exists([some_key(1)]) == [False]
             assert await reads(tier, 1) is Read.DAMAGED
             assert await tier.delete([some_key(1)]) == 0
-            taken = kind == "folder"  # the folder contains a file, which may belong to somebody else
+            # the folder contains a file that may belong to somebody else, so it is not deleted
+            taken = kind == "folder"
             for _ in range(4):
                 assert await tier.write([put(1, 64 * KIB)]) == [Written.PRESENT if taken else Written.STORED]
                 assert await reads(tier, 1) is (Read.DAMAGED if taken else Read.HIT)
@@ -275,7 +273,10 @@ def test_a_folder_is_not_made_where_its_file_system_is_gone(tmp_path: Path, monk
 
 
 def test_the_last_process_leaves_nothing_in_an_empty_folder(tmp_path: Path) -> None:
-    """The last process deletes all files that it made. While a value or another process is left, all files stay."""
+    """The last process that closes an empty tier deletes all files of the tier.
+
+    While a value or another process is left, all files stay.
+    """
 
     async def play() -> None:
         async with opened(tmp_path):

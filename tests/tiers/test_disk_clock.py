@@ -20,7 +20,7 @@ from tests.tiers.disks import file_of, opened
 
 @pytest.mark.parametrize("ahead_s", [-3600.0, -0.06, 0.0, 3600.0])
 def test_a_file_system_with_another_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float) -> None:
-    """Two changes with equal times are both found, and a folder without changes is soon not listed any more.
+    """Two changes with equal times are both found. A folder without changes is soon not listed again.
 
     `ahead_s` is the number of seconds by which the file system's clock is ahead of this machine's clock.
     """
@@ -35,12 +35,13 @@ def test_a_file_system_with_another_clock(tmp_path: Path, monkeypatch: pytest.Mo
         async with opened(tmp_path, writes=False) as reader, opened(tmp_path) as other:
             tier, shelf = cast("DiskTier", reader), file_of(tmp_path, 1).parent
             await other.write([put(1, 4096)])
-            at_ns = time.time_ns() + int(ahead_s * 1e9) | 1  # not a whole second
+            # the difference between the clocks is no whole number of seconds
+            at_ns = time.time_ns() + int(ahead_s * 1e9) | 1
             os.utime(shelf, ns=(at_ns, at_ns))
             tier._pass()
             keys = [some_key(1), some_key(2)._replace(chunk=some_key(1).chunk[:1] + some_key(2).chunk[1:])]
             (shelf / keys[1].text).write_bytes(bytes(4096))
-            os.utime(shelf, ns=(at_ns, at_ns))  # the same tick of the file system's clock
+            os.utime(shelf, ns=(at_ns, at_ns))  # this change has the same time as the change before
             tier._pass()
             assert tier._index.holds(keys) == [True, True]
             await anyio.sleep(2 * disk_index._GRAIN_S)

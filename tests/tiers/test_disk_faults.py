@@ -61,7 +61,7 @@ def test_a_full_disk_refuses_and_serves_on(tmp_path: Path, monkeypatch: pytest.M
 def test_where_others_fill_the_disk_the_oldest_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other programs fill the disk, so the tier evicts its least recently used values to make room.
 
-    The tier logs this once.
+    The tier logs once that it makes room for other programs.
     """
     path, noted = tmp_path / "disk", list[str]()
     monkeypatch.setattr(disk_tier, "warn", lambda name, **_: noted.append(name))
@@ -123,7 +123,7 @@ def test_a_disk_that_refuses_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
         async with opened(path, bytes_max=MIB) as tier:
             await tier.write([put(1, 64 * KIB)])
             late = spec_of(path, bytes_max=MIB).make("late")
-            if mounted:  # the system does not make a disk read-only while a file is open for writing
+            if mounted:  # closed first, because the system makes no disk read-only while a file is open for writing
                 await tier.close()
             with refusing(path, error, mounted=mounted, patch=monkeypatch):
                 await late.open()

@@ -61,7 +61,7 @@ def test_folder_may_be_removed_and_created_again(tmp_path: Path) -> None:
     async def play() -> None:
         async with opened(tmp_path) as tier:
             await tier.write([put(1, 64 * KIB)])
-            await anyio.sleep(0.1)  # long enough for the folder's time to show that the folder was not changed since
+            await anyio.sleep(0.1)  # waits until the folder's time proves that the folder was not changed since
             assert (await tier.capacity()).items == 1
             (tmp_path / NAMESPACE).rename(tmp_path / "aside")
             assert await tier.capacity() == Capacity(0, 0, 1 << 30)
@@ -121,7 +121,10 @@ def test_a_reader_leaves_no_trace(tmp_path: Path) -> None:
 
 
 def test_changes_during_a_listing_are_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the folders are listed, this process writes and deletes. These changes take precedence over the listing."""
+    """While the folders are listed, this process writes and deletes.
+
+    The index keeps these changes, even if the listing shows other files.
+    """
     same = [key for i in range(4000) if (key := some_key(i)).chunk[0] == some_key(0).chunk[0]][:3]
     real = disk_files.list_folder
 
@@ -216,7 +219,7 @@ def test_lookups_that_wait_hold_no_thread(tmp_path: Path, monkeypatch: pytest.Mo
                 assert anyio.to_thread.current_default_thread_limiter().borrowed_tokens == 0
                 assert await reads(tier, 1, 4096) is Read.HIT, "other lookups continue"
                 assert not answers
-                # so that the listing counts as fresh, however late the waiting lookups continue
+                # the listing counts as fresh, even if the waiting lookups continue late
                 for age in ("_OLD_S", "_LOOK_S"):
                     monkeypatch.setattr(disk_tier, age, WAIT_S)
                 go_on.set()
@@ -280,7 +283,8 @@ def test_a_lookup_looks_at_its_own_namespace_only(tmp_path: Path, monkeypatch: p
 def test_stored_value_is_found_whatever_the_age_of_the_listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow listing is already old when it ends.
 
-    Values that this engine stored after the listing's beginning are found, until a later listing of the namespace.
+    Lookups still find the values that this engine stored after the listing's beginning, until the namespace is listed
+    again.
     """
     real = disk_index.Index.refresh
 

@@ -51,7 +51,10 @@ def test_the_oldest_make_room(tmp_path: Path) -> None:
 def test_files_are_counted_once_for_a_write_that_evicts_several_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A count lists the whole folder while other processes wait for the lock. So it is not repeated for each batch."""
+    """Counting files lists the whole folder while other processes wait for the lock.
+
+    So one write counts only once, even if it evicts several batches.
+    """
     counts, count = list[int](), room.DiskRoom._count
 
     def counting(self: room.DiskRoom, root: int) -> int:
@@ -170,7 +173,8 @@ def test_the_bound_holds_for_all_processes_together(tmp_path: Path) -> None:
         until = time.monotonic() + WAIT_S
         while len(seen) < 200 and time.monotonic() < until:
             with contextlib.suppress(FileNotFoundError), (tmp_path / ACCOUNT).open("r+") as account:
-                fcntl.flock(account, fcntl.LOCK_EX)  # without this lock, files would be moved while they are counted
+                # the lock keeps other processes from moving files while the test counts them
+                fcntl.flock(account, fcntl.LOCK_EX)
                 found = walk(tmp_path)
                 most = max(most, sum(found.values()))
                 seen.update(name for name in found if not name.startswith(TMP))

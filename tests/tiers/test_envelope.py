@@ -74,7 +74,7 @@ def test_another_sealer_restores_a_sealed_body(secret: bytes | None, key: Key) -
 
 @SECRETS
 def test_parts_are_aligned(secret: bytes | None) -> None:
-    """The header and the body begin at pages and have the lengths that tiers expect. So direct I/O accepts both."""
+    """Direct I/O accepts header and body, because both begin at pages and have the lengths that tiers expect."""
     _, header, body = sealed(secret)
     assert (header.nbytes, body.nbytes) == (HEADER_BYTES, BODY)
     assert address(header) % ALIGN_BYTES == address(body) % ALIGN_BYTES == 0
@@ -89,7 +89,7 @@ def test_a_plain_body_is_not_copied() -> None:
 def test_an_encrypted_body_shows_nothing() -> None:
     """With a secret, the slot stays unchanged.
 
-    The written bytes contain no page of the slot, and differ for each write.
+    The encrypted bytes contain no part of the slot's content, and are different in each write.
     """
     body = filled(content(1, BODY), (BODY,))[0]
     sealer = Sealer([SECRET])
@@ -195,7 +195,7 @@ def test_a_field_that_is_wrong_is_named(secret: bytes | None, at: int, wrong: by
 
 @pytest.mark.parametrize("at", [40, HEADER_BYTES - 24, 2000], ids=["salt", "tag", "behind the fields"])
 def test_all_of_an_encrypted_header_is_authenticated(at: int) -> None:
-    """With a secret, each byte of the header is authenticated: a header with one changed byte is rejected."""
+    """The secret authenticates each byte of an encrypted value's header: a header with one changed byte is rejected."""
     key, header, body = sealed(SECRET)
     header[at] ^= 1
     assert why(SECRET, key, signed(header), body) == "decryption"
@@ -315,9 +315,9 @@ def test_key_file_that_others_can_read_is_refused(mode: int, link: bool, tmp_pat
 
 
 def test_a_key_encrypts_one_value() -> None:
-    """Two values with equal names and bodies have only their mark in common.
+    """Each value is encrypted with a key of its own, so no key comes near a limit of the cipher.
 
-    So no key comes near a limit of the cipher.
+    Two values with equal names and bodies have only their mark in common.
     """
     sealer, body = Sealer([SECRET]), filled(content(1, BODY), (BODY,))[0]
     values = [sealer.seal(some_key(1), 16, body) for _ in range(20)]

@@ -43,7 +43,10 @@ def _until(true: Callable[[], bool]) -> None:
 
 
 def test_every_cell_of_an_order_is_taken() -> None:
-    """The tier has or lacks the chunk, fails, has an open breaker, or does not exist. Orders then take every cell."""
+    """The tier has or lacks the chunk, fails, has an open breaker, or does not exist.
+
+    In these cases, orders take every cell.
+    """
     tier = HeldTier()
     rank, late = TracedRank(tier), TracedRank(tier, lanes=1)
     rank.carry(stores=False, slot=0)

@@ -136,14 +136,14 @@ def test_chunks_of_other_numbers_of_ranks_are_found() -> None:
         lookup = _ask(finder, also=other)
         assert lookup.found == dict.fromkeys(WHOLE, 0)
         assert lookup.elsewhere == {(0, 4): (SPACE, 2), (0, 12): (other, 1)}
-    with _finder(tier) as finder:  # a finder without `heads` is bound to its layout, and looks up no other names
+    with _finder(tier) as finder:  # a finder without `heads` looks up only names of its own layout
         assert _ask(finder, also=other).found == {(0, 8): 0}
 
 
 def test_other_splits_are_searched_where_they_help() -> None:
     """If another split lacks the first chunk, later chunks are not searched in this split.
 
-    Groups whose chunks never grow are searched completely.
+    In groups whose chunks never grow, later chunks are searched too.
     """
     tier = Counting()
     _mark(tier, SPACE, 2, 2)
@@ -197,7 +197,7 @@ def test_search_for_other_splits_ends_within_the_limit() -> None:
 
 
 def test_lookup_asks_for_no_other_split_when_it_finds_everything() -> None:
-    """A lookup asks for other splits only if chunks are missing, and then only from time to time."""
+    """A lookup asks for other splits only if chunks are missing, and not in every such lookup."""
     tier = Counting()
     _hold(tier, *range(4, 15))
     with _finder(tier) as finder:
@@ -328,7 +328,7 @@ def test_other_state_groups_are_looked_up_only_where_the_first_state_group_has_a
     """The first call asks for the states of one group.
 
     The second call asks for the states of other groups, but only where the first group has a state and attention is
-    held. So both calls ask for few keys.
+    held. So few keys are asked for in both calls.
     """
     tier = Counting()
     _hold(tier, 4, 8, 9)
@@ -368,7 +368,7 @@ def test_another_first_hash_is_reported_once(
 
 
 def test_a_first_hash_is_compared_again_when_the_tier_was_down() -> None:
-    """If the first hash could not be read, the next lookup reads it again."""
+    """If the tier was down when the first hash was to be compared, a later lookup compares it."""
     tier = HeldTier()
     with _finder(tier) as finder:
         finder.first_hash = "sha256 a"

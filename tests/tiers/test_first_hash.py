@@ -14,7 +14,7 @@ from tests.tiers.test_carrier import CHUNK, SPACE, rank_of
 
 
 def test_first_hash_is_stored_before_the_first_chunk() -> None:
-    """Rank 0 stores its first hash once for the namespace and once for the whole tier.
+    """Before its first chunk, rank 0 stores its first hash under two keys: for the namespace, and for the whole tier.
 
     The first hash of another engine is overwritten.
     """

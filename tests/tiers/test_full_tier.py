@@ -28,7 +28,7 @@ class FullTier(HeldTier):
 def test_full_tier_is_read_again_when_it_was_down_before() -> None:
     """The tier was down, so neither reads nor writes used it.
 
-    Then the tier works again, but is full. Reads begin again, and writes wait until there is room.
+    When the tier answers again, it is full. So reads begin again, and writes wait until there is room.
     """
     tier = FullTier()
     with rank_of(tier) as rank:

@@ -30,7 +30,7 @@ class _SilentTier(HeldTier):
 def test_tier_whose_probes_get_no_answer_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A probe without an answer counts as a failure of reads and of writes.
 
-    Only a full tier is read although its probe fails.
+    Only if the probe fails because the tier is full, the tier is still read.
     """
     tier = _SilentTier()
     with rank_of(tier) as rank:
@@ -44,7 +44,7 @@ def test_tier_whose_probes_get_no_answer_is_not_read(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(guard, "OPEN_S_MAX", 0.01)
         patience_s, rank.tiers[0].timeout_s = rank.tiers[0].timeout_s, 0.001
         tier.trouble, probed = "hangs", tier.probes
-        # When the third probe begins, two probes have ended.
+        # two probes have ended when the third probe begins
         rank.probe_until(lambda: tier.probes >= probed + 3 or reads.allows)
         assert reads.state.row == m.OPEN
         tier.trouble, rank.tiers[0].timeout_s = "none", patience_s

@@ -1,7 +1,7 @@
-"""A reader of an encrypted tier who knows the model and guesses a prompt cannot confirm the guess.
+"""An attacker reads an encrypted tier, knows the model and guesses a prompt, but cannot confirm the guess.
 
-The guesses are all names and marks that can be computed without the secret. In a tier without encryption, the same
-attack confirms each guess.
+The attack computes all names and marks that need no secret, and looks for them in the tier. In a tier without
+encryption, the same attack confirms each guess.
 """
 
 from __future__ import annotations

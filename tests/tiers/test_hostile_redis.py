@@ -84,7 +84,7 @@ def test_memory_is_bounded_when_the_server_never_stops_sending(flood: tuple[byte
 def test_invalid_cluster_layout_is_refused(layout: bytes) -> None:
     """Each wrong layout raises a TierError.
 
-    In these layouts, slots are assigned twice or do not exist, hosts or ports are invalid, or there are thousands
+    In the wrong layouts, slots are assigned twice or do not exist, hosts or ports are invalid, or there are thousands
     of servers.
     """
 
@@ -179,7 +179,7 @@ def test_hosts_are_those_that_are_listed(host: str, text: str, wanted: bool) -> 
 def test_invalid_host_names_are_refused(text: str) -> None:
     """A text that is not a host is refused with the key before anything starts.
 
-    The key is also refused without a cluster.
+    The key is also refused for a tier that is no cluster.
     """
     with pytest.raises(ConfigError, match=r"cluster_hosts=.+ is not valid \(.+ is not a host name, an IP address"):
         parse_tier({"kind": "redis", "host": "h", "cluster": True, "cluster_hosts": text})
@@ -272,7 +272,7 @@ def test_slot_in_migration_stays_in_use() -> None:
 
 
 def test_a_port_that_is_shut_is_still_one_error() -> None:
-    """A layout that names a port without a listener raises a TierError."""
+    """If a layout names a port without a listener, calls raise a single TierError."""
     with socket.socket() as shut:
         shut.bind((LOCAL, 0))
         layout = layout_of(LOCAL, shut.getsockname()[1])

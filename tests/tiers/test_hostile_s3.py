@@ -29,7 +29,7 @@ SIZE = 65536
 OTHER_HOST = "127.0.0.2"
 FLOOD = bytes(1 << 20)
 UNHURRIED_MS = 10_000
-"""The `timeout_ms_max` of calls that need an answer. The pauses between retries are a share of this time."""
+"""The `timeout_ms_max` of calls that should succeed. The client's pauses between retries are a share of this time."""
 HEAD = 'HTTP/1.1 {status}\r\nETag: "1"\r\nLast-Modified: Sat, 21 Nov 2020 21:21:21 GMT\r\n{length}{range}\r\n'
 
 Send = Callable[[bytes], object]
@@ -302,7 +302,7 @@ def test_no_redirect_leads_to_another_host(status: str, scheme: str, variables: 
             [one async for one in tier.scan()]
 
     with listening(other, OTHER_HOST) as port, storing(reply) as noted:
-        given = noted | {"timeout_ms_max": 3000}  # each call is repeated after a pause
+        given = noted | {"timeout_ms_max": 3000}  # long, because the client repeats each call after a pause
         settings, named = (given, KEYS) if scheme == "s3" else other_cloud(scheme, given)
         with mock.patch.dict(os.environ, named | variables):
             spec = S3Spec.model_validate(settings)

@@ -1,4 +1,4 @@
-"""A tier has a bug: it returns less, more or other things than requested, or raises exceptions that no tier may raise.
+"""A tier with a bug returns less, more or other things than requested, or raises exceptions that no tier may raise.
 
 Every such answer is a failure of that tier and a miss, never a wrong hit. After several failures in a row the tier is
 not used any more.
@@ -85,7 +85,7 @@ def test_wrong_answer_to_a_lookup_is_a_miss(lie: str, monkeypatch: pytest.Monkey
 def test_wrong_answer_to_a_read_or_write_fails_the_order(lie: str, use: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """If `read` or `write` returns a wrong answer, the order fails.
 
-    After several failures this call is not made any more.
+    After several failures, calls of this method stop.
     """
     tier = HeldTier("lying")
     rank = Rank([tier])

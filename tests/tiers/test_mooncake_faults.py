@@ -75,7 +75,7 @@ def test_a_killed_master_costs_misses_and_is_found_again() -> None:
             await every_call_fails(tier, 4)
             of.start()
             await soon(partial(tier.exists, [some_key(0)]), [False])
-            fresh = itertools.count(200)  # fresh keys, because a write that timed out may still have stored its value
+            fresh = itertools.count(200)  # new keys, because a write that timed out may still have stored its value
             await soon(lambda: tier.write([put(next(fresh), 64 * KIB)]), [Written.STORED])
             last = next(fresh) - 1
             assert await tried(tier.read, [get(last, 64 * KIB), get(1, 64 * KIB)]) == [Read.HIT, Read.MISS]
@@ -99,7 +99,7 @@ def test_a_stopped_master_is_waited_for_within_bounds() -> None:
                 assert time.monotonic() - begin < ALLOWED_S
             finally:
                 of.send(signal.SIGCONT)
-            # fresh keys, because a value whose write timed out may stay half written for a while
+            # new keys, because a value whose write timed out may stay half written for a while
             fresh = itertools.count(200)
             await soon(lambda: tier.write([put(next(fresh), 64 * KIB)]), [Written.STORED])
             last = next(fresh) - 1
@@ -135,7 +135,10 @@ def test_a_dead_owner_costs_misses(number: signal.Signals) -> None:
 
 
 def test_a_full_cluster_reports_it_and_makes_room() -> None:
-    """In a full memory a write raises TierFullError, and values can be read. When leases have ended, room is made."""
+    """In a full memory a write raises TierFullError, and values can be read.
+
+    When leases have ended, the cluster evicts values to make room.
+    """
     counts: list[int] = []
 
     async def play(of: Master) -> None:

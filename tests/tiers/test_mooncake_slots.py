@@ -1,4 +1,7 @@
-"""Mooncake's client reads values into slots that engines share, and writes no slot after the read was given up."""
+"""Mooncake's client reads values straight into slots that engines share.
+
+After a read was given up, the client writes no byte into its slot.
+"""
 
 from __future__ import annotations
 
@@ -189,7 +192,7 @@ def test_encrypted_value_is_decrypted_in_its_slot(rank: Rank) -> None:
 def test_late_write_hits_no_slot(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped member answers only after the engine has given the slots to other chunks.
 
-    When both reads are given up, the first read is in progress, and the second read has not begun.
+    Two reads are given up: the first is in progress, and the second has not begun.
     """
     monkeypatch.setenv("MC_TCP_PROGRESS_TIMEOUT_SEC", "600")
     monkeypatch.setenv("MC_TCP_STATUS_TIMEOUT_SEC", "600")
@@ -207,7 +210,7 @@ def test_late_write_hits_no_slot(rank: Rank, monkeypatch: pytest.MonkeyPatch) ->
             finally:
                 member.send_signal(signal.SIGCONT)
             get = rank.get(3, 3)
-            assert await tried(tier.read, [get]) == [Read.HIT]  # a read on the connection of the abandoned read
+            assert await tried(tier.read, [get]) == [Read.HIT]  # this read uses the connection of an abandoned read
             await anyio.sleep(0.5)
             assert [bytes(rank.slot(number)) for number in (1, 2)] == others
             assert _holds(get, 3)
@@ -247,7 +250,10 @@ def test_client_that_cannot_revoke_a_read_is_ended(rank: Rank) -> None:
 
 
 def test_failed_read_does_not_end_the_client(rank: Rank) -> None:
-    """Ending the client would lose the memory that it lends. The failed read writes no more into its slot."""
+    """A failed read writes no more into its slot, so the client can continue.
+
+    Ending it would lose the memory that it lends.
+    """
 
     async def play(of: Master, member: subprocess.Popen[str]) -> None:
         async with _filling(of, rank.shared, 1, **QUICK) as tier:
@@ -292,7 +298,7 @@ def test_values_are_copied_while_the_holder_is_gone(rank: Rank, monkeypatch: pyt
 
 
 def test_network_cards_fill_no_slots(rank: Rank) -> None:
-    """A transfer by RDMA cannot be stopped, because the network card keeps the pages of the memory."""
+    """With RDMA, the tier copies values into slots: a network card's own transfer into a slot could not be stopped."""
     tier = MooncakeSpec.model_validate({"master": "host:1", "protocol": "rdma"}).make("mooncake")
     tier.share(rank.shared)
     assert not tier._fills._fits(rank.get(1, 1))

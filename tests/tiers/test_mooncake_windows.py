@@ -1,4 +1,7 @@
-"""Mooncake's client reads into slots through windows. A window leads to other memory when a write may be late."""
+"""Mooncake's client reads into slots through windows.
+
+If a write may come late, its window's addresses are mapped to other memory.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,7 @@ def test_windows_of_a_read_that_cannot_begin_lead_to_no_slot(file: int) -> None:
 
 
 def test_late_writes_share_memory(file: int) -> None:
-    """Late writes of a cluster that hangs for hours take the memory of one value."""
+    """All late writes go to the same memory of one value, even if a cluster hangs for hours."""
     windows, size = child.Windows(file, PAGE), 2 * PAGE
     (small,), (large,) = windows.open(1, [(PAGE, 0, PAGE)]), windows.open(2, [(PAGE, 2 * PAGE, size)])
     windows.revoke(1)

@@ -81,7 +81,7 @@ def test_another_splits_values_cannot_be_read(trouble: str, monkeypatch: pytest.
             rank.carry(stores=False, slot=1, split=1)
             assert rank.ended() == [False]
             assert tier.asked == OTHER_FAULTS_MAX + count
-            # one answer has ended the pause, so the values are read again
+            # one successful read has ended the pause, so the values are read again
             monkeypatch.setattr(carrier, "OTHER_PAUSE_S", 60.0)
 
 
@@ -179,7 +179,7 @@ def test_missing_part_of_another_split_is_a_miss(trouble: str) -> None:
 def test_failures_to_read_own_parts_open_the_breaker() -> None:
     """An engine that stores more parts than it has ranks reads several parts per rank.
 
-    All these values are its own.
+    All of them count as the engine's own parts.
     """
     tier = HeldTier()
     made = Rank([tier], HEADS, ranks=2, most=4)

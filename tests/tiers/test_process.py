@@ -20,10 +20,7 @@ from tests.rigs.tier_worlds.s3 import spec_of
 
 
 def test_lane_of_an_ended_process_maps_no_memory() -> None:
-    """A lane is in use when its process ends.
-
-    The lane maps no memory, as its descriptor may now belong to another file.
-    """
+    """A lane in use when its process ends maps no memory, because its descriptor may now belong to another file."""
 
     async def play() -> None:
         tier = spec_of(shared()).make("s3")

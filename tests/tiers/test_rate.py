@@ -48,7 +48,7 @@ def test_slow_first_read_does_not_decide_the_rate() -> None:
 
 
 def test_reads_without_end_are_measured() -> None:
-    """The rate is also measured if at every time a read is in progress."""
+    """The rate is also measured if there is never a moment without a read."""
     rate = ReadRate()
     rate.begin(0.0)
     for at in range(1, 50):

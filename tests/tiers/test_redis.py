@@ -53,7 +53,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[RedisServer]:
 def test_urls_can_have_every_key(url: str, keys: dict[str, object]) -> None:
     """A URL sets host, port, database, user and TLS.
 
-    The query sets any other key. Keys that the URL does not set have defaults.
+    The query sets any other key. All other keys have their defaults.
     """
     reported = parse_tier(url)
     assert isinstance(reported, RedisSpec)

@@ -233,7 +233,7 @@ def test_replies_may_come_in_any_pieces(cuts: list[int], size: int, parts: int) 
     message = b"$%d\r\n%b\r\n:1\r\n" % (size, value) + b":0\r\n:1\r\n-ERR no\r\n*2\r\n$-1\r\n$2\r\nab\r\n:1\r\n"
     near, far = socket.socketpair()
     lane = ServerConnection(lambda _: Mock())
-    lane.on_connect(Mock(_sock=near))  # as redis-py calls this method
+    lane.on_connect(Mock(_sock=near))  # redis-py calls this method in the same way
 
     def trickle() -> None:
         at = 0

@@ -292,7 +292,7 @@ def test_a_client_that_has_lost_a_lane_ends() -> None:
             client = tier._child
             assert client is not None
             async with client.pools["scan"].lane(WAIT_S) as lane:
-                lane.wire.send(b"\xc1")  # this byte alone is no valid message
+                lane.wire.send(b"\xc1")  # a single byte is no valid message
             with anyio.fail_after(WAIT_S):
                 await anyio.to_thread.run_sync(client._process.wait, abandon_on_cancel=True)
             await tier.health()
@@ -343,7 +343,10 @@ def test_a_client_that_has_ended_while_the_store_is_away() -> None:
 
 
 async def closed(memory: mmap.mmap) -> None:
-    """Wait until the memory can be closed. A thread that has finished its work may still have to release it."""
+    """Wait until the memory can be closed.
+
+    A thread that has finished its work may release the memory a moment later.
+    """
     with anyio.fail_after(WAIT_S):
         while True:
             with suppress(BufferError):
@@ -444,7 +447,7 @@ async def stall_soon(proxy: Proxy) -> None:
 
 def test_an_answer_that_is_cut_or_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer that ends early or stalls half way raises TierError, or the retry succeeds."""
-    # so that the limit for the whole transfer does not end the call first
+    # the limit for the whole transfer is long, so that it does not end the call first
     monkeypatch.setattr("kvpipe.tiers.s3.tier.SLOW_BYTES", 1)
 
     async def play(proxy: Proxy) -> None:

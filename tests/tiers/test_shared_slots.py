@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvpipe.config.settings import load_settings
+from kvpipe.node.replica import stamp_of
 from kvpipe.protocol.geometry import Geometry, Group, Layer
 from kvpipe.protocol.messages import ONE_BAD, TierOrder
 from kvpipe.testing.held_tier import DictSpec, HeldTier
@@ -41,9 +42,9 @@ def _carrier(tier: HeldTier, pool: HostPool, *, fetches: bool = True) -> Iterato
         made.shutdown()
 
 
-def _carry(carrier: Carrier, *, stores: bool, slot: int) -> bool:
+def _carry(carrier: Carrier, *, stores: bool, slot: int, stamp: bytes = b"") -> bool:
     """Carry out an order. Return whether the order has succeeded."""
-    carrier.carry_out([TierOrder(1, stores, 0, slot, 0, 4, CHUNK, 0)], SPACE, 1)
+    carrier.carry_out([TierOrder(1, stores, 0, slot, 0, 4, CHUNK, 0, "", stamp)], SPACE, 1)
     ended = list[Carried]()
     assert eventually(lambda: ended.extend(carrier.collect()) or ended)  # type: ignore[func-returns-value]
     return ended[0].ok
@@ -96,7 +97,10 @@ def test_only_ranks_that_fetch_forbid_a_tier(pool: HostPool, *, fetches: bool) -
 
 
 def test_rank_fails_tier_orders_for_another_pool() -> None:
-    """The order names a slot of the scheduler's memory. The same slot of a private pool holds another chunk."""
+    """The order names a slot of the scheduler's memory.
+
+    In another pool, the slot with this number holds another chunk.
+    """
     geometry, tier = small_geometry(), HeldTier()
     caches = PagedCaches(geometry, make_caches(geometry, 8), 8)
     side = WorkerSide(RankContext(load_settings()), caches, engine=FakeEngine(), tiers=_guarded(tier))
@@ -128,7 +132,7 @@ class FillingTier(HeldTier):
 
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_rank_gives_its_tiers_the_shared_slots(*, is_shared: bool) -> None:
-    """A tier may read values straight into shared slots. A private pool is in no file, so tiers do not get it."""
+    """A tier that fills slots gets the file of shared slots. A private pool has no file, so no tier gets it."""
     geometry, tier = small_geometry(), FillingTier()
     size = geometry.slot_bytes
     shared = SharedSlots(memoryview(bytearray(geometry.slots * size)), size, 0, b"token") if is_shared else None
@@ -136,3 +140,44 @@ def test_rank_gives_its_tiers_the_shared_slots(*, is_shared: bool) -> None:
     side = WorkerSide(RankContext(load_settings()), caches, engine=FakeEngine(), tiers=_guarded(tier), shared=shared)
     side.shutdown()
     assert tier.slots is shared
+
+
+def _marked_pool(*, digests: bool) -> HostPool:
+    """Return a pool of shared slots with marks."""
+    size = SLOT_BYTES + 4096
+    shared = SharedSlots(memoryview(bytearray(SLOTS * size)), size, 0, b"token", marks_at=SLOT_BYTES, digests=digests)
+    return HostPool(GEOMETRY, shared)
+
+
+@pytest.mark.parametrize("digests", [False, True])
+def test_fetched_chunk_has_a_mark(*, digests: bool) -> None:
+    """A load of the fetched chunk compares the mark. A fetch that fails leaves no mark."""
+    pool, tier = _marked_pool(digests=digests), HeldTier()
+    assert pool.marks is not None
+    pool.slot(1)[:USED] = 7
+    pool.marks.write(stamp_of(1, 5))
+    with _carrier(tier, pool) as carrier:
+        assert _carry(carrier, stores=True, slot=1, stamp=stamp_of(1, 5))
+        assert _carry(carrier, stores=False, slot=2, stamp=stamp_of(2, 9))
+        assert pool.marks.other_chunk(stamp_of(2, 9)) == ""
+        assert pool.marks.damage(stamp_of(2, 9)) == ""
+        pool.slot(2)[0] = 8
+        assert bool(pool.marks.damage(stamp_of(2, 9))) == digests
+        tier.values.clear()
+        assert not _carry(carrier, stores=False, slot=2, stamp=stamp_of(2, 11))
+        assert all(pool.marks.other_chunk(stamp_of(2, generation)) for generation in (9, 11))
+
+
+@pytest.mark.parametrize("digests", [False, True])
+def test_damaged_chunk_is_not_stored(*, digests: bool) -> None:
+    """The value would have a valid checksum, so engines of other nodes would read the damaged bytes."""
+    pool, tier = _marked_pool(digests=digests), HeldTier()
+    assert pool.marks is not None
+    pool.marks.write(stamp_of(1, 5))
+    wrong = stamp_of(1, 5 if digests else 3)
+    pool.slot(1)[3] = 1
+    with _carrier(tier, pool) as carrier:
+        assert not _carry(carrier, stores=True, slot=1, stamp=wrong)
+        assert carrier.counters["slot_damaged"] == 1
+    assert not tier.values
+    assert pool.marks.take_found() == {1: 5 if digests else 3}

@@ -115,7 +115,7 @@ class ListsOnePage(DictTier):
 
 
 class ListsByPlace(DictTier):
-    """A tier that finds entries of a listing by their number, which changes when values are added or deleted."""
+    """A tier whose listing continues at an entry's number, which changes when values are added or deleted."""
 
     async def scan(self) -> AsyncIterator[Entry]:
         """List by number."""
@@ -127,7 +127,7 @@ class ListsByPlace(DictTier):
 
 
 class OneAtATime(DictTier):
-    """A tier whose calls share their arguments."""
+    """A tier with one place for the arguments of all its calls."""
 
     async def read(self, gets: Sequence[Get]) -> list[Read]:
         """Read the keys of the last call."""
@@ -282,7 +282,7 @@ BUGS: list[tuple[str, Claim, type[DictTier]]] = [
 @pytest.mark.parametrize(("claim", "bug"), [bug[1:] for bug in BUGS], ids=[name for name, *_ in BUGS])
 def test_a_claim_can_fail(claim: Claim, bug: type[DictTier], monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier with one bug fails the claim. The same tier without the bug passes in `test_conformance.py`."""
-    # some bugs make calls wait for ever, and the suite waits this long for them
+    # some bugs make calls hang, and the suite waits this long for them
     monkeypatch.setattr(waiting, "EVENTUALLY_S", 0.5)
     with pytest.raises((AssertionError, TierError, pytest.fail.Exception)):
         claim(TierWorld(Store(bug).make, DictSpec.model_validate({})))
@@ -290,7 +290,7 @@ def test_a_claim_can_fail(claim: Claim, bug: type[DictTier], monkeypatch: pytest
 
 @pytest.mark.parametrize("claim", [SUITE.test_the_bound_holds, SUITE.test_a_broken_store_raises_tier_errors])
 def test_undeclared_limit_of_a_world_fails_its_claim(claim: Claim) -> None:
-    """If a store has no bound, or no test can break it, the world must declare this in `limits`."""
+    """A world must declare in `limits` if its store has no bound, or if tests cannot break the store."""
     with pytest.raises(pytest.fail.Exception, match=r"TierWorld\.limits|to its limits"):
         claim(TierWorld(Store(DictTier).make, DictSpec.model_validate({})))
 

@@ -64,7 +64,7 @@ class GoesOn(WholeTier):
         return await anyio.to_thread.run_sync(work, abandon_on_cancel=True, limiter=self._limiter)
 
     def _write(self, put: Put) -> Written:
-        # so that the thread is in the middle of its work when it is interrupted, even on a fast machine
+        # even on a fast machine, the thread is still working when it is interrupted
         time.sleep(0.001)
         return super()._write(put)
 
@@ -74,7 +74,7 @@ class GoesOn(WholeTier):
 
 
 class OnTheLoop(WholeTier):
-    """Bug: all work is done on the loop's thread, by functions that the suite does not know."""
+    """Bug: all work is done on the loop's thread, by functions that the suite does not watch."""
 
     async def _in_thread(self, work: Callable[[], T], stop: Callable[[], None]) -> T:
         del stop
@@ -82,7 +82,7 @@ class OnTheLoop(WholeTier):
         return work()
 
     def _read(self, get: Get) -> Read:
-        time.sleep(0.03)  # longer than the time that the suite ignores, however slowly the machine copies
+        time.sleep(0.03)  # longer than the time on the loop's thread that the suite ignores
         return super()._read(get)
 
 
@@ -109,7 +109,7 @@ FAILED_BY_WHOLE_TIERS = {claim.__name__ for claim, _ in WHOLE_BUGS}
 
 
 class TestWhole(TierConformance):
-    """The tier without a bug passes every claim, without an entry in `limits`."""
+    """The tier without a bug passes every claim, and its world declares no `limits`."""
 
     @pytest.fixture
     def world(self) -> TierWorld:

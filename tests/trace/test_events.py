@@ -24,7 +24,7 @@ def test_every_possible_move_has_its_event() -> None:
 
 @pytest.mark.parametrize("name", transitions.EVENTS)
 def test_an_event_is_one_line_that_reads_back(name: str) -> None:
-    """A line begins with the event's name, so that readers can skip lines without decoding them."""
+    """An event's line begins with the event's name, so that readers can skip a line without decoding it."""
     kind = transitions.EVENTS[name]
     event = kind(1, 2, "r", 3, 4, 5, "engine")
     line = msgspec.json.encode(event)

@@ -33,7 +33,7 @@ def _run(command: str, trace: Path, monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def _filled(kind: type[e.Event], fill: Callable[[str, Any], Any]) -> bytes:
-    """Return a line of the event `kind`. The line's fields have the values of `fill`."""
+    """Return a line of the event `kind`. `fill` gives the values of the line's fields."""
     message = {field.encode_name: fill(field.encode_name, field.type) for field in msgspec.structs.fields(kind)}
     return msgspec.json.encode({"event": kind.__struct_config__.tag} | message)
 
@@ -118,7 +118,7 @@ def test_an_engine_of_very_many_layers(
 def test_a_timeline_does_not_overwrite_its_trace(
     how: str, more: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The output file must not be the trace, its older part, or a link to the trace."""
+    """A timeline's output file is refused if it is the trace, the trace's older part, or a link to the trace."""
     lines = [msgspec.json.encode(event) for event in play(2)]
     trace = _write(tmp_path / "trace.jsonl", lines)
     older = _write(tmp_path / "trace.jsonl.1", lines)

@@ -107,7 +107,7 @@ def test_text_of_a_field_is_on_one_line_and_without_control_characters(caplog: p
 def test_line_is_written_only_if_it_passes_every_level(
     ours: str, vllms: str, hosts: str, logged: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each of several levels must let a line through.
+    """A line is written only if each of several levels permits it.
 
     `hosts` is the level that the host's configuration sets for kvpipe.
     """

@@ -30,7 +30,7 @@ STUCK_MS = PATIENT_MS
 class Clock:
     """A clock with the real time plus the time that a test adds.
 
-    Without added time no job counts as stuck, even on a slow machine.
+    Only added time makes a job count as stuck, even on a slow machine.
     """
 
     def __init__(self) -> None:
@@ -191,7 +191,7 @@ def test_a_wait_that_times_out_is_a_slow_tier() -> None:
 
 
 class Obliging(FakeEngine):
-    """An engine that, if `can` is set, gives up every copy that is not complete."""
+    """An engine that gives up every copy that is not complete, if `can` is set."""
 
     can = True
 
@@ -346,7 +346,7 @@ class Blocking(CpuEngine):
 
 
 def test_a_copy_that_has_not_begun_is_taken_back() -> None:
-    """A queued copy is withdrawn, and fails. A running copy is not withdrawn. Neither of the two begins again later."""
+    """A queued copy is withdrawn and fails, and a running copy is not withdrawn. Neither copy begins again later."""
     engine, done = Blocking(1), list[Ticket]()
     copies = CopyPlan(Direction.LOAD, [job(1, ASYNC, [(0, 0, 0, 3)])], len(small_geometry().groups))
     tickets = [Ticket(None, layer, layer, done.append) for layer in range(2)]

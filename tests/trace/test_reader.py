@@ -64,7 +64,7 @@ def _write(path: Path, events: Sequence[e.Event]) -> Path:
 
 
 def test_readable_lines_are_read_and_others_are_counted(tmp_path: Path) -> None:
-    """Lines of other programs, damaged lines, lines of a newer version and a torn end are counted separately."""
+    """Unreadable lines are counted by kind: of other programs, damaged, of a newer version, and torn at the end."""
     events = _whole()
     path = _write(tmp_path / "t", events)
     lines = path.read_bytes().splitlines()
@@ -167,9 +167,9 @@ def test_a_line_without_an_end_is_refused(
 
 
 def test_whole_trace_replays_without_a_problem() -> None:
-    """A replay checks every cursor of every machine, and also events without a move.
+    """A replay checks every cursor of every machine, and also events that cause no move.
 
-    A free slot begins in the initial state.
+    After a slot was freed, its cursor begins in the initial state again.
     """
     done = replay(_whole())
     assert done.problems == []

@@ -94,7 +94,10 @@ def test_events_arrive_in_order_with_engine_and_both_clocks() -> None:
 
 
 def test_a_full_queue_drops_and_reports_how_many() -> None:
-    """`put` never waits. If events have no room, they are counted, and the trace has their number at that place."""
+    """`put` never waits.
+
+    Events for which the queue has no room are counted, and the trace has their number at their place.
+    """
     sink = Memory()
     sink.hold.clear()
     reported = Recorder(0, queue_events_max=10)
@@ -132,7 +135,10 @@ def test_gap_is_reported_between_its_events() -> None:
 
 
 def test_a_trace_that_cannot_be_written_is_logged(tmp_path: Path) -> None:
-    """The trace itself cannot report lost events. These events are counted, and logged once a minute."""
+    """A trace that cannot be written cannot report the lost events.
+
+    So the events are counted, and the number is logged once a minute.
+    """
     reported = Recorder(0)
     with capture_logs() as lines:
         writer = Writer(reported, [_file(tmp_path / "gone" / "trace")], "engine")
@@ -210,9 +216,9 @@ def test_file_begins_with_its_writer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("events", [0, 1])
 def test_a_file_states_the_layers_of_a_rank_that_has_its_caches_now(tmp_path: Path, events: int) -> None:
-    """A rank knows its number of layers only after its first events.
+    """A rank learns its number of layers after its first events, and then repeats `started` with this number.
 
-    Then the rank repeats `started` with this number. The first line of each later file has the number.
+    The first line of each later file has the number, too.
     """
     path = tmp_path / "trace"
     sink = _file(path)
@@ -313,7 +319,7 @@ def test_file_begins_with_its_writer_after_a_full_disk(
     tmp_path: Path, small_disk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk was full when the file was opened. The file still begins with `started`."""
-    # this error stands for ENOSPC, which is harder to cause in a test
+    # EFBIG in place of ENOSPC, which is harder to cause in a test
     monkeypatch.setattr(recorder, "_PASSING", {errno.EFBIG})
     path = tmp_path / "trace"
     path.write_bytes(b"x" * (small_disk - 20) + b"\n")
@@ -424,7 +430,7 @@ def test_a_closed_stderr_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_faults_are_reported_through_the_queue() -> None:
     """The thread that counts a fault only queues an event.
 
-    This is done for the first fault and each thousandth one after.
+    An event is queued for the first fault and for each thousandth fault after it.
     """
     reported = Recorder(2, lifecycle=True)
     counters = log.Counters()

@@ -77,7 +77,10 @@ def test_reason_is_too_short_when_the_rest_is_too_short() -> None:
 
 
 def test_no_load_is_made_for_the_block_that_vllm_drops_of_its_own_hit() -> None:
-    """The next step computes the dropped block, so no load is made for this block alone. Longer hits are loaded."""
+    """vLLM drops the last block of its own hit.
+
+    The next step computes this block, so no load is made for it alone. Longer hits are loaded.
+    """
     noted = Noted(windows=(None, 2 * UNIT), load="async", dropped_units=1)
     noted.publish(noted.request("old", 5, shared=5))
     again = noted.request("again", 5, shared=5, extra=1)
@@ -85,7 +88,7 @@ def test_no_load_is_made_for_the_block_that_vllm_drops_of_its_own_hit() -> None:
     assert noted.why(again, 3 * UNIT) == (2 * UNIT, 1, miss_reasons.BELOW_MINIMUM)
     noted.publish(noted.request("short", 1))
     assert noted.why(noted.request("short", 1, extra=1)) == (UNIT, 1, miss_reasons.BELOW_MINIMUM)
-    in_step = Noted(dropped_units=1)  # a load within the step delays no step
+    in_step = Noted(dropped_units=1)  # a sync load needs no additional step, so it is made
     in_step.publish(in_step.request("old", 5, shared=5))
     in_step_again = in_step.request("again", 5, shared=5, extra=1)
     assert in_step.why(in_step_again, 4 * UNIT) == (UNIT, 1, miss_reasons.BELOW_MINIMUM)
@@ -155,7 +158,10 @@ def test_a_window_needs_the_last_unit_computed() -> None:
 
 
 def test_reason_of_a_load_that_was_not_made() -> None:
-    """A request's load fails or never ends. The request has no loaded tokens, and counts as waiting until its end."""
+    """A request's load fails or never ends.
+
+    Such a request has no loaded tokens, and its whole time until its end counts as waiting.
+    """
     reported = Noted(load="async", ranks=2)
     reported.publish(reported.request("old", 4, shared=4))
     failing, leaving = reported.request("failing", 6, shared=4), reported.request("leaving", 6, shared=4)
@@ -200,7 +206,7 @@ def test_reason_is_no_room_after_some_repeated_lookups() -> None:
     reported.publish(reported.request("old", 4, shared=4))
     first, second = reported.request("first", 6, shared=4), reported.request("second", 8, shared=4)
     reported.admit(first)
-    del reported.tables[0]["first"][4:]  # vLLM gives the request no more blocks than the load needs
+    del reported.tables[0]["first"][4:]  # vLLM allocates only the blocks that the load needs
     reported.step()
     reported.free = 3
     assert reported.side.lookup(second, 0) is LATER

@@ -110,7 +110,7 @@ def test_one_request_as_a_waterfall(tmp_path: Path, capsys: pytest.CaptureFixtur
     save = lines[3]
     assert save.split()[:2] == ["10.00", "ms"]
     assert "job 7: 5 blocks, 3 layers on 2 ranks, FAILED a [b] c, FINALIZED" in save
-    assert save.index("━") == 14 + 10  # a quarter of the bar's forty columns
+    assert save.index("━") == 14 + 10  # the bar has forty columns, of which this is a quarter
     assert save.count("━") == 11
     assert main(["trace", "show", str(path), "--request", "req-1", "--all"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 1 + 3 + 1 + 6 + 2
@@ -136,7 +136,7 @@ def test_control_characters_of_a_request_id_are_escaped(tmp_path: Path, capsys: 
 
 
 def test_number_of_a_fault_includes_faults_without_an_event(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The first and every thousandth fault have an event. The printed number is the sum of all faults of all sides."""
+    """The printed number is the sum of all sides' faults. Only the first and every thousandth fault have an event."""
     seen = [(0, 1), (0, 1001), (1, 1)]
     path = _write(tmp_path / "t", [e.Fault(1, rank, "", 0, 0, 1, "e", name="odd", seen=times) for rank, times in seen])
     assert main(["trace", "show", str(path)]) == 0

@@ -92,7 +92,10 @@ def test_a_sync_load_is_not_a_phase() -> None:
 
 
 def test_a_load_ends_with_its_job() -> None:
-    """If its request has no transition, a load ends with the last rank's job, or else after `loading_ms`."""
+    """If the trace has no transition of the request, a load ends with the last rank's job.
+
+    Without such a job, it ends after `loading_ms`.
+    """
     begin = [moment(0, e.RequestAdded), moment(10, e.RequestAdmitted, load="load_async")]
     planned = moment(10, e.LoadPlanned, job=1, kind="load_async")
     ranks = [moment(20 + rank, transitions.Finalized, rank, machine="load", cursor=1) for rank in range(2)]
@@ -144,7 +147,7 @@ def test_reused_id_is_another_request() -> None:
 
 
 def test_late_news_does_not_revive_a_request() -> None:
-    """Leases that are released after a request's end, and a fault of an unknown request, add no span to a request."""
+    """A release of leases after a request's end adds no span, and neither does a fault of an unknown request."""
     timeline = spans(
         [
             moment(0, e.RequestAdded),
@@ -236,7 +239,7 @@ def test_phases_fill_the_life_span_of_their_request() -> None:
 
 
 def test_clocks_of_several_hosts_are_aligned() -> None:
-    """The wall clock aligns the clocks only if the monotonic clocks differ by much."""
+    """Clocks of several hosts are aligned by the wall clock, but only if their monotonic clocks differ by much."""
     here = moment(5000, e.StepRan, 0, step=1)
     there = e.StepRan(77, 1, "", 0, 1, here.wall_ns + 3 * MS, "e", took_ns=MS)
     near = e.StepRan(here.t_ns + 4 * MS, 2, "", 0, 1, here.wall_ns + 6 * MS, "e", took_ns=MS)
@@ -364,7 +367,7 @@ def test_perfetto_file_has_names_nested_spans_and_both_ends(tmp_path: Path) -> N
 
 
 def test_the_memory_does_not_grow_with_the_trace(tmp_path: Path) -> None:
-    """After the limit on drawn events, data of further jobs, requests or engines are not kept."""
+    """When the limit of drawn events is reached, the data of further jobs, requests and engines are not kept."""
 
     def peak(requests: int) -> int:
         file = tmp_path / str(requests)
@@ -378,5 +381,5 @@ def test_the_memory_does_not_grow_with_the_trace(tmp_path: Path) -> None:
         finally:
             tracemalloc.stop()
 
-    assert peak(1) > 0  # this run also makes the data that are made only once
+    assert peak(1) > 0  # this first run also makes data that are made only once
     assert peak(400) < 1.3 * peak(100)

@@ -42,7 +42,7 @@ class Page:
         self.browser, self.path = browser, path
 
     def show(self, events: list[Event]) -> Timeline:
-        """Write the page and open it. Wait for its first frame, and for a frame in which nothing moves."""
+        """Write the page and open it. Wait until the page has drawn its first frame and nothing moves any more."""
         timeline = write_html(events, self.path)
         self.browser.open(self.path.as_uri())
         self.browser.wait_for("return window.firstFrameMs > 0")
@@ -142,7 +142,8 @@ def test_spans_under_a_pixel_are_merged(page: Page) -> None:
     alone = page.pixels("forward")
     assert alone > 10_000
     page.show([moment(i, e.StepRan, 0, took_ns=MS) for i in range(50_000)])
-    assert page.pixels("forward") == pytest.approx(alone, rel=0.02)  # a span alone also shows the number of its step
+    # a span drawn alone also has a label with its step's number
+    assert page.pixels("forward") == pytest.approx(alone, rel=0.02)
     assert page.browser.run("return window.timeline.visible().looked") < 2 * WINDOW[0]
     page.browser.run("window.timeline.zoomTo(40000, 40010)")
     page.drawn()
@@ -233,7 +234,7 @@ def test_a_click_shows_details(page: Page) -> None:
     assert all(tag in message for tag in ("request_added", "request_admitted", "request_done", "being_saved"))
     page.browser.run("document.querySelector('#panel .link').click()")
     assert page.text("count") == "1 found"
-    page.browser.click(700, 80)  # nothing is drawn at this place of the axis
+    page.browser.click(700, 80)  # this place on the axis is empty
     page.browser.press([Keys.ESCAPE, Keys.ESCAPE])  # the first key ends the search, the second one closes the details
     assert page.browser.run("return window.timeline.selected()") == -1
     assert page.browser.run("return document.getElementById('panel').hidden")

@@ -69,7 +69,7 @@ def test_a_trace_is_its_owners_alone(tmp_path: Path) -> None:
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
-    """A link is in the place of the trace: events are lost, and the link's target is neither written nor created."""
+    """If there is a link at the trace's path, events are lost, and the link's target is neither written nor created."""
     path, beyond = tmp_path / "trace", tmp_path / "beyond"
     for _ in range(2):
         path.symlink_to(beyond)

@@ -44,7 +44,7 @@ def attach(device: FakeDevice, mover: Mover | None = None, **options: int) -> Cu
 def test_fit_is_never_negative_and_right_without_noise(
     parts: tuple[float, float, float], points: list[tuple[int, int]]
 ) -> None:
-    """No part of a cost is negative. If samples obey the model exactly, the fit has the exact costs."""
+    """No part of a fitted cost is negative. If samples follow the cost model exactly, the fit is exact too."""
     real = Cost(*parts)
     fitted = fit(Measurement(copies, size, real.of(copies, size)) for copies, size in points)
     assert min(fitted) >= 0
@@ -103,8 +103,8 @@ def test_the_choice_follows_from_the_costs(
 @pytest.mark.parametrize(
     ("page_bytes", "requests", "pages", "expected"),
     [
-        (64 << 10, 1, 16, Mover.DMA),  # 1 MiB: with `staged` the bytes would land too late
-        (64 << 10, 8, 16, Mover.STAGED),  # 8 MiB: bytes land as soon as by DMA, and blocks are free 12 times as soon
+        (64 << 10, 1, 16, Mover.DMA),  # for 1 MiB, `staged` would land the bytes too late
+        (64 << 10, 8, 16, Mover.STAGED),  # for 8 MiB, in time, and the blocks are free 12 times as soon
         (1 << 20, 4, 16, Mover.STAGED),
         (8 << 10, 64, 1, Mover.DIRECT),
     ],
@@ -169,7 +169,7 @@ class Timed(FakeDevice):
 
 
 def test_a_staged_save_is_measured_until_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A staged save has read its blocks when the kernel ends. Other saves have when the bytes have landed."""
+    """A staged save has read its blocks when the kernel ends, any other save when the bytes have landed."""
     device = Timed()
     clock = SimpleNamespace(perf_counter=lambda: device.now_s, monotonic=lambda: 0.0)
     monkeypatch.setattr(calibrate, "time", clock)

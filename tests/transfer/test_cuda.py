@@ -1,4 +1,4 @@
-"""The CUDA engine on a simulated device. The tests also prove that they find every missing wait."""
+"""The CUDA engine on a simulated device. The tests also prove that a missing wait never stays unnoticed."""
 
 from __future__ import annotations
 
@@ -307,9 +307,9 @@ def pin_two(monkeypatch: pytest.MonkeyPatch, path: Path) -> list[str]:
 
 
 def test_piece_that_begins_before_the_last_one_ends_is_pinned() -> None:
-    """The first pinned range is small if few slots of a node's memory have memory at start-up.
+    """If few slots of a node's memory exist at start-up, the first pinned range is small.
 
-    The next range is larger.
+    The next range begins before the small range ends, and is still pinned.
     """
     pool, device = HostPool(GEOMETRY), FakeDevice()
     pins, size = Pins(device, pool), pool.slot_bytes
@@ -320,7 +320,7 @@ def test_piece_that_begins_before_the_last_one_ends_is_pinned() -> None:
 
 
 def test_one_process_of_a_machine_pins_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes pin one after the other, because all launches on the machine wait while a process pins."""
+    """Only one process of a machine pins at a time, because all launches on the machine wait while a process pins."""
     monkeypatch.setattr(pinning, "TURN_S_MAX", WAIT_S)
     assert pin_two(monkeypatch, tmp_path / "lock") == ["a begins", "a ends", "b begins", "b ends"]
 

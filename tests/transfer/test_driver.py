@@ -254,10 +254,7 @@ def test_no_batch_has_host_addresses_that_the_device_cannot_use(index: int, batc
 
 @pytest.mark.parametrize("code", [2, 700, 719])
 def test_an_error_that_may_stick_is_not_answered_with_more_calls(code: int) -> None:
-    """After an error that may persist, no copy counts as queued.
-
-    kvpipe does not fall back to another way of queueing batches.
-    """
+    """After an error that may persist, no copy counts as queued, and the copies are not queued in another way."""
     library = Library(code=code)
     driver = Driver(library)
     with pytest.raises(TransferError, match=f"CUDA error {code}"):
@@ -314,7 +311,7 @@ def test_use_of_host_addresses_is_queried_by_its_attribute() -> None:
 def test_streams_are_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver makes the streams: non-blocking (1), with higher priority, and one per name.
 
-    So torch never returns one of these streams.
+    So torch never hands out one of these streams to other code.
     """
     pool = itertools.cycle([SimpleNamespace(cuda_stream=0x100 + i) for i in range(32)])
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_: next(pool))

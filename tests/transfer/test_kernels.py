@@ -62,9 +62,9 @@ def test_kernel_compiles_to_accesses_of_16_bytes(
 
 
 def test_no_step_waits_for_the_compiler() -> None:
-    """No integer argument is specialised.
+    """Triton specialises no integer argument.
 
-    If an argument were specialised, Triton would compile again for the value 1 and for multiples of 16.
+    Otherwise it would compile the kernel again, during a step, for the value 1 and for multiples of 16.
     """
     parameters = inspect.signature(copy_pages.fn).parameters
     integers = [name for name in parameters if name.islower() and name not in {"table", "places"}]
@@ -77,7 +77,10 @@ def test_no_step_waits_for_the_compiler() -> None:
 
 
 def test_a_launch_without_a_bay_has_a_64_bit_address_all_the_same() -> None:
-    """Without a bay the pool's address is passed instead of 0. For 0, a 32-bit integer, Triton would compile again."""
+    """Without a bay, the pool's address is passed in place of the bay's.
+
+    For 0, a 32-bit integer, Triton would compile the kernel again.
+    """
     launch = Launch("table", "places", None, 1 << 40, 4096, 64, 64, 0, 1, 0, 1, saving=True, align=16)
     assert launch.arguments[2] == 1 << 40
     assert launch.constants["STAGED"] is False

@@ -26,7 +26,9 @@ PLAN = StepPlan(1, (make_job(1, job_rows(0, BLOCKS), Kind.LOAD_SYNC),))
 @settings(max_examples=40, deadline=None)
 @given(schedule=schedules)
 def test_last_token_overwrites_loaded_kv(kind: str, unhooked: Collection[int], schedule: list[int]) -> None:
-    """A layer's new KV is written before the layer's hook is called. The new KV stays, even if copies land late.
+    """A layer's new KV is written before the layer's hook is called.
+
+    The loaded KV never overwrites the new KV, even if copies land late.
 
     A layer without a hook is loaded before the first layer computes.
     """

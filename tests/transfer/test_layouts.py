@@ -127,7 +127,10 @@ def test_cache_of_two_dimensions_is_scratch_memory(gap: int) -> None:
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("split", [2, 4])
 def test_cache_with_smaller_kernel_blocks_is_split(heads: int, split: int) -> None:
-    """A cache is `split` if the kernel's blocks are smaller than the scheduler's, and plain if both are equal."""
+    """A cache is `split` if the kernel's blocks are smaller than the scheduler's blocks.
+
+    If they are equal, the layout has its plain name.
+    """
     (cache, *_), r = make("kernel_blocks_hnd", torch.bfloat16, heads=heads, split=split)
     inside = "mla" if heads == 1 else "hnd"
     assert view_pages("x", cache, B).layout == f"kernel_blocks_{inside}"
@@ -237,7 +240,7 @@ Case = tuple[str, str, str]  # case, expected layout, found layout
 
 @pytest.mark.slow
 def test_every_layout_of_vllm_has_the_expected_name() -> None:
-    """VLLM's own code makes the caches of every backend in every layout. Each cache has the expected name.
+    """vLLM's own code makes the caches of every backend in every layout. Each cache has the expected name.
 
     The code runs in another process. On a machine without a GPU, the import of some backends ends the process.
     """
@@ -263,7 +266,7 @@ def test_every_layout_of_vllm_has_the_expected_name() -> None:
 
 
 def _expected(order: str, heads: int, *, split: bool, layers: int, record: bool) -> str:
-    """Return the name for vLLM's KVCacheLayout `order`, from its letters."""
+    """Return kvpipe's name for vLLM's layout `order`, derived from the letters of `order`."""
     if heads > 1 and (order == "LHBNC" or (order == "BHLNC" and layers > 1)):
         return layouts.HEADS_OUTERMOST
     heads_first = order.index("H") < order.index("N")
@@ -472,6 +475,8 @@ def _main() -> None:
 
     If importing a backend ends the child, a new child continues with the next backend.
     """
+    import vllm.v1.attention.backends.triton_attn  # noqa: F401  (children inherit the modules that all backends import)
+
     torch.set_num_threads(1)
     names = list(_answers())
     while names:

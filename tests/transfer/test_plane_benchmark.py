@@ -95,7 +95,7 @@ def test_a_hunt_ends_when_its_time_is_over() -> None:
 def test_figures_before_a_failure_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each figure is written before the next measurement.
 
-    If a figure cannot be measured, this is reported as trouble.
+    A figure that cannot be measured is reported under "trouble".
     """
     path, seen = tmp_path / "gpu.json", list[str]()
 

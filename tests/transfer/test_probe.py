@@ -1,7 +1,4 @@
-"""Tests of the checks of a GPU, and of the runs after the checks, on fake machines.
-
-So errors are found before a run on a GPU.
-"""
+"""Tests the checks of a GPU, and the later runs, on fake machines. So errors are found before a run on a GPU."""
 
 from __future__ import annotations
 
@@ -76,7 +73,7 @@ class Strange(probe.Simulated):
 
 
 class Watched(probe.Simulated):
-    """A machine that reads the written answers when the dangerous check begins."""
+    """A machine that reads the file of answers when the last check, which may end the process, begins."""
 
     def __init__(self, path: Path) -> None:
         """`path` is the file of the answers."""

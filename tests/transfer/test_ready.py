@@ -114,9 +114,9 @@ def test_a_slot_is_not_touched_once_it_is_ready() -> None:
 
 
 def test_a_pool_that_does_not_fit_stops_growing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without free memory the pool does not grow, and one warning is logged.
+    """Without free memory, no more slots become ready, and one warning is logged.
 
-    The pool grows when memory becomes free.
+    When memory becomes free, more slots become ready.
     """
     monkeypatch.setattr(ready, "SHORT_S", 0.001)
     keep = GIB // 20  # the reserve for a limit of 1 GiB
@@ -128,7 +128,7 @@ def test_a_pool_that_does_not_fit_stops_growing(monkeypatch: pytest.MonkeyPatch)
         rig.readier.begin("ahead")
         assert eventually(lambda: bool(rig.short))
         assert rig.pool.ready == 32
-        assert in_memory(rig.pool) >= 32 * SLOT  # huge pages, and neighbours of touched pages, may add resident bytes
+        assert in_memory(rig.pool) >= 32 * SLOT  # the kernel may add huge pages, or neighbours of touched pages
         rig.room = PLENTY
         assert eventually(lambda: rig.pool.ready == 64)
         assert [room.where for room in rig.short] == ["a limit"], "told once"
@@ -182,7 +182,7 @@ def test_readier_rests_after_each_claim_while_the_engine_is_busy(busy: bool, mon
 def test_readier_keeps_its_priority_on_its_own_cores() -> None:
     """The thread runs on the given cores with the process's own priority.
 
-    With a lower priority the thread would delay threads that wait for its locks.
+    With a lower priority, it would keep its locks longer, and delay the threads that wait for them.
     """
     cpus = frozenset([max(os.sched_getaffinity(0))])
     found: list[tuple[frozenset[int], int]] = []
@@ -236,7 +236,7 @@ def test_slots_used_on_demand_are_bounded_by_the_free_memory() -> None:
 
 
 def test_slots_are_counted_under_a_lock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """VLLM's thread and the readier's thread both increase `ready` under a lock, so no update is lost."""
+    """vLLM's thread and the readier's thread both increase `ready` under a lock, so no update is lost."""
     locked = list[bool]()
 
     class Watched(HostPool):

@@ -28,7 +28,7 @@ LAYER_BYTES = 2 * PAGE_BYTES
 
 
 def test_a_wave_ends_with_the_last_layer_that_its_event_covers() -> None:
-    """A wave does not include a layer that its event does not cover, because that layer may not be computed yet."""
+    """A layer that a wave's event does not cover may not be computed yet, so the wave does not include this layer."""
     queue = PlanQueue(CopyPlan(Direction.SAVE, [make_job(1, job_rows(0, TABLE))], len(GEOMETRY.groups)))
     tickets = [Ticket(None, layer, layer, lambda _: None) for layer in range(5)]
     for ticket in tickets[:4]:
@@ -117,7 +117,7 @@ def test_load_with_readers_is_queued_two_waves_ahead(kind: str) -> None:
 @on_devices
 @pytest.mark.parametrize("order", [[2, 1, 0], [2], [1, 2, 0]])
 def test_readers_may_arrive_in_any_order(kind: str, order: list[int]) -> None:
-    """A layer is queued when its reader arrives. Readers may arrive in any order."""
+    """Readers of layers may arrive in any order: each layer is queued when its reader arrives."""
     with world(kind) as w:
         for layer in range(LAYERS):
             for group, slot, page, _ in job_rows(0, TABLE):
@@ -265,9 +265,9 @@ def test_shutdown_finishes_loads_without_readers(kind: str) -> None:
 
 
 def test_copy_that_may_block_is_queued_by_the_submitting_thread() -> None:
-    """A copy that may block is queued by the submitting thread.
+    """The submitting thread queues a copy that may block.
 
-    The completion thread must not block, because other threads wait for this thread.
+    The completion thread must not queue it, because other threads wait for the completion thread.
     """
     with world("fake_pageable") as w:
         names = set[str]()

@@ -117,10 +117,7 @@ def test_usual_layouts_have_no_whole_blocks(order: str) -> None:
 
 
 def test_layers_in_another_order_within_a_block_are_copied_by_layer() -> None:
-    """If such blocks were copied whole, a slot would have the layers in another order than the geometry.
-
-    So they are copied by layer.
-    """
+    """Such blocks are copied by layer, because whole copies would give a slot another order of layers."""
     caches = vllm_caches("BLNHC")
     names = ["layer.0", "layer.2", "layer.1"]
     assert whole_blocks(geometry_of(caches, names), views_of(caches, names)) is None

@@ -77,7 +77,7 @@ def test_announced_prompt_is_in_memory_before_its_request_arrives(name: str, pol
         after = played.run()
         assert after["memory"] - before["memory"] >= 128
         assert all(after.get(tier, 0) == before.get(tier, 0) for tier in played.staging.names)
-        assert counters["tier_lookup"] <= lookups + 1  # one more at most, for the chunk in which the prompt ends
+        assert counters["tier_lookup"] <= lookups + 1  # at most one lookup more, for the chunk in which the prompt ends
         assert counters["prefetch_used"] == brought
         assert over(played, "came") == 1
         assert not played.trial.side.prefetching.announced.prompts
@@ -85,7 +85,7 @@ def test_announced_prompt_is_in_memory_before_its_request_arrives(name: str, pol
 
 @pytest.mark.parametrize("policy", ["lru", "sessions"])
 def test_announced_chunks_use_the_room_of_their_own_quota(policy: str) -> None:
-    """Another quota has little room, because its prefetched chunks were never used. The own quota is not limited."""
+    """Another quota has little room, as its prefetched chunks were never used. The prompt's quota has all its room."""
     with announcing(ROOMY._replace(quotas=True, policy=policy)) as (played, clock):
         side: Any = played.trial.side
         counters, named = side.counters, side.catalog.tenants.named
@@ -153,7 +153,7 @@ def test_evicted_announced_chunks_are_fetched_again() -> None:
 def test_announced_chunks_are_evicted_last_without_hints() -> None:
     """A policy without hints does not know that the announced chunks in memory are needed soon.
 
-    So kvpipe makes these chunks the most recently used chunks.
+    So kvpipe refreshes these chunks, and other chunks are evicted before them.
     """
     with in_play(ROOMY) as played:
         clock, catalog = Clock(played), played.trial.side.catalog
@@ -262,7 +262,7 @@ def test_announced_chunks_take_no_more_than_their_room() -> None:
 
 
 def test_an_engine_without_hints_remembers_and_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For announcements, an engine without hints only reads an empty dict at each request."""
+    """In an engine without hints, announcements cost only one read of an empty dict per request."""
 
     def called(*_: object, **__: object) -> None:
         raise AssertionError
@@ -333,7 +333,7 @@ def remembered(
 
 
 def test_prompt_with_the_latest_announced_time_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of remembered prompts and of hashes is limited."""
+    """Remembered prompts and hashes are limited. The prompt with the latest announced time is forgotten first."""
     monkeypatch.setattr(a, "ANNOUNCED_MAX", 3)
     counters = Counters()
     all_ = Announcements(counters, hashes_max=20)
@@ -389,7 +389,7 @@ def test_announcement_has_its_turns_and_is_then_forgotten(pause_s: float) -> Non
 
 
 def test_announced_request_has_arrived_when_a_request_begins_with_the_whole_prompt() -> None:
-    """A request that shares only the beginning of the announced prompt is not the announced request."""
+    """Only a request that begins with the whole announced prompt counts, not a request that shares its beginning."""
     all_ = Announcements(Counters())
     one = remembered("a", 30)
     all_.add(one)

@@ -30,7 +30,7 @@ def announced_by(played: Played) -> Counter[str]:
 
 
 def test_announcements_of_a_salt_stay_when_another_salt_announces_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The salt with the most announcements loses some of its own announcements, even the earliest."""
+    """If there are too many announcements, the salt with the most announcements loses some, even its earliest."""
     monkeypatch.setattr(a, "ANNOUNCED_MAX", 3)
     with in_play(ROOMY) as played:
         announce(played, 1, [0], PAUSE_S)
@@ -64,7 +64,7 @@ def test_prompts_of_salts_are_fetched_in_turn_when_one_salt_announces_many(monke
 def test_a_salt_with_a_quota_keeps_its_announcements_when_a_client_invents_salts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All salts without a quota share one quota. This quota has the most announcements, and loses some."""
+    """All salts without a quota count as one quota. This quota has the most announcements, so it loses some."""
     monkeypatch.setattr(a, "ANNOUNCED_MAX", 4)
     all_ = Announcements(Counters(), account=lambda tenant: tenant.salt == "alice")
     for name, salt in (("a", "alice"), ("b", "alice"), ("c", "x1"), ("d", "x2"), ("e", "x3"), ("f", "x4")):

@@ -1,6 +1,6 @@
 """A consumer's prompt may arrive before its chunks are stored.
 
-The consumer waits at most as long as computing the chunks would take.
+The consumer waits for them at most as long as computing them takes.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ def test_engine_that_stores_waits_for_no_producer() -> None:
     ],
 )
 def test_wait_is_as_long_as_computing_takes(s_per_token: float, tokens: int, whole: bool, wait_s: float) -> None:
-    """If a whole chunk is missing, the wait is at least as long as a disk's listing may be old.
+    """The wait for a whole chunk is at least the largest age of a disk's listing.
 
-    If the pace is unknown, the wait is `lookup_ms_max`.
+    If the pace of computing is unknown, the wait is `lookup_ms_max`.
     """
     patience = Patience(64.0, 2000, 0)
     patience.pace.s_per_token = s_per_token

@@ -24,7 +24,7 @@ from kvpipe.tiers.base import Key
 
 SHAPE = SHAPES["tier"]._replace(pool_slots=12)
 ADD = ("add", 0, 199, 0, 3, 0, 0)
-"""A request for all 200 tokens of document 0: a chunk, two blocks of a second chunk, and 8 more tokens."""
+"""A request for all 200 tokens of document 0. These are one chunk, two blocks of a second chunk, and 8 more tokens."""
 
 
 class Played:
@@ -135,7 +135,7 @@ def test_requests_share_a_fetch() -> None:
 
 
 def _chunks(names: Iterable[str]) -> set[str]:
-    """Return the names of chunks, without the names of first hashes."""
+    """Return the names of a tier's chunks, without the names under which first hashes are stored."""
     return {name for name in names if Key.parse(name).chunk != first_hash.NAME}
 
 
@@ -160,7 +160,7 @@ def test_tier_with_a_listing_is_notified_of_stored_chunks(monkeypatch: pytest.Mo
 
 
 def test_shares_follow_a_smaller_pool() -> None:
-    """Waiting requests and stores use a share of the slots that all ranks have, even if ranks report slots late."""
+    """Waiting requests and stores use a share of the slots. It shrinks if ranks report fewer slots later."""
     with in_play() as played:
         played.trial.side.catalog.reset()
         before, stores = played.staging._held_max, played.staging.stores._max
@@ -291,7 +291,7 @@ def test_fetches_wait_for_lanes() -> None:
 
 
 def test_failed_plan_loses_no_tier_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planning raises in the middle. Planned orders are sent. The request continues without the other chunks."""
+    """Planning orders raises half way. Planned orders are sent. The request continues without the other chunks."""
     with in_play() as played:
         played.trial.excused |= {"fetch_not_planned", "store_not_planned"}
         reserve = played.staging._reserve
@@ -314,7 +314,7 @@ def test_failed_plan_loses_no_tier_order(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_rank_without_tiers() -> None:
-    """Orders for a rank without tiers are reported as failed, so that no request waits for ever."""
+    """A rank without tiers reports its orders as failed, so that no request waits for ever."""
     with in_play(SHAPES["two-tiers"]._replace(pool_slots=24)) as played:
         worker = played.trial.ranks[1].connector.worker  # type: ignore[attr-defined]
         carrier, worker.carrier = worker.carrier, None
@@ -384,7 +384,7 @@ def test_a_reset_before_the_weights_are_known() -> None:
 
 
 def test_offers_keep_no_engine_busy_when_stores_are_never_reported() -> None:
-    """Ranks have as many stores as allowed, and none ends. The engine makes no steps for offers that wait."""
+    """Ranks have as many stores as allowed, and none ends. No step is made for chunks that wait to be stored."""
     with in_play() as played:
         stores, place = played.staging.stores, (0, "chunk", b"key")
         (queue,) = stores._queues

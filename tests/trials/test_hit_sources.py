@@ -51,7 +51,7 @@ def test_hits_are_reported_by_source(
 def test_part_of_a_hit_has_the_source_of_its_first_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler may load fewer tokens than were found.
 
-    If kvpipe raises an error, only the source of the tokens is unknown.
+    If an error occurs in kvpipe, only the sources of the hit stay unknown.
     """
     with in_play() as played:
         connector = played.trial.kvpipe

@@ -1,4 +1,4 @@
-"""Announced prompts do not keep an engine busy, do not use memory for long, and are not counted as used too early."""
+"""Announced prompts keep no engine busy and take little memory. Their fetched chunks do not count as used too early."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.trials.test_announced import PAUSE_S, STEPS, announcing, over, steps
 
 @pytest.mark.parametrize("begun", [True, False], ids=["begun", "due"])
 def test_idle_engine_may_stop_soon(*, begun: bool) -> None:
-    """An engine stops although announcements wait or tiers are slow.
+    """An idle engine soon stops making steps, although announcements wait or tiers are slow.
 
     The engine may be about to end, or to pause for new weights.
     """
@@ -37,9 +37,9 @@ def test_idle_engine_may_stop_soon(*, begun: bool) -> None:
 
 
 def test_fetched_chunks_do_not_count_as_used_before_their_request_arrives() -> None:
-    """In a later turn of the prompt, the fetched chunks are found in memory.
+    """In a later turn, the announced prompt's chunks are found in memory.
 
-    The chunks do not become used or recently used by this.
+    This does not count as a use of the chunks.
     """
     with announcing() as (played, clock):
         counters, begin_s = played.trial.side.counters, clock.now_s

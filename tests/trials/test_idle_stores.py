@@ -76,7 +76,7 @@ def test_a_slow_tier_does_not_keep_an_idle_engine_up(monkeypatch: pytest.MonkeyP
 def test_a_tier_that_hangs_does_not_keep_an_idle_engine_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that hangs does not keep the engine busy.
 
-    Offers that wait are counted with a reason, and are lost when the engine ends.
+    Chunks that wait to be stored are counted with a reason, and are lost when the engine ends.
     """
     noted = list[dict[str, Any]]()
     with storing(monkeypatch) as (played, one, _):

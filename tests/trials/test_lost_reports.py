@@ -1,6 +1,6 @@
 """If one part of a call raises, the other parts still run.
 
-Ranks send a report only once, and every report is processed.
+So no report is lost, which matters because ranks send each report only once.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def test_reports_are_processed_when_invalid_blocks_cannot_be_reported(monkeypatc
 
 
 def test_each_failed_load_is_failed_when_another_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every request whose load has failed computes its tokens."""
+    """Handling each of two failed loads raises an exception. Both requests still compute their tokens."""
     world = SchedulerWorld(load="sync")
     world.publish(world.request("old", 4, shared=4))
     first, other = world.request("first", 6, shared=4), world.request("other", 6, shared=4)
@@ -109,7 +109,7 @@ def test_report_is_processed_when_one_part_raises(part: str, monkeypatch: pytest
 def test_the_loads_of_a_step_are_sent_when_another_part_of_its_plan_raises(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """VLLM relies on the loads of a step. Without these loads, attention would read the old content of the blocks."""
+    """vLLM relies on the loads of a step. Without these loads, attention would read the old content of the blocks."""
     world = SchedulerWorld(load="sync")
     world.publish(world.request("old", 4, shared=4))
     request, side = world.request("new", 6, shared=4), world.side
@@ -139,7 +139,7 @@ def test_the_loads_of_a_step_are_sent_when_another_part_of_its_plan_raises(
 
 @pytest.mark.parametrize("part", ["ends", "keys", "drop", "event", "stage", "remedies", "adapters"])
 def test_a_request_ends_when_a_part_of_its_end_raises(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After its end the request is not tracked, and its cursor is in a final state."""
+    """Although a part raises, the request is not tracked after its end, and its cursor is in a final state."""
     world = SchedulerWorld()
     request, side = world.request("one", 2), world.side
     request.lora_request = SimpleNamespace(lora_int_id=1, lora_path="a", lora_name="a") if part == "adapters" else None
@@ -167,7 +167,7 @@ def test_a_request_ends_when_a_part_of_its_end_raises(part: str, monkeypatch: py
 def test_a_load_is_planned_when_another_part_of_the_admission_raises(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the admission, vLLM relies on the load."""
+    """After an admission vLLM expects the load, so the load is planned even if another part raises."""
     world = SchedulerWorld(load="sync")
     world.publish(world.request("old", 4, shared=4))
     request = world.request("new", 6, shared=4)

@@ -49,7 +49,7 @@ def test_chunks_that_arrived_in_time_are_used_by_a_late_lookup() -> None:
 
 
 def test_a_request_that_the_engine_has_no_room_for_is_not_late() -> None:
-    """The engine looks up no request for ten minutes, and a tier does not answer.
+    """For ten minutes the engine has no room and makes no lookups, and a tier does not answer.
 
     These minutes count as one step of waiting.
     """
@@ -141,7 +141,7 @@ def test_request_takes_the_room_of_requests_with_lower_priority() -> None:
 
 
 class _Searched(set[Stage]):
-    """Stages that count how often they are searched."""
+    """A list of stages that counts how often it is searched."""
 
     times = 0
 
@@ -195,7 +195,7 @@ def test_a_request_that_was_preempted_keeps_its_turn() -> None:
             for tracked in (first, last):
                 side.lookup(tracked.request, 0)
             played.do(*STEP * 4)
-            side.requests.end_stage(first)  # an admission also ends the stage
+            side.requests.end_stage(first)  # an admission ends the stage in this way
             side.catalog.reset()
             side.lookup(first.request, 0)
             assert first.stage is not None

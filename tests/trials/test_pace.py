@@ -32,7 +32,8 @@ def _paced(steps: Sequence[int], *, ahead: bool = False) -> float:
 def test_burst_is_measured_until_the_next_step(prompt: int, *, ahead: bool) -> None:
     """A *burst* is consecutive steps with prompts.
 
-    The measured pace does not depend on the time at which the next step is planned. Decoding does not count.
+    A burst is measured until the next step begins, whether or not that step was planned earlier. Decoding does not
+    count.
     """
     steps = ([DECODE] * 5 + [PREFILL] * prompt) * 9 + [DECODE] * 3
     assert _paced(steps, ahead=ahead) == pytest.approx(
@@ -74,7 +75,7 @@ def test_pace_follows_a_faster_device() -> None:
 
 
 def test_the_load_is_the_share_of_time_that_prompts_take() -> None:
-    """If prompts take half of the time, the load is one half, with any other steps.
+    """If prompts take half of the time, the load is one half, whatever other steps there are.
 
     After a long pause the load is zero.
     """
@@ -100,9 +101,9 @@ def test_an_engine_is_busy_until_a_burst_is_over() -> None:
 
 
 def test_request_waits_for_more_chunks_as_long_as_computing_the_arrived_chunks_takes() -> None:
-    """A token takes ten seconds to compute, and 128 tokens have arrived. Computing these tokens would take 21 minutes.
+    """At ten seconds per token, the 128 tokens that have arrived would take 21 minutes to compute.
 
-    So the request waits 21 minutes for more chunks, and not half an hour.
+    So the request waits 21 minutes for more chunks, but not half an hour.
     """
     step = ("schedule",), ("update",)
     with in_play() as played:

@@ -1,6 +1,6 @@
 """A tier is slow if reading a token takes longer than computing it.
 
-Some requests wait a limited time for a slow tier.
+Only some requests wait for a slow tier, and only for a limited time.
 """
 
 from __future__ import annotations
@@ -67,7 +67,10 @@ def test_no_request_skips_a_tier_when_waiting_costs_nothing() -> None:
 
 
 def test_some_requests_still_use_a_slow_tier() -> None:
-    """Without these requests, no read would show that the tier has become fast again."""
+    """Every few requests, one still reads a slow tier.
+
+    Otherwise no read would show that the tier has become fast again.
+    """
     patience = _patience()
     assert [patience.passes(asked=True) for _ in range(3 * TRIED_EVERY)].count(False) == 3
 

@@ -61,7 +61,7 @@ def test_warmed_prompt_is_a_hit_in_memory(name: str) -> None:
         assert {name: after.get(name, 0) - before.get(name, 0) for name in played.staging.names} == dict.fromkeys(
             played.staging.names, 0
         )
-        # the one additional lookup may ask for the chunk in which the prompt ends
+        # one lookup more may ask for the chunk in which the prompt ends
         assert counters["tier_lookup"] <= lookups + 1
         assert 0 < counters["prefetch_used"] <= counters["chunks_prefetched"]
 
@@ -152,7 +152,10 @@ def test_prefetch_ends_when_a_tier_does_not_answer() -> None:
 
 
 def test_an_engine_that_has_nothing_to_do_begins_with_its_next_step() -> None:
-    """The operators' thread may carry out orders, but a fetch begins only in a step, in which ranks get tier orders."""
+    """The operators' thread carries out orders of an idle engine.
+
+    But a prefetch begins only with the next step, because ranks get tier orders in steps.
+    """
     with in_play(ROOMY) as played:
         side = played.trial.side
         assert not side.pending
@@ -202,7 +205,7 @@ def test_prefetch_keeps_to_its_share_of_the_pool() -> None:
 
 
 def test_prefetch_ends_when_a_waiting_request_needs_its_room() -> None:
-    """If a request and a prefetch do not both have room, the request's chunks are fetched and the prefetch ends."""
+    """If there is no room for both a request and a prefetch, the request's chunks are fetched and the prefetch ends."""
     with in_play(SHAPE._replace(pool_slots=8)) as played:
         order = warm(played)
         played.do(
@@ -240,7 +243,7 @@ def test_prompts_are_prefetched_one_after_the_other() -> None:
 
 
 def test_waiting_prefetch_ends_after_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefetches that wait also end after a time limit, because vLLM's pause and sleep wait for all prefetches."""
+    """A waiting prefetch also ends after a time limit, because vLLM's pause and sleep wait for all prefetches."""
     with in_play(ROOMY) as played:
         played.do(("hold", True))
         played.trial.side.orders.slice_s_max = float("inf")

@@ -1,4 +1,4 @@
-"""A hit's load is asynchronous if and only if a load within the step would delay other requests too long."""
+"""A hit's load is asynchronous exactly if a load within the step would delay other requests too long."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def test_the_slowest_rank_counts(mine: float, other: float, slowest: float) -> N
 
 
 def test_the_rate_is_that_of_copies_not_of_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bus rate is measured between landings of queued copies, because the first wave may wait for the device."""
+    """The bus rate is measured from one landing of queued copies to the next.
+
+    The first wave is left out, because it may wait for the device.
+    """
     rig = Rig()
     now = [1_000_000_000]
     monkeypatch.setattr("time.monotonic_ns", lambda: now[0])
@@ -43,7 +46,7 @@ def test_the_rate_is_that_of_copies_not_of_waiting(monkeypatch: pytest.MonkeyPat
         for layer in range(rig.layers):  # each layer is queued in its own wave
             rig.pipeline._submit(rig.pipeline._async, layer)  # type: ignore[arg-type]
             now[0] += 1000
-        now[0] += wait_ns  # the compute that was queued before the copies takes this time
+        now[0] += wait_ns  # this is the time of the compute that was queued before the copies
         for _ in range(rig.layers):
             rig.engine.complete(Direction.LOAD)
             rig.settle()
@@ -118,7 +121,7 @@ def test_a_hit_alone_is_loaded_in_its_step_however_large() -> None:
     world.admit(saved)
     world.succeed(*world.step(saved))
     world.side.reported(Report(rate=1.0))
-    world.step()  # after this step no request runs
+    world.step()  # this step ends the last running request
     assert _kinds(world, world.request("hit", 9, shared=8)) == [SYNC]
 
 
@@ -206,7 +209,7 @@ def test_a_rank_waits_until_a_load_has_landed() -> None:
     rig.pipeline.async_loads._batches[0].last = cast("Any", double)
     rig.pipeline.async_loads.await_one(WAIT_S)
     assert [outcome.job.id for outcome in rig.pipeline.copies.outbox] == [1]
-    rig.pipeline.async_loads.await_one(WAIT_S)  # if this call waited, it would land the other load
+    rig.pipeline.async_loads.await_one(WAIT_S)  # this call must not wait, because a wait would land the other load
     assert [outcome.job.id for outcome in rig.pipeline.collect()] == [1]
     rig.engine.complete_all()
     rig.pipeline.async_loads.await_one(WAIT_S)

@@ -82,7 +82,7 @@ class Routed:
 
     @property
     def known(self) -> TierBlocks:
-        """The chunks that, as the engine expects, the router knows."""
+        """The chunks of each tier that the engine believes the router to know."""
         assert self.trial.side.staging is not None
         blocks = self.trial.side.staging.tier_blocks
         assert blocks is not None
@@ -149,7 +149,7 @@ def test_a_lost_value_is_withdrawn_at_the_next_lookup() -> None:
 def test_a_chunk_stays_announced_when_a_fetch_fails() -> None:
     """A fetch also fails if a breaker is open or all lanes are in use.
 
-    So only a lookup decides that a chunk is lost.
+    So only a lookup can show that a chunk is lost.
     """
     with routed() as played:
         played.run(FIRST)
@@ -177,7 +177,7 @@ def test_a_reset_withdraws_everything_and_announces_no_store_in_flight() -> None
 
 
 def test_routers_that_forget_all_blocks_learn_those_of_tiers_again() -> None:
-    """VLLM's event for a reset of its own cache names no medium, so routers forget blocks of all media."""
+    """vLLM's event for a reset of its own cache names no medium, so routers forget blocks of all media."""
     with routed() as played:
         played.run(FIRST)
         held = played.believed()
@@ -187,7 +187,7 @@ def test_routers_that_forget_all_blocks_learn_those_of_tiers_again() -> None:
 
 
 def test_the_oldest_chunk_is_withdrawn_when_too_many_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The memory for known chunks is bounded. A lookup can still find the withdrawn chunk."""
+    """The table of known chunks is bounded. A withdrawn chunk is still in the tier, so lookups can find it."""
     with routed(only="tiers_are_announced_truly") as played:
         played.run(FIRST)
         first = played.believed()
@@ -200,7 +200,10 @@ def test_the_oldest_chunk_is_withdrawn_when_too_many_are_known(monkeypatch: pyte
 
 
 def test_a_chunk_that_another_engine_stored_is_announced_when_it_was_fetched() -> None:
-    """After a restart, a router learns those chunks of a tier that are used."""
+    """A chunk that another engine stored is announced when this engine fetches it.
+
+    So after a restart, a router learns the chunks that are used.
+    """
     with routed() as played:
         played.run(FIRST)
         held = played.believed()

@@ -31,7 +31,10 @@ def _found(tried: dict[str, list[tuple[int, float]]]) -> dict[str, Any]:
 
 
 def test_any_engine_has_a_bar() -> None:
-    """An engine of any name has a bar. An engine that is late even with the fewest users has 0 requests/s."""
+    """An engine of any name has a bar.
+
+    An engine that is late even with the smallest number of users has a bar of 0 requests/s.
+    """
     found = _found({"kvpipe": [(8, 0.2), (4, 0.1), (16, 0.9)], "kvpipe, large": [(8, 0.4)], "<new>": [(8, 0.6)]})
     page = agents_picture.html(found)
     for shown in ("2 for 8 users", "&lt;new&gt;", "kvpipe, large", "without kvpipe"):

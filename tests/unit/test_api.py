@@ -83,7 +83,7 @@ def test_a_public_value_is_documented(module: str, name: str) -> None:
 
 
 def test_all_of_a_suite_has_exactly_the_listed_names() -> None:
-    """A module's `__all__` has exactly the names that the page lists for this module."""
+    """The `__all__` of a suite's module has exactly the names that the page lists for it."""
     for module, names in ROWS.items():
         listed = getattr(import_module(module), "__all__", names)
         assert sorted(names) == sorted(listed), module

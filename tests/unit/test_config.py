@@ -48,7 +48,7 @@ def test_the_file_may_be_named_by_the_environment(tmp_path: Path, monkeypatch: p
 
 
 def test_the_environments_case_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The case of a variable's name does not matter: a lower-case variable takes precedence over the file, too."""
+    """The case of a variable's name does not matter: a variable in lower case also takes precedence over the file."""
     monkeypatch.setenv("kvpipe_mode", "layerwise")
     assert load_settings({"config_file": _yaml(tmp_path, "mode: step")}).mode == "layerwise"
     monkeypatch.setenv("kvpipe_moode", "step")
@@ -197,7 +197,10 @@ def test_a_contradiction_is_refused() -> None:
 
 
 def test_producer_is_refused_when_a_tier_stores_at_the_second_use_only() -> None:
-    """A producer loads nothing, so it would store nothing. The message has tier, field, value, role and remedy."""
+    """A producer loads nothing, so it never uses a chunk a second time, and would store nothing.
+
+    The message has tier, field, value, role and remedy.
+    """
     settings = load_settings({"tiers": ["/mnt/kv", "redis://h?store=second_use"]})
     with pytest.raises(ConfigError) as caught:
         check_stores(settings, loads=False)

@@ -78,7 +78,7 @@ def test_decisions_are_numbered() -> None:
 
 
 def test_the_fuzzing_page_is_fresh() -> None:
-    """The tables are those of the code and of the last runs. `make mutants` has killed every mutant."""
+    """The page's tables agree with the code and the last runs. In its last run, `make mutants` killed every mutant."""
     verdicts, proposed = (json.loads((ROOT / file).read_text(encoding="utf-8")) for file in (VERDICTS, PROPOSED))
     text = (ROOT / PAGE).read_text(encoding="utf-8")
     assert fill_conformance(text, verdicts, proposed) == text, "python -m kvpipe.connectors.vllm.trial.mutants.page"
@@ -128,7 +128,7 @@ def test_tables_have_a_row_for_every_name(page: str, names: Iterable[str]) -> No
 
 
 def test_the_map_has_every_folder() -> None:
-    """The tree in `docs/architecture.md` has every folder of code, and no line of the tree is anything else."""
+    """The tree in `docs/architecture.md` has one line for every folder of code, and no other lines."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     tree = text[text.index("<!-- rooms:begin -->") : text.index("<!-- rooms:end -->")]
     named = re.findall(r"^([\w/]+)/ +\S", tree, re.MULTILINE)

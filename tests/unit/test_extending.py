@@ -1,6 +1,6 @@
 """The code in `docs/extending.md` is the code of the package.
 
-Code that is written in the same way satisfies the protocols.
+Code that a reader writes in the same way satisfies the protocols.
 """
 
 from __future__ import annotations

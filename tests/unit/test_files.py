@@ -1,4 +1,4 @@
-"""Tests of small files that other users may change: doubts about a file, and how files are read and replaced."""
+"""Tests how small files are read and replaced, and when kvpipe doubts a file because other users could change it."""
 
 from __future__ import annotations
 

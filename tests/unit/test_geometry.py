@@ -97,7 +97,10 @@ def test_end_of_a_window_within_a_unit_is_stored() -> None:
 
 
 def test_small_part_of_a_long_prompt_is_read_for_windows() -> None:
-    """All KV of a window is stored. The bytes that are read per token count only the KV of full attention."""
+    """All KV of a window is stored, but a long prompt reads only the last window.
+
+    So the bytes read per token count only full attention.
+    """
     layers = (Layer("x", 64),)
     groups = Group(layers, 16), Group(layers, 16, window_tokens=128), Group(layers, 64, state=True)
     g = Geometry(groups, chunk_tokens=256, pool_bytes_max=1 << 20)

@@ -39,7 +39,7 @@ LONG_FILES = {
     "tests/transfer/test_cuda.py": "one engine",
     "tests/transfer/test_layouts.py": "a table of layouts",
 }
-"""The reasons why these files have more than `FILE_LINES_MAX` lines. Each of these files cannot be divided."""
+"""The reasons why these files have more than `FILE_LINES_MAX` lines. None of these files can be divided well."""
 ENGINE = ("vllm", "kvpipe.connectors")
 
 
@@ -71,7 +71,7 @@ def _imports(nodes: Iterator[ast.AST]) -> Iterator[str]:
 def _at_import(node: ast.AST) -> Iterator[ast.AST]:
     """Yield the statements that run when a module is imported.
 
-    Functions and imports for type checkers do not run then.
+    Bodies of functions, and imports for type checkers only, do not run then.
     """
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
@@ -120,9 +120,9 @@ ROOMS = _rooms()
 
 
 def _room(module: str) -> int:
-    """Return the row of the room to which a module belongs: the row with the longest beginning that matches.
+    """Return the number of a module's row, which is the row with the longest beginning that matches.
 
-    -1: every module may import this module.
+    The number is -1 if every module may import this module.
     """
     rooms = [room for room in ROOMS if module == room or module.startswith(f"{room}.")]
     return ROOMS.index(max(rooms, key=len)) if rooms else -1

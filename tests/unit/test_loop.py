@@ -134,7 +134,7 @@ def test_without_a_handler_only_callables_are_handled() -> None:
 
 
 def test_a_closed_stderr_does_not_end_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The log cannot be written when a failure is logged. The next items are still handled."""
+    """Stderr is closed, so the failure of an item cannot be logged. The next items are still handled."""
     closed, seen = io.StringIO(), list[int]()
     monkeypatch.setattr(sys, "stderr", closed)
     with capture_logs():

@@ -1,4 +1,4 @@
-"""Tests of cache names, which refuse a second layout, and of the control file, which says on or off or is absent."""
+"""Tests of cache names, which refuse a second layout, and of the control file, which contains on or off."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_another_layout_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_refused_claim_holds_nothing(tmp_path: Path) -> None:
-    """A claim is refused. When the engine that has the name has ended, the same claim succeeds."""
+    """A refused claim leaves nothing behind: when the engine that has the name has ended, the same claim succeeds."""
     held = NameClaim("docs", FACTS, tmp_path)
     with pytest.raises(ConfigError):
         NameClaim("docs", {"dtype": "fp8"}, tmp_path)
@@ -154,9 +154,9 @@ def test_engine_waits_for_a_lock_that_is_released_soon(tmp_path: Path) -> None:
 
 
 def test_engines_that_claim_a_name_at_once_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine changes its exclusive lock into a shared lock. Between the two locks the engine has no lock.
+    """An engine changes its exclusive lock into a shared lock, and for a moment has neither.
 
-    Another engine may lock the record at this time.
+    Another engine may lock the record in this moment.
     """
     flock, others = fcntl.flock, list[int]()
 

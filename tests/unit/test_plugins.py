@@ -166,7 +166,7 @@ def test_a_tier_that_lacks_a_method_is_refused(add: Add, made: str, why: str) ->
 
 
 def test_two_packages_with_one_name_are_refused(add: Add) -> None:
-    """Neither of the two packages is used, and the message names both. One of the two may be kvpipe."""
+    """If two packages register one name, neither is used, and the message names both. One of the two may be kvpipe."""
     add("sheds", TIER, tiers="shed = sheds:ShedSpec")
     add("huts", TIER, tiers="shed = huts:ShedSpec", policies="sessions = huts:x")
     assert "several packages register the kind of tier 'shed' (huts 1.2, sheds 1.2)" in refusal(

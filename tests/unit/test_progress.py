@@ -11,7 +11,7 @@ from tests import progress
 
 
 def test_files_of_unknown_and_of_long_duration_run_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the last file to run is a short one, and no core waits long for it.
+    """With this order, short files run last, so no core waits long at the end.
 
     The order within a file does not change.
     """

@@ -13,11 +13,11 @@ from tests.unit.test_house import FILES
 FOLDERS = ("tests/", "property_tests/", "kvpipe/testing/")
 CLOCKS = {"monotonic", "perf_counter", "monotonic_ns", "perf_counter_ns"}
 PAUSE_S_MAX = 0.01
-"""The largest number of seconds that is a pause and not a limit."""
+"""A call with at most this many seconds counts as a pause, not as a limit."""
 LIMITED = {"fail_after", "settimeout", "wait", "join", "result", "communicate", "acquire"}
 """Names of calls that have a limit as their only argument, or as the argument `timeout`."""
 SHORT_ON_PURPOSE = {
-    "tests/engine/serving.py": 60,  # a server that does not end in time is killed, and no test depends on it
+    "tests/engine/serving.py": 60,  # this limit only decides when a server is killed, and no test depends on that
 }
 """Short limits on which no test's result depends."""
 

@@ -1,4 +1,4 @@
-"""Runs the checks of an engine's start for each public recipe: would kvpipe start?
+"""Finds out whether kvpipe would start with each public recipe, by the checks of an engine's start.
 
 Run `python -m tests.vllm.recipes`.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 RECIPES, PAGE = Path(__file__).with_name("recipes.tsv"), Path(__file__).parents[2] / "docs" / "recipes.md"
 HANDED_OVER: Final = "PD"
-"""Prefill and decode run in different engines, and another connector transfers KV between them."""
+"""The feature of recipes that prefill in one engine and decode in another. Another connector transfers the KV."""
 MATCH_UNIT: Final = "prefix-match-unit"
 """Hashes are shorter than a block. On NVIDIA's devices, Kimi K3's layers write states during a step."""
 

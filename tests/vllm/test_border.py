@@ -1,4 +1,4 @@
-"""No exception inside kvpipe reaches vLLM, and if one part fails to shut down, the other parts shut down."""
+"""No exception inside kvpipe reaches vLLM. If one part fails to shut down, the other parts still shut down."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_call_of_the_other_role_is_counted(connector: Any, scheduler_connector
 
 
 def test_hooks_of_a_layer_do_not_reach_the_role_while_the_step_is_idle(connector: Any) -> None:
-    """The hooks are called for every layer of every step, so each call to the role would cost time."""
+    """vLLM calls these hooks for every layer of every step, so passing each call to the role would cost time."""
     connector.worker_role.worker = None
     connector.wait_for_layer_load("layer")
     connector.save_kv_layer("layer", None, None)

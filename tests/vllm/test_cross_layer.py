@@ -79,7 +79,7 @@ def test_other_modes_ask_only_if_no_hook_is_called(monkeypatch: pytest.MonkeyPat
     ids=str,
 )
 def test_models_with_several_kinds_of_layers_are_left_to_vllm(text: dict[str, Any]) -> None:
-    """VLLM may divide such layers into other groups, and pages may differ in size."""
+    """vLLM may divide such layers into other groups, and pages may differ in size."""
     assert asks(engine(**text)) is None
 
 
@@ -129,7 +129,7 @@ def test_multi_connector_asks_for_no_layout() -> None:
 def test_vllm_takes_the_layout_if_it_can(
     supported: list[str], given: str | None, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """VLLM itself resolves layouts: backends and the user decide. The engine starts with any layout."""
+    """vLLM itself resolves layouts: backends and the user decide. The engine starts with any layout."""
     if given is not None:
         monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", given)
     assert resolve_kv_cache_layout(engine(), [supported]).name == layout

@@ -1,4 +1,7 @@
-"""vLLM replays whole CUDA graphs if and only if no layer hook is needed. The mode may be configured in every way."""
+"""vLLM replays whole CUDA graphs exactly if no layer hook is needed.
+
+The mode, which decides this, can be configured in several ways.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ ASKS = KVPipeConnector.requires_piecewise_for_cudagraph
     [({}, False), ({"mode": "auto"}, False), ({"mode": "layerwise"}, True), ({"mode": "step"}, False)],
 )
 def test_flag_of_the_graphs_is_read(extra: dict[str, Any], piecewise: bool) -> None:
-    """The mode in vLLM's flag decides. Without a mode in the flag, the default mode decides."""
+    """The mode in vLLM's flag decides which graphs vLLM replays. If the flag has no mode, the default mode applies."""
     assert ASKS(extra) is piecewise
 
 
@@ -51,7 +54,7 @@ def test_mode_from_a_file_is_read(
 
 @pytest.mark.parametrize(("mode", "piecewise"), [("layerwise", True), ("step", False)])
 def test_a_connector_of_connectors_reports_it(mode: str, piecewise: bool) -> None:
-    """Kvpipe is one of several connectors in vLLM's MultiConnector."""
+    """kvpipe is one of several connectors in vLLM's MultiConnector."""
     child = {
         "kv_connector": "KVPipeConnector",
         "kv_connector_module_path": "kvpipe.connectors.vllm.connector",

@@ -52,7 +52,7 @@ def config(method: str | None, *, modules: int = 1, drafts: int = 3, dynamic: bo
 def test_tokens_ahead_are_one_per_module_or_none(method: str | None, modules: int, drafts: int, ahead: int) -> None:
     """The number is None if the drafter reads no hidden states, or only those of its own position.
 
-    Otherwise the number is one per module.
+    In all other cases the number is one per module.
     """
     made = config(method, modules=modules, drafts=drafts)
     drafters.check_drafter(made)
@@ -71,7 +71,7 @@ def test_untested_drafting_method_is_refused(method: str) -> None:
 def test_gaps_in_a_drafters_kv_are_refused() -> None:
     """If the number of drafts depends on the batch size, some steps have no drafts.
 
-    The drafter computes no KV in such a step.
+    In a step without drafts the drafter computes no KV, so its KV has gaps.
     """
     with pytest.raises(UnsupportedError, match=r"num_speculative_tokens_per_batch_size.*; unset it"):
         drafters.check_drafter(config("eagle", dynamic=True))
@@ -94,7 +94,7 @@ def test_layers_of_a_step_with_a_drafter_have_no_hooks() -> None:
 def test_a_key_covers_the_tokens_ahead(ahead: int, hash_tokens: int) -> None:
     """A unit has a key only when the hash after the unit is known.
 
-    So the key decides which units can be saved and found.
+    So only units whose next tokens are known can be saved and found.
     """
     geometry = Geometry((Group((Layer("l", 64),), 16),), 64, 1 << 20, ahead)
     hashes: Sequence[bytes] = [bytes([i]) for i in range(160 // hash_tokens)]
@@ -147,7 +147,7 @@ def test_drafts_beside_recurrent_states() -> None:
     kept.speculative_config.disable_eagle_block_drop = True
     with pytest.raises(UnsupportedError, match=r"disable_eagle_block_drop .*unset it"):
         drafters.check_states(kept)
-    kept.speculative_config.method = "dspark"  # the KV of this drafter depends on no later token
+    kept.speculative_config.method = "dspark"  # a masked drafter, whose KV depends on no later token
     drafters.check_states(kept)
     for method in (None, "mtp"):
         behind = config(method)

@@ -1,4 +1,4 @@
-"""VLLM's fault tolerance continues after a failed step. Therefore kvpipe refuses to run with it."""
+"""vLLM's fault tolerance continues after a failed step. Therefore kvpipe refuses to run with it."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_fault_tolerance_is_refused() -> None:
 def test_vllm_keeps_uncomputed_blocks_of_a_failed_step() -> None:
     """All requests are aborted, but their uncomputed blocks stay in vLLM's prefix cache.
 
-    The code is in `EngineCoreSentinel.on_fault`. The next request with the same prompt reads these blocks. When this
-    test fails, kvpipe can support vLLM's fault tolerance.
+    The code that aborts them is `EngineCoreSentinel.on_fault`. The next request with the same prompt reads these
+    blocks. When this test fails, kvpipe can support vLLM's fault tolerance.
     """
     config, cache = _config(), make_configs(SHAPES["sync"])[1]
     config.kv_transfer_config = None

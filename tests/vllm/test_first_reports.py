@@ -1,6 +1,6 @@
 """Ranks send their first report with an engine's first step.
 
-The first prompt is looked up and saved like later prompts, and remote prefills are not delayed.
+Still, the first prompt is looked up and saved like later prompts, and remote prefills are not delayed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _new_engine(shape: Shape, *, unmet: bool = True) -> Iterator[Trial]:
 
 @pytest.mark.parametrize("name", ["sibling-behind", "two-siblings"])
 def test_ranks_leave_the_handshake_to_other_connectors(name: str) -> None:
-    """In either order, the other connector gets the handshakes of all ranks.
+    """Whichever connector is first, the other connector gets the handshakes of all ranks.
 
     kvpipe's first reports come with a step.
     """
@@ -88,7 +88,7 @@ def test_first_prompt_is_saved_whole(name: str) -> None:
 
 
 def test_lookups_miss_when_ranks_never_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After some steps lookups stop waiting. Lookups then miss, nothing is saved, and the fault is counted."""
+    """After some steps, lookups no longer wait for the reports and miss. Nothing is saved, and the fault is counted."""
     with _new_engine(SHAPES["sync"]) as trial:
         monkeypatch.setattr(trial.ranks[0].connector, "build_connector_worker_meta", lambda: None)
         trial.excused |= {"weights_not_on_all_ranks"}
@@ -108,7 +108,7 @@ def test_lookups_miss_when_ranks_never_report(monkeypatch: pytest.MonkeyPatch) -
 def test_rank_with_another_pool_is_named_in_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     """The jobs of such a rank fail, so the engine serves without a cache.
 
-    One line of the log says that, without a word about tiers.
+    One line of the log reports the different pool, and no line blames the tiers.
     """
     lines = list[dict[str, Any]]()
     monkeypatch.setattr("kvpipe.connectors.vllm.scheduler_role.warn", lambda _, **fields: lines.append(fields))
@@ -163,7 +163,7 @@ def test_hit_beside_a_remote_prefill_has_all_but_the_last_unit(held: int, hit: i
 
 
 def test_remote_prefill_is_never_put_off() -> None:
-    """A lookup is not put off even while the weights are in doubt, because the prefill engine's lease would end."""
+    """Its lookup is not put off even while weights are in doubt: the prefill engine's lease could end meanwhile."""
     world = SchedulerWorld()
     world.side.weights.suspect()
     first, second = world.request("first", 4), world.request("second", 4)

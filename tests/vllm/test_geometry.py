@@ -67,7 +67,7 @@ def test_chunk_tokens_are_rounded_up_to_whole_blocks_of_all_groups(given: int, u
 
 
 def test_states_need_the_attention_up_to_them() -> None:
-    """A state may lie within a chunk of attention. Without partial chunks a repeated prompt would never find it."""
+    """If a state lies within a chunk of attention, a repeated prompt finds it only if partial chunks are kept."""
     full = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32)
     state = MambaSpec(
         block_size=32, shapes=((32,), (32,)), dtypes=(torch.float32, torch.float32), mamba_cache_mode="align"
@@ -135,7 +135,7 @@ def test_a_state_is_found_within_blocks_of_attention() -> None:
 
 @pytest.mark.parametrize("shape", [name for name in SHAPES if "states" in name and name.endswith("hash-blocks")])
 def test_a_unit_of_states_is_several_hashes(shape: str) -> None:
-    """VLLM allows several hashes per block of states. A unit is still a block of states."""
+    """vLLM allows several hashes per block of states. A unit is still a block of states."""
     config, cache = copy.deepcopy(make_configs(SHAPES[shape]))
     config.cache_config.prefix_match_unit = cache.hash_block_size
     geometry = make_geometry(cache, load_settings({"chunk_tokens": 128}), dcp=SHAPES[shape].dcp)
@@ -190,7 +190,7 @@ def test_states_within_blocks_at_which_no_hit_ends_are_refused(
 def test_useless_remedy_is_not_recommended(states_back: int, remedy: str) -> None:
     """Short blocks of a window also make hashes short.
 
-    In this case the message does not recommend to change `prefix_match_unit`, because it is not set.
+    If short blocks are the reason, the message does not recommend changing `prefix_match_unit`, which is not set.
     """
     cache = copy.deepcopy(make_cache(SHAPES["window-and-states"]))
     window, states = cache.kv_cache_groups[1:]
@@ -204,7 +204,7 @@ def test_useless_remedy_is_not_recommended(states_back: int, remedy: str) -> Non
 
 
 def test_a_load_never_begins_within_a_block() -> None:
-    """VLLM shares and computes the block's beginning. So vLLM asks kvpipe only for tokens after the block's end."""
+    """vLLM reports only whole blocks of its own hit to kvpipe. So a load begins at the beginning of a block."""
     trial = Trial(SHAPES["states-context-parallel"])
     try:
         assert "block_aligned_local = (" in inspect.getsource(Scheduler.schedule)
@@ -216,7 +216,7 @@ def test_a_load_never_begins_within_a_block() -> None:
 
 @pytest.mark.parametrize("tokens", [129, 161, 193])
 def test_a_prompt_is_found_as_far_as_its_last_state(tokens: int) -> None:
-    """The state may be anywhere in a block of attention."""
+    """The last state may be at any place within a block of attention."""
     trial = Trial(SHAPES["states-context-parallel"])
     watched, trial.documents[0] = Watched(trial), list(range(200))
     try:
@@ -393,7 +393,7 @@ def test_quantization_of_queries_is_part_of_the_identity() -> None:
 
 
 def test_release_of_vllm_is_part_of_the_identity(monkeypatch: pytest.MonkeyPatch) -> None:
-    """VLLM's release is part of the identity, but not the build of the release."""
+    """vLLM's release is part of the identity, but not the build of the release."""
     plain = _facts()
     for found, same in (("0.99.1", False), (f"{vllm.__version__}+cpu", True)):
         monkeypatch.setattr(compat, "installed_version", lambda found=found: found)

@@ -48,7 +48,8 @@ class Loads:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Write the adapter's files, and record vLLM's loads from now on."""
-        monkeypatch.setattr(adapter_files, "SETTLED_S", float("inf"))  # so that each load reads the files
+        # files never count as settled, so that each load reads them again
+        monkeypatch.setattr(adapter_files, "SETTLED_S", float("inf"))
         self._folder, self._manager, self._held = folder, Manager(), HeldAdapters(Counters())
         self._read: Callable[[], object] = int
         self.write(b"first")

@@ -69,7 +69,7 @@ def test_parameters_of_an_http_request_arrive_unchanged(kind: Any) -> None:
 def test_value_that_is_no_envelope_is_passed_on(
     extra: dict[str, Any] | None, envelope: Any, raw: RawHints | None
 ) -> None:
-    """In vLLM's own process no code checks the value, so the value is passed on unchanged."""
+    """In vLLM's own process no code has checked the value, and kvpipe passes the value on unchanged."""
     assert hints_of(_request(extra, envelope)) == raw
 
 

@@ -46,7 +46,7 @@ def test_limit_of_tokens_is_that_of_vllm(value: Any) -> None:
 
 @pytest.mark.parametrize("value", TIERS, ids=str)
 def test_matchers_choose_the_tiers_that_they_choose_in_vllm(value: Any) -> None:
-    """Tiers of kvpipe are storage. The cases have both known localities and an unknown locality."""
+    """All tiers of kvpipe have the medium "storage". The cases have both known localities and an unknown locality."""
     limits, _ = _read(**{LOAD_TIERS: value})
     theirs = offloading._create_req_context(  # type: ignore[arg-type]
         SimpleNamespace(request_id="r", kv_transfer_params={LOAD_TIERS: value}, kv_hints=None)
@@ -65,7 +65,10 @@ def test_every_invalid_matcher_is_counted() -> None:
 
 
 def test_long_list_of_matchers_is_ignored_as_a_whole() -> None:
-    """Nine matchers can express every choice of tiers, so kvpipe reads no longer lists. VLLM has no such bound."""
+    """Nine matchers can express every choice of tiers, so kvpipe ignores longer lists.
+
+    VLLM itself accepts lists of any length.
+    """
     assert _read(kv_load_tiers=[STORAGE] * MATCHERS_MAX)[0].load_tiers is not None
     limits, ignored = _read(kv_load_tiers=[STORAGE] * (MATCHERS_MAX + 1))
     assert (limits.load_tiers, ignored) == (None, [LOAD_TIERS])

@@ -66,7 +66,7 @@ def test_json_lines_of_vllm_have_the_fields(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_logging_file_of_the_host_receives_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """VLLM_LOGGING_CONFIG_PATH names the file. The file may also set a level for kvpipe's logger alone."""
+    """VLLM_LOGGING_CONFIG_PATH names the file. The file may set a level for kvpipe's logger only."""
     file = tmp_path / "logging.json"
     config: dict[str, Any] = {
         "version": 1,

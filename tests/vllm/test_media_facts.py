@@ -122,7 +122,7 @@ WAYS: list[Any] = [
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_part_of_a_processor_counts(tmp_path: Path, processor: SimpleNamespace, way: Any) -> None:
-    """Even a part of an unknown class is in the facts. Equal parts give equal facts."""
+    """Every part of a processor changes the facts, even a part of an unknown class. Equal parts give equal facts."""
     message = []
     for mean in (0, 1, 1):
         processor.one = Normalize(way(mean))

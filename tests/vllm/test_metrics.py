@@ -71,7 +71,7 @@ def test_changes_wait_for_a_later_step_that_can_report_them(monkeypatch: pytest.
     durations.of(LOAD, "disk")(0.25)
     assert meter.take() is None
     assert len(calls) == 1
-    later[0] = False  # the last step
+    later[0] = False  # with this step, nothing more is computed
     taken = meter.take()
     assert taken is not None
     assert taken.data == {"hit_tokens": {"memory": 64}, "load_seconds": {"disk": [0.25]}}
@@ -184,7 +184,7 @@ def test_reported_metrics_are_served(prom: tuple[KVPipeProm, CollectorRegistry])
 def test_counters_begin_at_zero(prom: tuple[KVPipeProm, CollectorRegistry]) -> None:
     """Every counter has its series before the first request, for each engine.
 
-    So rates and alerts see the first event.
+    So rates and alerts also count the first event.
     """
     _, registry = prom
     counts = {
@@ -243,7 +243,10 @@ def test_the_dashboard_asks_for_metrics_that_exist(prom: tuple[KVPipeProm, Colle
 
 
 def test_an_empty_panel_is_seen(prom: tuple[KVPipeProm, CollectorRegistry], tmp_path: Path) -> None:
-    """The test of a server must be able to fail. Before the first hit, the panels of load times are empty."""
+    """`test_served_with_one_flag` checks that no panel is empty.
+
+    This check can fail: before the first hit, the panels of load times are empty.
+    """
     reported, registry = prom
     query = (
         'histogram_quantile(0.9, sum by (le) (rate(vllm:kvpipe_load_seconds_bucket{pod=~"$pod"}[$__rate_interval])))'

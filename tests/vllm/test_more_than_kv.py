@@ -28,9 +28,9 @@ from kvpipe.connectors.vllm.trial.shapes import SHAPES, make_configs
 from kvpipe.errors import UnsupportedError
 
 BLOCK, EXPERTS = 32, (2, 4)
-"""The number of tokens per block.
+"""`BLOCK`: the number of tokens per block.
 
-Then a pair: the number of layers, and the number of experts per token in each layer.
+`EXPERTS`: the number of layers, and the number of experts per token in each layer.
 """
 
 
@@ -48,7 +48,7 @@ def test_experts_that_are_returned_are_refused() -> None:
 
 
 def test_connector_that_invents_kv_is_refused() -> None:
-    """Kvpipe would store invented KV under ordinary keys, also in tiers that other engines use."""
+    """kvpipe would store invented KV under ordinary keys, also in tiers that other engines use."""
     config = _config()
     config.kv_transfer_config = KVTransferConfig(
         kv_connector="MultiConnector",

@@ -81,7 +81,7 @@ def test_requests_with_old_kv_are_stale_until_their_kv_is_computed_again() -> No
 
 
 def test_last_block_of_a_stale_prompt_is_evicted() -> None:
-    """If hashes are shorter than blocks, vLLM offers this block to other requests in every step.
+    """If hashes are shorter than blocks, vLLM offers the block in which a prompt ends to other requests, in every step.
 
     A request that reuses the block gets a copy of the block.
     """
@@ -138,14 +138,14 @@ def test_nothing_is_kept_of_requests_with_embeddings_of_old_weights() -> None:
     def admitted(request: str, *blocks: int) -> bool:
         return remedies.admitted(request, manager.give(request, *blocks))
 
-    remedies.weights_changed([])  # no request had an image yet
+    remedies.weights_changed([])  # until now, no request had an image
     remedies.encoded.began("first")
     assert not admitted("first", 1)
     remedies.finished("first", loading=False)
     remedies.weights_changed([])
     remedies.encoded.began("image")
     assert admitted("image", 2)
-    assert admitted("image", 3)  # the request was preempted
+    assert admitted("image", 3)  # the request is admitted again after a preemption
     assert admitted("heir", 3)
     assert not admitted("text", 4)
     remedies.encoded.reset()
@@ -159,13 +159,13 @@ def test_nothing_is_kept_of_requests_with_embeddings_of_old_weights() -> None:
     assert not admitted("late", 6)
     remedies.encoded.reset()
     remedies.weights_changed(["late"])
-    assert admitted("late", 7)  # this request still has its own image of the old weights
+    assert admitted("late", 7)  # this request still has an embedding of the old weights
 
 
 def test_embeddings_since_weights_were_doubted() -> None:
-    """VLLM may drop its embeddings before or after the doubt begins.
+    """vLLM may drop its embeddings before or after the doubt begins.
 
-    In both cases, later embeddings are of the new weights. Ranks answer the doubt only in steps.
+    In both cases, later embeddings are of the new weights. Ranks report whether weights have changed only in steps.
     """
     for before, after in ((True, False), (False, True), (True, True), (False, False)):
         encoded = Encoded()
@@ -187,7 +187,7 @@ def test_embeddings_since_weights_were_doubted() -> None:
 
 
 def test_embeddings_of_an_adapters_encoder() -> None:
-    """VLLM caches such embeddings by the adapter's name, even if the adapter's bytes change.
+    """vLLM caches such embeddings by the adapter's name, even if the adapter's bytes change.
 
     So the request's KV is not kept.
     """

@@ -1,4 +1,4 @@
-"""VLLM may offer a state under the key of a boundary at which no step has ended."""
+"""vLLM may offer a state under the key of a boundary at which no step has ended."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GEOMETRY = Geometry(
         (40, 8, 40, 81, False),  # the state is copied before the step continues
         (8, 93, 80, 101, False),  # the state is exported
         (0, 40, 32, 81, False),  # the step begins with a block, so the state is exported or not offered
-        (31, 4, 32, 20, False),  # drafts of a decode
+        (31, 4, 32, 20, False),  # a decode step with drafts is not checked
         (40, 60, 64, 50, True),  # after a preemption, one step computes the rest of the prompt and the old answer
     ],
 )

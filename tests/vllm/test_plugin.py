@@ -52,7 +52,7 @@ def _transfer(*names: str) -> Any:
 
 
 def test_an_engine_is_checked_when_its_configuration_is_made() -> None:
-    """The check does not run within the constructor, because the constructor has not completed the configuration."""
+    """The check does not run inside the configuration's constructor, where the configuration is still incomplete."""
     config: Any = Config(_transfer(plugin.NAME))
     assert config.chosen is CHOSEN
     with pytest.raises(UnsupportedError, match="kvpipe: no"):
@@ -92,7 +92,7 @@ def _raises(_: object) -> bool:
 def test_engine_without_kvpipe_is_not_changed(config: Any) -> None:
     """The configuration of an engine without kvpipe is not changed.
 
-    The same is true for a configuration of another vLLM, and for one that raises on access.
+    Neither is the configuration of another release of vLLM changed, nor one that raises on access.
     """
     assert Executor.get_class(config) is CHOSEN
 
@@ -163,7 +163,7 @@ def _offloading(connector: str | None, pool: Any = None, ranks: int = 1, **cache
 def _pool(config: Any) -> Any:
     """Return kvpipe's `pool_bytes_max` in vLLM's configuration.
 
-    The function also checks that the connector is still the connector that the user has named.
+    Also check that the connector is still the one that the user has named.
     """
     transfer = config.kv_transfer_config
     extra = transfer.kv_connector_extra_config
@@ -263,7 +263,7 @@ def test_keys_that_cannot_be_used_are_refused_before_weights_are_loaded(
 
 @pytest.mark.parametrize("connector", [None, "Another"])
 def test_offloading_size_gives_vllms_own_connector_when_kvpipe_is_not_configured(connector: str | None) -> None:
-    """VLLM uses its own connector for `--kv-offloading-size`, as without the plugin."""
+    """vLLM uses its own connector for `--kv-offloading-size`, as without the plugin."""
     config = _offloading(connector)
     VllmConfig._post_init_kv_transfer_config(config)
     assert config.kv_transfer_config.kv_connector == "OffloadingConnector"

@@ -20,7 +20,7 @@ from kvpipe.errors import UnsupportedError
 def test_engine_whose_hashes_differ_uses_a_private_pool(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine with `pool_or_private` uses a private pool.
 
-    Without `pool_or_private`, the error names the pool, because there are no tiers.
+    Without `pool_or_private`, the engine does not start, and the error names `pool`, because no tiers are set.
     """
     config, cache = copy.deepcopy(make_configs(SHAPES["sync"]))
     config.cache_config.prefix_caching_hash_algo = "xxhash"

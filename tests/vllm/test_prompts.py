@@ -33,7 +33,7 @@ def blocks(algorithm: str, *, lora: bool = True) -> PromptBlocks:
 def test_the_hashes_are_vllms(algorithm: str, tokens: int, salt: str | None, adapter: str | None) -> None:
     """The hashes are equal with a salt, an adapter, both or neither, for any length.
 
-    In each turn only a few hashes are computed.
+    The hashes are computed a few at a time.
     """
     hash_of = get_hash_fn_by_name(algorithm)
     kv_cache_utils.init_none_hash(hash_of)

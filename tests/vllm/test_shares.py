@@ -151,7 +151,7 @@ def _unknown_order(world: World) -> None:
 
 
 def _another_order(world: World) -> None:
-    world.order = "LBNHC"  # this is the setting's order; the cache has heads first
+    world.order = "LBNHC"  # the setting has this order, but the cache has heads first
 
 
 def _gaps(world: World) -> None:

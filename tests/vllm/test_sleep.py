@@ -1,4 +1,4 @@
-"""VLLM's sleep mode through its engine core and executor: the order of calls to ranks, and resets that keep chunks."""
+"""vLLM's sleep mode through its engine core and executor: the order of calls to ranks, and resets that keep chunks."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_ranks_release_before_memory_is_freed_and_return_when_it_is_restored(
 
 
 def test_ranks_release_when_only_their_kv_caches_are_freed(core: _Core, worker: _Worker) -> None:
-    """In this case the weights and adapters stay in memory."""
+    """vLLM frees only the KV caches. The weights and adapters stay in memory."""
     core.sleep(0)
     core.release_kv_cache_memory()
     assert worker.take() == [*BEFORE, RELEASES, "discard"]
@@ -148,7 +148,7 @@ def test_calls_of_workers_past_the_executor_count(core: _Core, worker: _Worker) 
 def test_calls_of_workers_name_memory_as_its_allocator_does(
     core: _Core, worker: _Worker, method: str, args: tuple[Any, ...], calls: list[str]
 ) -> None:
-    """A call has one name or several. An empty name means no memory, and None means all memory.
+    """A call has one name or several. An empty list names no memory, and None names all memory.
 
     Calls of other methods are only passed on.
     """
@@ -173,7 +173,7 @@ def test_only_the_reset_of_a_sleep_keeps_chunks(core: _Core) -> None:
 
 
 def test_a_sleep_that_waits_for_requests_keeps_chunks(core: _Core, monkeypatch: pytest.MonkeyPatch) -> None:
-    """VLLM's engine process resets its caches later, when the last request has ended."""
+    """vLLM's engine process resets its caches later, when the last request has ended."""
     idle = Future[None]()
     monkeypatch.setattr(core, "pause_scheduler", lambda **_: idle)
     asleep = core.sleep(1, "wait")
@@ -200,7 +200,7 @@ def test_a_sleep_that_is_asked_for_twice_keeps_chunks(core: _Core, monkeypatch: 
 
 
 def test_a_sleep_that_fails_wakes_kvpipe(core: _Core, worker: _Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """VLLM continues as if it were awake, so ranks copy again, and kvpipe reads the weights again."""
+    """vLLM continues as if it were awake, so ranks copy again, and kvpipe reads the weights again."""
 
     def refused(*_: object, **__: object) -> None:
         raise ValueError("no such weights")
@@ -221,9 +221,9 @@ def test_rank_follows_calls_of_its_own_engine_only(core: _Core) -> None:
 
 
 def test_a_process_that_becomes_a_snapshot_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a process sleeps at level 2 while vLLM writes its memory to an image.
+    """A process of `vllm snapshot create` sleeps at level 2 while vLLM writes its memory to an image.
 
-    `vllm snapshot create` makes the executor before all other parts.
+    The refusal comes early, because the command makes the executor before all other parts.
     """
     config = copy.deepcopy(make_configs(SHAPES["sync"])[0])
     plugin.register()

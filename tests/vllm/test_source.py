@@ -31,7 +31,7 @@ class _Model(torch.nn.Module):
         self.skips = ""
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str] | None:
-        """Take the parts, and return the names of the loaded parameters."""
+        """Load this rank's part of each tensor, and return the names of the loaded parameters."""
         names = set()
         for _, (name, tensor) in zip(range(self.takes), weights, strict=False):
             if name != self.skips:
@@ -140,7 +140,7 @@ def test_source_of_a_model_of_another_loader_is_unknown() -> None:
 
 
 def test_weights_that_change_in_memory() -> None:
-    """The source of weights is reported while the memory has its first content, and again when this content returns."""
+    """The source is reported as long as the memory has the content of the load, and again if this content returns."""
     source = Source(["loaded"])
     first = source.digests("memory")
     assert loaded_from(first).source

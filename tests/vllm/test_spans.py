@@ -73,7 +73,7 @@ def test_a_hit_ends_before_an_image_that_it_would_cut(trial: Any) -> None:
     trial.do(("drain",))
     assert _held(trial, first) == 6 * BLOCK
     catalog = trial.side.catalog
-    catalog._drop(catalog.find(0, first.block_hashes[5]), "evicted")  # the second chunk
+    catalog._drop(catalog.find(0, first.block_hashes[5]), "evicted")  # this is the second chunk
     assert _held(trial, first) == CHUNK
     trial.do(("reset", False, False))
     trial.steps_of.clear()
@@ -90,9 +90,9 @@ def test_a_hit_ends_before_an_image_that_it_would_cut(trial: Any) -> None:
 
 
 def test_nothing_of_an_image_is_saved_that_vllm_has_cut(trial: Any) -> None:
-    """VLLM's own hit ends inside the image.
+    """vLLM's own hit ends inside the image.
 
-    Because of another request, the step has no room for the rest of the image.
+    Another request takes room of the step, so only a part of the rest of the image is computed.
     """
     first = _add(trial, "first", 200)
     trial.do(("drain",))
@@ -120,7 +120,7 @@ def _is_of(block: Any, request: Request, blocks: int) -> bool:
 
 
 def test_sound_is_no_span() -> None:
-    """VLLM's runners let sound attend only to earlier tokens."""
+    """vLLM's runners let sound attend only to earlier tokens."""
     of = spans_of(SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=True)))  # type: ignore[arg-type]
     assert of is not None
     image, sound = (

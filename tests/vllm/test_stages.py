@@ -36,7 +36,7 @@ def test_the_catalog_is_as_large_as_the_smallest_pool(prefault: str) -> None:
 
 
 def test_chunk_is_found_when_the_last_stage_has_saved_it() -> None:
-    """In this test only the first stage has landed and reported its save. So the chunk is not found."""
+    """While only the first stage has saved its part and reported it, the chunk is not found."""
     trial = Trial(SHAPE._replace(device=True), 1)
     try:
         index, jobs = trial.side.catalog.index(0), trial.side.jobs.in_flight
@@ -88,7 +88,7 @@ def test_stages_that_would_not_be_followed_are_refused(changes: dict[str, Any], 
 
 
 def test_a_state_that_an_earlier_stage_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """VLLM offers the states of answers before the first stage has moved these states.
+    """vLLM offers the states of answers before the first stage has moved these states.
 
     So the setting that keeps such states is refused.
     """
@@ -108,7 +108,7 @@ def test_loads_within_a_step_are_refused() -> None:
 
 
 def test_a_stage_without_a_layer_of_a_group_is_refused() -> None:
-    """VLLM gives such a stage an empty group."""
+    """If a stage has no layer of a group, vLLM makes the group empty on this stage."""
     spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=8, dtype=torch.float32)
     groups = [KVCacheGroupSpec(["here"], spec), KVCacheGroupSpec([], spec)]
     cache = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)

@@ -1,4 +1,4 @@
-"""VLLM may give a block a key for a step that never computes the block.
+"""vLLM may give a block a key for a step that never computes the block.
 
 Kvpipe removes such blocks from vLLM's cache.
 """
@@ -18,7 +18,7 @@ from kvpipe.connectors.vllm.trial.trial import Trial
 from kvpipe.trace.log import Counters
 
 FIRST, SHORT, LAST = 29, 2, 1
-"""The lengths of three answers, minus one token. The lengths also decide the priorities."""
+"""The lengths of three answers, minus one token. A trial derives a request's priority from this length."""
 
 
 def _preempted_when_scheduled() -> Trial:

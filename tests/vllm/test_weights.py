@@ -97,7 +97,7 @@ def test_every_tensor_counts() -> None:
         assert loaded.digest() not in {before, ""}
         tensor.data.copy_(kept)
         assert loaded.digest() == before
-    model.head.weight = torch.nn.Parameter(model.embed.weight.detach().clone())  # not tied any more
+    model.head.weight = torch.nn.Parameter(model.embed.weight.detach().clone())  # unties the embedding
     assert loaded.digest() != before
 
 
@@ -165,7 +165,7 @@ def test_weights_that_are_packed_away(monkeypatch: pytest.MonkeyPatch) -> None:
             loaded = LoadedModel(model.layers, gc.collect)
             if seen:
                 model_module._watch_layer(model.attention[0])
-            for _ in range(2):  # the second load has fewer weights to read
+            for _ in range(2):  # at the second load, one layer's weights are already packed
                 packs.process_weights_after_loading(model.attention[0])
             for tensor in model.parameters():
                 tensor.data.fill_(0.0)
@@ -191,7 +191,7 @@ def _asked(weights: Weights) -> int:
 def test_weights_are_in_doubt_until_every_rank_has_answered() -> None:
     """Weights stay in doubt until every rank has answered the last question.
 
-    Each answer shows whether the weights changed.
+    From the answers, the scheduler side sees whether the weights changed.
     """
     weights = Weights(2, Counters())
     assert not weights.know(["b", "a"])
@@ -205,7 +205,7 @@ def test_weights_are_in_doubt_until_every_rank_has_answered() -> None:
     second = _asked(weights)
     assert weights.answered({0: (first, "x"), 1: (first, "b")})
     assert _doubts(weights)
-    # the same weights as before, but steps were computed in between
+    # the weights are the same again, but steps were computed with other weights in between
     assert weights.answered({0: (second, "a"), 1: (second, "b")})
     assert not _doubts(weights)
     weights.suspect()

@@ -14,9 +14,9 @@ from tests.rigs.pipeline_rig import job, plan
 def test_job_fails_when_its_adapter_was_another_since_the_claimed_step(
     digests: tuple[bytes, ...], stands: bool
 ) -> None:
-    """In both cases the rank held the claimed bytes at the claimed step, and holds them now.
+    """The rank held the claimed bytes at the claimed step, and holds them now.
 
-    If the rank held other bytes between, KV may be of those bytes.
+    If it held other bytes in between, these may have computed the KV.
     """
     held = HeldAdapters(Counters())
     held.now = lambda: {7: b"a"}
@@ -29,9 +29,9 @@ def test_job_fails_when_its_adapter_was_another_since_the_claimed_step(
 
 
 def test_adapters_are_not_held_after_their_bytes_are_gone() -> None:
-    """The engine still lists adapters whose bytes are gone.
+    """After the bytes of all adapters are gone, the engine still lists the adapters.
 
-    The rank holds an adapter again only when the adapter is loaded again.
+    The rank holds an adapter again only when it is loaded again.
     """
     held = HeldAdapters(Counters())
     held.now = lambda: {7: b"a", 8: b"b"}

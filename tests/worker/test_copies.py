@@ -142,7 +142,7 @@ def test_an_async_load_does_not_wait_for_its_steps_forward(kind: str) -> None:
         w.device.compute.wait_event(before)
         p.begin(StepPlan(1, (make_job(LOAD, job_rows(0, LOADED), Kind.LOAD_ASYNC),)))
         w.device.compute.wait_event(forward)
-        p.start_loads()  # the test calls this after the forward was queued, as vLLM's runners do
+        p.start_loads()  # called after the forward was queued, as vLLM's runners do
         p.end_step()
         while w.device.step(0):
             pass
@@ -186,7 +186,7 @@ def test_sync_loads_are_queued_before_async_loads(kind: str) -> None:
 
 @on_devices
 def test_a_layer_read_without_waiting_is_never_trusted(kind: str) -> None:
-    """If the layers of a step did not wait, the step's load and save fail, even if the copies land late."""
+    """If a step's layers did not wait for its load, the load and the step's save fail, even if the load lands later."""
     with capture_logs(), world(kind) as w, pipeline_over(w) as p:
         run_step(w, p, waits=False)
         assert p.collect() == [], "the copies may still touch slots and blocks"
@@ -217,8 +217,8 @@ def test_a_load_that_cannot_be_queued_is_reported_in_its_step(kind: str, copies:
 def test_a_load_that_fails_on_the_device_is_reported_before_the_save(kind: str, layer: int) -> None:
     """A load fails after its step.
 
-    The save that was computed from the load is reported as failed, or is reported after the load's failure. In the
-    second case the scheduler side can drop the save.
+    The save that was computed from the load is reported as failed, or is reported after the load's failure. If the
+    load's failure is reported first, the scheduler side can drop the save.
     """
     with capture_logs(), world(kind) as w, pipeline_over(w) as p:
         p.begin(PLAN)

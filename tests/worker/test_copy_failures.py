@@ -84,7 +84,7 @@ def _fail_the_load(_plan: object, ticket: Ticket) -> frozenset[int]:
 
 
 def test_a_failed_sync_load_fails_the_steps_saves(rig: Rig) -> None:
-    """A failed load fails the saves of its step; the saves of a later step succeed."""
+    """A failed load fails the saves of its step. The saves of the next step succeed."""
     p = rig.pipeline
     rig.engine.failing = lambda copies, ticket: _fail_the_load(copies, ticket) if copies.direction else frozenset()
     p.begin(plan(job(1), job(2, SYNC), job(3, SYNC)))
@@ -102,7 +102,7 @@ def test_a_failed_sync_load_fails_the_steps_saves(rig: Rig) -> None:
 
 @pytest.mark.parametrize("started", [True, False], ids=["layers read without waiting", "never started"])
 def test_saves_that_landed_before_the_load_turned_out_bad(rig: Rig, *, started: bool) -> None:
-    """Saves that have landed fail if their step did not wait for its load."""
+    """Saves fail although they have landed, if their step's load fails later and the step did not wait for it."""
     p = rig.pipeline
     p.begin(plan(job(1), job(2, SYNC)))
     if started:
@@ -254,9 +254,9 @@ def _raising(engine: FakeEngine, call: str) -> FakeEngine:
 
 @pytest.mark.parametrize("call", CALLS)
 def test_an_engine_of_another_package_that_raises(call: str) -> None:
-    """If such an engine raises, loads that did not land fail, and each job is reported.
+    """If a transfer engine of another package raises, loads that have not landed fail, and each job is reported.
 
-    Later jobs fail, and no call waits forever.
+    Later jobs fail, and no call waits for ever.
     """
     faults: list[str] = []
     engine = FakeEngine()

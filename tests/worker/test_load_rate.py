@@ -1,6 +1,6 @@
-"""Tests of the rate of loads over time.
+"""Tests of the measured rate of loads.
 
-The sums of bytes and of time are halved together, so that older copies count less.
+The sums of bytes and of time are halved together from time to time, so that older copies count less.
 """
 
 from __future__ import annotations
@@ -33,10 +33,7 @@ class Bus:
 
 
 def test_rate_of_an_even_bus_stays_when_its_sums_are_halved() -> None:
-    """If only one of the two sums (bytes, nanoseconds) were halved, the rate would be wrong.
-
-    From the next layer on the error would be at least a third.
-    """
+    """If only one of the two sums (bytes, nanoseconds) were halved, the rate would be wrong by a third or more."""
     bus = Bus()
     assert [bus.land(TOOK_NS) for _ in range(40)] == pytest.approx([RATE] * 40)
 

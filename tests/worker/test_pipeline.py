@@ -46,7 +46,7 @@ def test_all_jobs_of_a_kind_share_one_copy_per_layer(rig: Rig) -> None:
 def test_rank_whose_bytes_another_rank_saves_copies_loads_only() -> None:
     """This rank's saves are reported without copies.
 
-    Such saves fail if a load of their step fails, because the KV depends on the load.
+    The saves still fail if a load of their step fails, because the KV depends on the load.
     """
     rig = Rig(saves=False)
     p = rig.pipeline
@@ -104,9 +104,9 @@ def test_completions_from_another_thread() -> None:
 
 
 def test_loads_are_in_place_a_layer_ahead(rig: Rig) -> None:
-    """A layer's hook is called after the layer has written its new token, perhaps into a block that is being loaded.
+    """A layer may write its new token into a loaded block before vLLM calls the layer's hook.
 
-    So the block must be loaded one layer earlier.
+    So each layer's blocks must be loaded one layer ahead.
     """
     guarded: list[int] = []
     guard = rig.engine.guard_read
@@ -274,7 +274,7 @@ def test_second_end_loads_does_nothing(rig: Rig) -> None:
 
 
 def test_the_fence_is_set_when_the_step_ends(rig: Rig) -> None:
-    """The fence cannot wait for the next step's first call, because runner V2 zeroes blocks before that call."""
+    """The fence must be set at the step's end, because runner V2 zeroes blocks before the next step's first call."""
     rig.pipeline.begin(plan(job(1)))
     rig.save_all()
     rig.pipeline.end_step()

@@ -92,7 +92,10 @@ def test_lost_loop_does_not_change_reported_outcomes(rig: Rig) -> None:
 
 @killed_loop
 def test_a_job_that_was_reported_as_lost_is_not_reported_again(rig: Rig) -> None:
-    """If a completion thread has the turn when the loop thread dies, the completion thread still handles its items."""
+    """A completion thread that has the turn when the loop thread dies still handles its items.
+
+    The lost jobs are not reported a second time.
+    """
     rig.pipeline.begin(plan(job(1, ASYNC)))
     rig.pipeline.start_loads()
     rig.settle()

@@ -66,9 +66,9 @@ def test_metrics_that_were_put_off_are_reported_with_the_last_job(whole: SideRig
 
 
 def test_a_side_that_exists_is_whole(whole: SideRig) -> None:
-    """A new side has all its parts. If an attribute is None, the rank or the step is the reason.
+    """A new side has all its parts. An attribute is None only because of the rank or the step.
 
-    No call adds a part.
+    No later call adds a part.
     """
     side = whole.side
     parts = set(vars(side))
@@ -128,11 +128,11 @@ def test_side_is_lost_when_its_loop_has_ended(whole: SideRig) -> None:
 
 
 def test_side_reports_the_digest_of_its_weights_once_when_it_is_asked(whole: SideRig) -> None:
-    """Until every rank has answered the question for its digest, the scheduler's side shares no chunks."""
+    """The scheduler's side asks every rank for its weights' digest, and shares no chunks before all have answered."""
     side, answered = whole.side, []
     for question in (3, 0):
         side.bind(plan()._replace(question=question))
-        side.adapters.changes = 1  # this change makes the side report in any case
+        side.adapters.changes = 1  # because of this change, the side has something to report
         side.adapters.now = {7: bytes([question])}.copy
         report = side.take_report()
         assert report is not None
@@ -151,7 +151,7 @@ def test_side_reports_nothing_when_nothing_has_happened_since_its_last_report(wh
 
 
 def test_caches_name_the_device_that_they_lie_on() -> None:
-    """The worker side compares the device's name, because the pool has another limit on a CPU."""
+    """The worker side reads the type of the caches' device, because the pool's limit on a CPU is different."""
     assert CACHES.device == "cpu"
 
 
@@ -246,9 +246,9 @@ def test_a_step_that_cannot_be_begun_loses_no_job(where: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("late", [False, True])
 def test_blocks_of_a_load_are_late_when_it_fails_after_its_step(late: bool, whole: SideRig) -> None:
-    """The device waits for the load, so the step ends before the load fails.
+    """The device waits for the load, so the step may end before the load fails.
 
-    By then another request may have the blocks. So `take_bad_blocks` returns the blocks only if `late` is true, and the
+    By then, another request may have the blocks. So `take_bad_blocks` returns the blocks only if `late` is true. The
     report has the failed job in both cases.
     """
     side, whole.engine.waiting = whole.side, Waiting.DEVICE
@@ -320,7 +320,10 @@ def test_shutdown_continues_when_a_part_raises(whole: SideRig, monkeypatch: pyte
 
 
 def test_tallies_are_reported_when_adapters_cannot_be(whole: SideRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank must report each job, because the scheduler's side waits for the report without a time limit."""
+    """The rank reports its jobs although reporting its adapters raises.
+
+    The scheduler's side waits for these reports without a time limit.
+    """
     side = whole.side
 
     def fail() -> dict[int, bytes]:

@@ -94,10 +94,7 @@ def test_nothing_is_copied_during_a_sleep(rig: SideRig) -> None:
 
 
 def test_a_copy_that_does_not_end_costs_the_caches() -> None:
-    """If a copy does not end, the rank reports its pool as lost.
-
-    It shuts the transfer engine down before the memory is unmapped.
-    """
+    """If a copy does not end, the rank shuts its transfer engine down before memory is unmapped, and loses its pool."""
     rig = SideRig(layerwise=False, wait_s=0.01)
     rig.engine.waiting = Waiting.DEVICE
     _step(rig.side, plan(job(1)))
@@ -108,12 +105,30 @@ def test_a_copy_that_does_not_end_costs_the_caches() -> None:
     assert report.lost
 
 
+def test_release_has_one_deadline_for_the_copies_of_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the copies of several steps do not end, the release waits for the first of them until the deadline."""
+    rig = SideRig(layerwise=False, wait_s=0.01)
+    rig.engine.waiting = Waiting.DEVICE
+    for number in range(1, 5):
+        _step(rig.side, plan(job(number, Kind.LOAD_ASYNC)))
+    fence, waits = rig.engine.fence, list[Ticket]()
+
+    def fenced(ticket: Ticket, wait_s: float) -> bool:
+        waits.append(ticket)
+        return fence(ticket, wait_s)
+
+    monkeypatch.setattr(rig.engine, "fence", fenced)
+    rig.side.release()
+    assert len(waits) == 1
+    assert rig.side.lost
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("noticed", [True, False])
 def test_release_shuts_the_engine_down_when_the_loop_thread_has_ended(rig: SideRig, *, noticed: bool) -> None:
-    """The transfer engine's copies may still touch the memory.
+    """The transfer engine is shut down, because its copies could still touch the memory.
 
-    This holds whether or not a step has noticed the thread's end.
+    This is so whether or not a step has noticed the thread's end.
     """
     _step(rig.side, plan(job(1)))
     rig.kill_loop()

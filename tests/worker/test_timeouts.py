@@ -1,4 +1,4 @@
-"""If a copy never completes or cannot be submitted, there is one wait, and only the copy's jobs fail. No call hangs."""
+"""If a copy never completes or cannot be submitted, only its jobs fail, after at most one wait. No call hangs."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_no_job_is_reported_while_a_layer_before_the_refused_one_is_copied(kind:
 
 
 class SilentDevice(FakeEngine):
-    """An engine that orders waits on the device, sets failures early, and completes no ticket by itself."""
+    """An engine whose waits run on the device. Its failures are known early, and it completes no ticket by itself."""
 
     def guard_read(self, ticket: Ticket, timeout_s: float) -> bool:
         """See `TransferEngine.guard_read`."""

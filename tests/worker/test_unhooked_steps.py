@@ -101,9 +101,9 @@ def test_a_hook_that_was_not_expected_is_harmless(halfway: Rig) -> None:
 
 
 def test_a_missing_hook_is_reported_beside_a_layer_that_has_none(halfway: Rig) -> None:
-    """If an expected hook is not called, the layer was perhaps not computed.
+    """If an expected hook is not called, its layer was perhaps not computed.
 
-    So the step's end does not copy the layer.
+    So this layer is not copied at the step's end, and a fault is counted.
     """
     halfway.pipeline.begin(plan(job(1)))
     halfway.pipeline.save_layer(0)
@@ -114,9 +114,9 @@ def test_a_missing_hook_is_reported_beside_a_layer_that_has_none(halfway: Rig) -
 
 @pytest.mark.parametrize("rig", [{"replayed": bool}], indirect=True)
 def test_a_replayed_step_is_copied_around(rig: Rig) -> None:
-    """In a replayed step no hook is called. Loads land before the step, and saves are copied after the step.
+    """A replayed step calls no hook: its loads land before the step, and its saves are copied after the step.
 
-    The next step has hooks.
+    In the next step, hooks are called again.
     """
     p = rig.pipeline
     p.begin(plan(job(1), job(2, SYNC)))
@@ -148,9 +148,9 @@ def test_save_fails_when_a_step_calls_only_some_of_its_hooks(rig: Rig) -> None:
 
 
 def test_step_without_a_forward_saves_kv_of_earlier_steps(rig: Rig) -> None:
-    """In this step no hook is called, so KV of earlier steps is copied at the step's end.
+    """A step without a forward calls no hook, so its save of KV of earlier steps is copied at the step's end.
 
-    In the next step the hooks save again.
+    In the next step, hooks copy saves again.
     """
     p = rig.pipeline
     p.begin(plan(job(1))._replace(computes=False))

@@ -24,7 +24,10 @@ class EndedError(Exception):
 def test_watchdog_handles_a_copy_that_lands_during_its_look(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, *, raises: bool
 ) -> None:
-    """The thread that completes the copy cannot handle the inbox, because the watchdog has the turn."""
+    """A copy lands during the watchdog's check.
+
+    The completing thread cannot handle the inbox, because the watchdog has the turn, so the watchdog handles it.
+    """
 
     def look(*_args: object) -> bool:
         assert rig.pipeline.copies.loop.turn.locked()

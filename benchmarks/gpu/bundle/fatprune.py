@@ -1,4 +1,4 @@
-"""Keeps only one architecture's code in an ELF's CUDA fat binaries: `fatprune.py IN OUT 90`.
+"""Removes from an ELF file the CUDA code of all architectures except one: `fatprune.py IN OUT 90`.
 
 A fat binary (section ``.nv_fatbin``) holds the same kernels for many GPUs. Sizes and offsets in the ELF do not change.
 Removed code is replaced by zeros, which compress well. A fat binary without code for the wanted architecture keeps its

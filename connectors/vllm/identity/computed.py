@@ -37,7 +37,7 @@ class Computed(NamedTuple):
 
 
 def settings(config: VllmConfig) -> Computed:
-    """Return all settings that are not listed as irrelevant to KV. Equal engines have equal settings in every run."""
+    """Return all settings that are not listed as irrelevant to KV. Equal engines get equal results in every run."""
     found = Computed({}, {})
     for name in sorted(envs.environment_variables):
         among_ranks = name in reviewed_variables.OF_RANKS

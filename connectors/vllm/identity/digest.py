@@ -49,7 +49,7 @@ def tensor_facts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, ...]]:
     if isinstance(parts, dict):
         for key, part in parts.items():
             yield from tensor_facts(f"{name}.{key}", part)
-    elif is_traceable_wrapper_subclass(whole):  # such as torchao's wrappers of other tensors
+    elif is_traceable_wrapper_subclass(whole):  # a wrapper of other tensors, such as torchao's
         for key in whole.__tensor_flatten__()[0]:
             yield from tensor_facts(f"{name}.{key}", getattr(whole, key))
     else:
@@ -108,13 +108,13 @@ def _adder(device: torch.device) -> Callable[[torch.Tensor, torch.Tensor, int], 
 
 
 _CASES: Final = tuple(itertools.product((0, 1), (0, 1 << 33)))
-"""Test cases, as (first word, number of words before): Triton compiles for each alignment and each integer size."""
+"""Cases for `_agree`, as (`at`, `before`): Triton compiles a kernel for each alignment and each size of integers."""
 
 
 def _agree(
     device: torch.device, add: Callable[[torch.Tensor, torch.Tensor, int], object], at: int, before: int
 ) -> bool:
-    """Return whether `add` gives the sums of `add_words`."""
+    """Return whether `add` and `add_words` give equal sums. Both add the words from index `at` on."""
     words = (torch.arange(2500, device=device) * _signed(_LANES[0]))[at:]
     sums = torch.zeros(2, len(_LANES), dtype=torch.int64, device=device)
     add(sums[0], words, before)

@@ -33,7 +33,7 @@ NAMES: Final = frozenset(
         "TORCH_BLAS_PREFER_HIPBLASLT",
     }
 )
-"""More variables that set how libraries compute. Other variables that begin like these do not change results."""
+"""More variables that set how libraries compute. Other variables with the same prefixes do not change results."""
 
 IGNORED: Final[dict[str, frozenset[str]]] = {
     "It configures logs, profiles and dumps.": frozenset(
@@ -50,9 +50,12 @@ IGNORED: Final[dict[str, frozenset[str]]] = {
 """By reason, words in the names of variables that do not change results."""
 
 _ROWS, _INNER, _OUTER = 48, 256, 512
-"""The sizes of the multiplied matrices. No library divides a sum of only `_INNER` products among threads."""
+"""The sizes of the matrices that `measured` multiplies.
+
+A sum of `_INNER` products is too short to be divided among threads.
+"""
 _GEMM_BYTES_MIN: Final = 2 << 20
-"""The least size of the multiplied weight on a CPU, because vLLM uses another kernel for smaller weights."""
+"""The least size of the weight that `measured` multiplies on a CPU. For smaller weights, vLLM uses another kernel."""
 
 
 def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:

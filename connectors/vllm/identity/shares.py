@@ -1,7 +1,7 @@
 """Finds how each cache group's KV is divided among tensor-parallel ranks, and the facts of the common namespace.
 
-If a group's division is not known for certain, the engine's chunks are bound to the engine's layout. Engines with
-another number of ranks then do not find the chunks. The number of heads is read from the model's own layer that
+Engines with different numbers of ranks share chunks in that namespace. If a group's division is not known for certain,
+only engines with the same layout share the engine's chunks. The number of heads is read from the model's own layer that
 computes queries, keys and values, not from a configuration. As in vLLM's own canonical mapping
 (`kv_connector/v1/offloading/canonical_mapping.py`), pages keep the order and encoding of their attention backend. The
 namespace depends on this order and encoding.

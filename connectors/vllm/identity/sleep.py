@@ -27,7 +27,7 @@ ALL: Final = frozenset({KV, WEIGHTS})
 _METHODS: Final = ("sleep", "discard", "wake_up")
 """The calls to vLLM's workers that change the workers' memory.
 
-This is a tuple, not a set, because a call may pass a function that has no hash.
+A tuple, because a set cannot be searched for a call's method if the method is a function without a hash.
 """
 _DISCARDS: Final = 2
 """The lowest sleep level at which vLLM discards the weights instead of copying them to the host."""
@@ -44,7 +44,7 @@ class _Sleeper(Protocol):
 
 
 class _Change(NamedTuple):
-    """The change of memory by a call to the workers.
+    """The change that a call to the workers makes to their memory.
 
     `goes` has the unmapped parts, and `comes` the parts that are mapped again. `discards` says that the weights are not
     kept on the host.
@@ -77,7 +77,7 @@ class Sleep:
         self.gone: frozenset[str] = frozenset()
         self.keeps = False
         """Whether vLLM is resetting its caches because the engine falls asleep. If so, the pool is kept."""
-        self._falls, self._side = 0, side  # begun sleeps that have not reset the caches yet
+        self._falls, self._side = 0, side  # sleeps that have begun and not reset the caches yet
         _SLEEPS[self] = config.cache_config
         core = sys.modules.get("vllm.v1.engine.core")  # imported before the engine makes its scheduler
         if core is not None:
@@ -88,7 +88,7 @@ class Sleep:
     def fall(self, *, falls: bool = True) -> None:
         """Record that a sleep begins, for which vLLM will reset all caches.
 
-        `falls=False` takes the record back, because the sleep has failed.
+        `falls=False` undoes this after the sleep has failed.
 
         A client may request a sleep again before the engine is idle. vLLM then resets the caches once for each request.
         """

@@ -1,9 +1,9 @@
 """Digests the whole tensors from which a model is loaded, before ranks take their parts of these tensors.
 
-The weights in a rank's memory do not identify the model for other numbers of ranks, because a rank's part then has
+The weights in a rank's memory identify the model only for one number of ranks. With another number, a rank's part has
 another shape, packing and padding. But every rank loads the same whole tensors. This module digests these tensors while
-they are loaded. The digest identifies the weights in memory only as long as the weights are unchanged since loading.
-After a change, the weights of an engine with another number of ranks are unknown.
+they are loaded. The digest identifies the weights in memory until the weights change. After a change, kvpipe cannot
+compare the weights with the weights of an engine with another number of ranks.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ from kvpipe.protocol.geometry import Geometry
 STATE_BLOCKS_MAX: Final = 4
 """The largest number of state blocks of one request.
 
-These are the last state, the next state, a state that is freed later, and a state exported within a step. Each drafted
-token needs one more block (`num_speculative_blocks` of vLLM's `MambaManager`). If states are kept within blocks, one
-more block is needed, because vLLM copies such a state before it continues to write it.
+These blocks hold the last state, the next state, a state that is freed later, and a state exported within a step. Each
+drafted token needs one more block (`num_speculative_blocks` of vLLM's `MambaManager`). If states are kept within
+blocks, one more block is needed, because vLLM copies such a state before it continues to write it.
 """
 
 
@@ -60,7 +60,7 @@ class LoadAdmission:
         needed, reserved = 0, min(own + self._reserved_tokens, self._request_tokens_max)
         for i, group in enumerate(self._groups):
             table = blocks.table(request.request_id, i)
-            if group.state:  # held states and later states, wherever they are in the table
+            if group.state:  # count blocks anywhere in the table, because the blocks of states need not be adjacent
                 held = sum(1 for block in table if not block.is_null)
                 more = -(-own // group.block_tokens) + self._beside - len(table)
                 needed += max(0, min(more, self._state_blocks_max - held))

@@ -41,7 +41,7 @@ class Encoded:
 
         If embeddings were cached at the last `doubted`, the cache has old embeddings.
 
-        Without a call of `doubted` since the last change, embeddings that are cached now count as old.
+        If `doubted` was not called since the last change, embeddings that are cached now count as old.
         """
         self.old |= self._held if self._doubted is None else self._doubted
         self._doubted = None
@@ -57,5 +57,5 @@ class Encoded:
         return self.old and request_id in self.living
 
     def unknown(self, request_id: str) -> bool:
-        """Whether a request's embeddings may be of another version of the request's adapter."""
+        """Whether another version of the request's adapter may have computed the request's embeddings."""
         return self.living.get(request_id, False)

@@ -91,7 +91,7 @@ class InvalidBlocks:
         self.spoiled = Spoiled(block_tokens)
         self._groups = groups
         self.left: set[int] = set()
-        """Blocks of requests that ended while a sync load was not reported yet.
+        """Blocks of requests that ended while some sync load was not reported yet.
 
         The blocks are kept here until all loads are reported.
         """

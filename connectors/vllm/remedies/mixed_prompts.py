@@ -1,9 +1,9 @@
 """Extends vLLM's block hashes for prompts that mix token positions with embedding positions.
 
 vLLM's hash covers the token numbers and the embeddings, but not which positions are tokens. At a token position the
-model ignores the row of the embeddings. At an embedding position the token number is 0. Two prompts that differ only in
-which positions are tokens therefore have equal hashes but different KV. vLLM's hash also covers the embeddings' bytes
-without their dtype.
+model ignores the row of the embeddings. At an embedding position the token number is 0. So two prompts may differ only
+in which positions are tokens. Such prompts have equal hashes but different KV. vLLM's hash also covers the embeddings'
+bytes without their dtype.
 """
 
 from __future__ import annotations

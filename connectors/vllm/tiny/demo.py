@@ -30,7 +30,7 @@ from kvpipe.trace.reader import Trace
 from kvpipe.trace.timeline_html import write_html
 
 MODEL = "demo"
-BLOCKS = 80  # blocks of 32 tokens: too few for ten requests at once
+BLOCKS = 80  # of 32 tokens each: ten requests at once need more, so some are preempted
 ENGINE: dict[str, Any] = {
     "max_model_len": 2048,
     "num_gpu_blocks_override": BLOCKS,
@@ -108,7 +108,7 @@ class _ScenarioRunner:
         crowd = [_prompt(150 + 20 * i, 100 + i) for i in range(CROWD)]
         self.play(f"{CROWD} requests at once", crowd, CROWD_ANSWER_TOKENS)
         if self.engine.scheduler.connector is not None:
-            self.engine.settle()  # all writes to the disk end, as on an idle server
+            self.engine.settle()  # waits until all writes to the disk have ended
         return self.rows
 
     def restarted(self, rows: list[ScenarioResult]) -> None:
@@ -163,7 +163,7 @@ def _two_engines(
             for config in (None, shared):
                 tick(SECOND)
                 rows.append(second.submit(_second_engine, model, config).result())
-        except Exception:  # noqa: BLE001  (the other rows are shown; perhaps there is no memory for another process)
+        except Exception:  # noqa: BLE001  (there may be no memory for a second process; the other rows are shown)
             traceback.print_exc()
             return False
         finally:

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 def register_kernels_once() -> None:
-    """Keep vLLM from scanning all modules for kernels again, because the scan fails once numba is loaded.
+    """Keep vLLM from scanning all modules for kernels a second time, because this scan fails if numba is loaded.
 
     vLLM imports numba for n-gram drafts.
     """
@@ -64,16 +64,19 @@ def register_kernels_once() -> None:
         type(current_platform).register_triton_kernel_overrides = classmethod(lambda _cls: None)  # type: ignore[method-assign]
 
 
-_collect = gc.collect
+_collect, _freeze = gc.collect, gc.freeze
+"""Python's own functions. `_own_garbage` replaces the attributes of `gc`."""
 
 
 @functools.cache
 def _freeze_modules(_when: str) -> None:
-    """Exclude all objects that exist now from later garbage collections, because imported modules are never freed.
+    """Exclude all objects that exist now, mostly imported modules, from later garbage collections.
 
-    This happens only once, because parts of a later engine that a caller still holds would never be freed.
+    Modules are never freed.
+
+    This function acts only once. A second call would also exclude parts of a later engine that a caller still holds.
     """
-    gc.freeze()
+    _freeze()
     atexit.register(gc.unfreeze)
 
 
@@ -156,7 +159,7 @@ class Engine:
                 self.llm: LLM = LLM(model=model, kv_transfer_config=transfer, **DEFAULTS | options)
         except BaseException:
             with _own_garbage():
-                _free_process()  # otherwise the next engine would use this engine's connector
+                _free_process()  # so that the next engine does not use this engine's connector
             raise
         self._ids = 0
         self.preemptions: dict[str, int] = {}

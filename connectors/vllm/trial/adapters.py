@@ -1,4 +1,7 @@
-"""The fake LoRA adapters of a trial: their files, and what each rank has loaded. Version numbers stand for bytes."""
+"""The fake LoRA adapters of a trial: their files, and what each rank has loaded.
+
+The files have no bytes: a version number stands for the bytes of an adapter's files.
+"""
 
 from __future__ import annotations
 

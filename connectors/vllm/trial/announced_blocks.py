@@ -67,14 +67,15 @@ def what_is_announced_is_found(watched: Watched) -> Iterator[str]:
     whole = len(groups) == 1 and groups[0].window_tokens is None and not groups[0].state
     if trial.router is None or not whole or side.weights.doubtful:
         return
-    ahead = -(-side.geometry.ahead_tokens // trial.shape.hash_tokens)  # a block's hash also covers these tokens
+    # hashes that end this close after a block's last token are needed to find the block
+    ahead = -(-side.geometry.ahead_tokens // trial.shape.hash_tokens)
     for one in trial.over[-OVER_MAX:]:
         request = watched.request_of(one)
         if request.lora_request is not None:
             continue  # routers do not know an adapter's content, which may have changed
         found = side.prefixes.longest(request) * side.geometry.unit_tokens
         if side.node is not None:
-            yield from _receive(watched)  # the lookup may have noticed evictions
+            yield from _receive(watched)  # the lookup above may have found that the holder evicted chunks
         hashes = trial.router.promised(("CPU", 0), request.block_hashes)
         promised = max(0, hashes - ahead) * trial.shape.hash_tokens
         if promised != found:
@@ -147,7 +148,7 @@ def tiers_have_what_is_announced(watched: Watched) -> Iterator[str]:
     if failed or was_reset or trial.shape.room or trial.shape.role in {CONSUMER, PRODUCER}:
         return
     if trial.shape.engines and trial.beside is None:
-        return  # the other engine's chunks are not known here
+        return  # this trial cannot read the other engine's table, so only the other trial compares both tables
     beside = trial.beside.side.staging if trial.beside is not None else None
     others = beside.tier_blocks if beside is not None else None
     assert beside is None or others is not None  # noqa: S101

@@ -164,7 +164,8 @@ class CaseRunner:
                 message += more
                 last = time.monotonic()
                 continue
-            ended, status = os.waitpid(pid, os.WNOHANG)  # the child's own children may still hold the pipe open
+            # a child can have ended although its own children still hold the pipe open
+            ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 return bytes(message), status
             if time.monotonic() - last > stuck_seconds:

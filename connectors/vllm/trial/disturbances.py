@@ -100,7 +100,8 @@ class Disturbances(Steps):
     def _adapter(self, kind: int) -> None:
         """Change the adapters. Before this, abort the requests that use adapters, and empty vLLM's own prefix cache.
 
-        Without this, a request or a hit of vLLM could begin with other bytes, which kvpipe does not handle.
+        Otherwise such a request, or a hit in vLLM's cache, would continue KV of the old adapters. kvpipe does not
+        handle this case.
         """
         if self.kvpipe is None:
             return
@@ -120,7 +121,7 @@ class Disturbances(Steps):
             self.side.adapters.reported(held, self.side.trace.step)
 
     def _reset(self, connector: bool, running: bool) -> None:  # noqa: FBT001
-        if running and self.careful and (self.in_flight or self._held_apart()):  # vLLM itself may raise an exception
+        if running and self.careful and (self.in_flight or self._held_apart()):  # vLLM may raise here
             return
         if connector:
             self.on_reset()
@@ -208,7 +209,7 @@ class Disturbances(Steps):
             time.sleep(0.0002)
 
     def _settle(self) -> None:
-        """Wait until kvpipe's loop threads have processed every completion, so that a sequence has only one outcome."""
+        """Wait until kvpipe's loop threads have processed all completions, so that equal moves have equal outcomes."""
         for engine, rank in zip(self.engines, self.ranks, strict=bool(self.engines)):
             pipeline = rank.kvpipe.worker.pipeline
             loop = pipeline.copies.loop

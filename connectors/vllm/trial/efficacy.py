@@ -25,7 +25,10 @@ class FoundPrefix(NamedTuple):
 
     @property
     def stands(self) -> bool:
-        """Whether lookups must still find these units: no chunk was evicted, and no chunk may have dropped a mark."""
+        """Whether lookups must still find these units.
+
+        They must if no chunk was evicted, and no chunk has so many marks that it may have dropped one.
+        """
         alive = {chunk_m.READY, chunk_m.GROWING}
         return all(one.state.row in alive and len(one.marks) < KEPT_MARKS_MAX for one in self.chunks)
 
@@ -81,7 +84,7 @@ def _growing(side: SchedulerSide) -> list[int]:
 
 
 def held_units(side: SchedulerSide, request: Request, most: int) -> int:
-    """Return the units of the longest prefix, up to `most`, of which every group holds what its window needs."""
+    """Return the length in units, at most `most`, of the longest prefix whose window every group holds."""
     keys, states = keys_of(side, request), _state_keys(side, request)
     return next((units for units in range(most, 0, -1) if _holds(side, keys, states, units)), 0)
 

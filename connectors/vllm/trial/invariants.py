@@ -143,7 +143,7 @@ def chunks_have_their_tenants(watched: Watched) -> Iterator[str]:
     "are being saved.",
 )
 def confirmed_tokens_only(watched: Watched) -> Iterator[str]:
-    """Compare the keys of pieces in flight with the hashes of true prefixes."""
+    """Compare the keys of pieces in flight with the hashes of requests' prompts and right answers."""
     for job in watched.trial.side.jobs.in_flight.values():
         for piece in job.pieces:
             if piece.key not in watched.trial.prefixes and piece.key not in watched.trial.old_keys:
@@ -171,7 +171,8 @@ def what_becomes_final_is_saved(watched: Watched) -> Iterator[str]:
         if request.resumable and side.geometry.states:
             continue  # the session's tokens may be cut, but its states cannot
         start = request.num_computed_tokens - watched.output.num_scheduled_tokens[request.request_id]
-        fresh = watched.asked.get(request.request_id) == before  # all units that the lookup did not find are new
+        # no chunk was dropped since the lookup, so each unit that it did not find is new
+        fresh = watched.asked.get(request.request_id) == before
         first = was if fresh else max(was, start // side.geometry.unit_tokens)
         if first >= now:
             continue  # all units were loaded, and their chunks may be evicted by now
@@ -288,7 +289,7 @@ def _newly_final(watched: Watched, *, waiting: bool = False) -> Iterator[tuple[R
 def frozen_saves_nothing(watched: Watched) -> Iterator[str]:
     """Check the step's plan, and record how many units of each request are final.
 
-    No check of a plan comes after this check.
+    This is the last check of a plan, because the checks before it compare with the earlier numbers of final units.
     """
     side = watched.trial.side
     if _saves_nothing(watched):
@@ -311,7 +312,8 @@ def a_reset_is_final(watched: Watched) -> Iterator[str]:
     for job in watched.saves():
         if job.request in watched.stale and watched.stale[job.request] == admission(requests[job.request]):
             yield f"{job.request} is saved, with blocks from before the reset"
-    for group in range(0 if side.weights.doubtful else len(side.geometry.groups)):  # in doubt, lookups find no chunk
+    # while the weights are in doubt, lookups find no chunk
+    for group in range(0 if side.weights.doubtful else len(side.geometry.groups)):
         for chunk in watched.forgotten.intersection(side.catalog.index(group).values()):
             yield f"slot {chunk.slot} can be found again"
 

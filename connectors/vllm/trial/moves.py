@@ -80,9 +80,9 @@ FAIL = 8
 """The relative frequency of failing copies, in shapes in which vLLM ends a request whose load has failed."""
 
 SWARM = (0.3, 1.0, 1.0, 3.0)
-"""Each sequence multiplies the frequency of each move by one of these factors: similar sequences reach fewer cells.
+"""For each move, a sequence draws one of these factors, by which the frequency of the move is multiplied.
 
-The method is from Groce et al., Swarm Testing, ISSTA 2012.
+So sequences differ more from each other, and together reach more cells (Groce et al., Swarm Testing, ISSTA 2012).
 """
 
 SHUTDOWNS = 0.1

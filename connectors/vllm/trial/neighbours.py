@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Final
 from unittest.mock import patch
 
 from kvpipe.connectors.vllm import pooled
-from kvpipe.node.attach import node_note_bytes, node_slot_bytes, shared_slots
+from kvpipe.node.attach import node_note_bytes, node_slot_bytes, rank_slots
 from kvpipe.node.rules import DEFAULT_POLICY
 from kvpipe.node.segment import Segment
 from kvpipe.testing.direct_node import DirectNode, DirectPool
 
 if TYPE_CHECKING:
-    from kvpipe.node.attach import NodeEngine
+    from kvpipe.node.attach import NodeEngine, PoolKeys
     from kvpipe.protocol.geometry import Geometry
     from kvpipe.transfer.pool import SharedSlots
 
@@ -41,16 +41,18 @@ class TrialMemory:
     def _scheduler(self, _settings: object, geometry: Geometry, engine: NodeEngine) -> DirectPool:
         size = node_slot_bytes(geometry, engine.parts)
         if self._node is None:
-            slots = geometry.pool_bytes_max // (geometry.slot_bytes * engine.parts)  # as many as the shape has
-            self._node = DirectNode(slots, size, node_note_bytes(geometry), policy=engine.policy or DEFAULT_POLICY)
+            # the number of chunks in the shape's pool
+            slots = geometry.pool_bytes_max // (geometry.slot_bytes * engine.parts)
+            note_bytes = node_note_bytes(geometry, engine.parts)
+            self._node = DirectNode(slots, size, note_bytes, policy=engine.policy or DEFAULT_POLICY)
         return DirectPool(self._node, STOCK)
 
     def _rank(
-        self, _settings: object, geometry: Geometry, engine: NodeEngine, _rank: int, *, index: int
+        self, settings: PoolKeys, geometry: Geometry, engine: NodeEngine, _rank: int, *, index: int
     ) -> tuple[None, SharedSlots]:
         assert self._node is not None  # noqa: S101
-        part = index % engine.parts
-        return None, shared_slots(Segment(self._node.fd), part * geometry.slot_bytes, saves=part == index)
+        segment = Segment(self._node.fd)
+        return None, rank_slots(segment, geometry, engine.parts, index, digests=settings.pool_checksums)
 
     def count_move(self) -> None:
         """Count a move. After every `MOVES_PER_HOLDER` moves, another holder takes over."""

@@ -98,7 +98,8 @@ def _decides() -> classmethod[Any, Any, None]:
 def lent(kind: Processor) -> Iterator[None]:
     """Make vLLM's platform decide as on `kind`, while layers compute with this machine's kernels without AMX.
 
-    Without AMX, the kernel of latent attention accepts only one block size, and engines with it have that size.
+    Without AMX, the kernel of latent attention accepts only one block size, so engines with latent attention get this
+    block size.
     """
     from vllm.platforms.cpu import CpuPlatform
 

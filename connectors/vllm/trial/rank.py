@@ -411,7 +411,7 @@ class Rank(Runner):
         right = stop - len(mine) + accepted(sequence, stop, mine)
         hashes = sequence.upto(stop + layer.ahead)[layer.ahead :]
         content = hashes.copy()
-        content[right:] ^= np.uint64(0xBAD)  # content of the first rejected draft and of all later positions
+        content[right:] ^= np.uint64(0xBAD)  # drafts are wrong from the first rejected draft on, and so is their KV
         if group in self.shape.states:
             return Access(request, start, content[start:], hashes, len(mine))
         window = self.shape.windows[group]
@@ -467,7 +467,10 @@ class Rank(Runner):
         layer.flat[layer.places(table)[positions]] = content[positions - start]
 
     def _go_on(self, layer: PagedLayer, one: Access, content: Words) -> Wrong | None:
-        """Check the state before the step's tokens, and write the states after the tokens, which are in `content`."""
+        """Check the state before the step's tokens, and write the states after each token.
+
+        `content` has the right states.
+        """
         table, start = self._tables[one.request][layer.group], one.start
         words, block = self._states.read(layer, one.request, table)
         right = not start or bool((words == (one.expected[start - 1] ^ layer.key)).all())

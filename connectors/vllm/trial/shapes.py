@@ -49,50 +49,48 @@ class Shape(NamedTuple):
 
     `locals`: groups with local attention. For such a group `windows` has the size of a chunk of local attention.
     `sizes`: tokens per block of each group, if not all groups have `BLOCK`. `hashes`: tokens per block hash, if fewer
-    than the blocks of all groups allow. `ranks`: number of ranks; 0: the ranks have no connector and no caches, so only
-    the scheduler side is on trial. `asynchronous`: vLLM's AsyncScheduler, with two steps in flight. `drafts`: draft
-    tokens per step. `v2`: hooks are called in the order of vLLM's second model runner. `deferred`: a step is finalized
-    after its reports, as with a draft model. `drafter`: a drafter has its own KV, in the last layer of the first group.
-    The drafter's KV depends on the next token. vLLM's own prefix cache is off, because it would give a request KV that
-    depends on another next token. With `states` or `masks` the prefix cache is on, but with `states` alone no lookup
-    finds anything in it. `masks`: the drafter is fed context (DSpark, DFlash) and has the last layer of the last group.
-    vLLM knows that the group is the drafter's, unless the group is the first. The drafter's KV depends on no later
-    token. The drafter's KV is written after the forward, up to the last accepted draft. After that position the drafter
-    writes garbage for `masks` tokens. `device`: a device orders copies, which complete later. With runner V1 the fence
-    of a step is set in the next step. `graphs`: every second step is replayed from a CUDA graph, without hooks.
-    `unhooked`: the first `unhooked` layers of each group call no hook. `tiers`: number of dictionaries that the ranks
-    share as tiers. `fresh`: the slots of the ranks' pools become ready one by one while steps run. `sibling`: kvpipe is
-    in vLLM's MultiConnector, after a connector whose asynchronous loads fail. `events`: vLLM publishes KV cache events,
-    and a router receives the events. `events` excludes `states`: vLLM's events of states leave out blocks that vLLM
-    does not keep, but contain the tokens of these blocks (`BlockPool.cache_full_blocks`). These events also name
-    parents that no event has announced. `answers`: generated tokens are saved, too, not only prompts. `save_steps`: a
-    request's generated tokens are saved only in every `save_steps`-th step; None: kvpipe's default, which depends on
-    the number of requests in a step. `priorities`: vLLM's priority policy. A request has one of three priorities, by
-    the length of its answer. `states`: the cache groups that hold a recurrent state instead of tokens' KV. `dcp`:
-    decode context parallelism over `dcp` ranks. A rank holds every `dcp`-th stretch of `INTERLEAVE` tokens of full
-    attention. `whole`: groups of full attention that every rank holds completely in spite of `dcp`, as for a drafter
-    that is not MLA. `dense`: vLLM keeps the state of every boundary at which a step ends, not only where prompts end or
-    branch. `stages`: number of pipeline stages. Ranks and layers are divided among the stages, and layers unevenly. An
-    earlier stage runs ahead of later stages. `hints`: requests come with hints for the eviction policy, which counts
-    time in steps. `resumes`: most requests announce when they will be resumed. `operators`: operators pin and evict
-    prompts. `warms`: a pin first fetches the prompt's chunks from tiers. `quotas`: two salts have a quota each, and all
-    other requests share a third quota. `exports`: layers write the state at the end of a prompt's last hash during a
-    step, if that end is a multiple of `exports` tokens from the step's start. `undropped`: vLLM does not drop the last
-    block of a hit for a drafter that is fed context: always in vLLM 0.33, if configured in 0.32. `long_prefills`: the
-    largest number of tokens of one prefill that a step computes if there are other requests; 0: no limit. `branches`:
-    vLLM also keeps the state at which prompts branch within a block. `failing`: loads may fail. `failing` is off where
-    vLLM's own recovery is known to give wrong answers. `role`: vLLM's `kv_role`. A consumer has a producer, and every
-    move of the consumer is also made on the producer. Producer and consumer share the tiers.
-    `slow`: reading the tiers is slower than computing.
-    `fails`: vLLM's `kv_load_failure_policy` is `fail`, so vLLM ends a request whose load has failed.
-    `unmet`: the ranks' first reports come with the first step, as in an engine.
-    `limits`: requests come with limits on their tokens and on the tiers that they load from.
-    `behind`: kvpipe is in vLLM's MultiConnector, before a connector that does what `behind` lists (`sibling.DEEDS`).
-    With `sibling`, kvpipe is between two connectors.
-    `cross`: the caches have a cross-layer layout: a block has the pages of all layers of its group side by side, and
-    groups overlay each other.
-    `room`: the number of values that each tier keeps. A full tier drops its oldest value; 0: no limit.
-    `engines`: 1 or 2 engines on one node's memory (`pool: node`); 0: private pools. Every move is made on both engines.
+    than usual. The usual number is the greatest common divisor of the groups' block sizes. `ranks`: number of ranks; 0:
+    the ranks have no connector and no caches, so only the scheduler side is on trial. `asynchronous`: vLLM's
+    AsyncScheduler, with two steps in flight. `drafts`: draft tokens per step. `v2`: hooks are called in the order of
+    vLLM's second model runner. `deferred`: a step is finalized after its reports, as with a draft model. `drafter`: a
+    drafter has its own KV, in the last layer of the first group. The drafter's KV depends on the next token. vLLM's own
+    prefix cache is off, because it would give a request KV that depends on another next token. With `states` or `masks`
+    the prefix cache is on, but with `states` alone no lookup finds anything in it. `masks`: the drafter is fed context
+    (DSpark, DFlash) and has the last layer of the last group. vLLM knows that the group is the drafter's, unless the
+    group is the first. The drafter's KV depends on no later token. The drafter's KV is written after the forward, up to
+    the last accepted draft. After that position the drafter writes garbage for `masks` tokens. `device`: a device
+    orders copies, which complete later. With runner V1 the fence of a step is set in the next step. `graphs`: every
+    second step is replayed from a CUDA graph, without hooks. `unhooked`: the first `unhooked` layers of each group call
+    no hook. `tiers`: number of dictionaries that the ranks share as tiers. `fresh`: the slots of the ranks' pools
+    become ready one by one while steps run. `sibling`: kvpipe is in vLLM's MultiConnector, after a connector whose
+    asynchronous loads fail. `events`: vLLM publishes KV cache events, and a router receives the events. `events`
+    excludes `states`: vLLM's events of states leave out blocks that vLLM does not keep, but contain the tokens of these
+    blocks (`BlockPool.cache_full_blocks`). These events also name parents that no event has announced. `answers`:
+    generated tokens are saved, too, not only prompts. `save_steps`: a request's generated tokens are saved only in
+    every `save_steps`-th step; None: kvpipe's default, which depends on the number of requests in a step. `priorities`:
+    vLLM's priority policy. A request has one of three priorities, by the length of its answer. `states`: the cache
+    groups that hold a recurrent state instead of tokens' KV. `dcp`: decode context parallelism over `dcp` ranks. A rank
+    holds every `dcp`-th stretch of `INTERLEAVE` tokens of full attention. `whole`: groups of full attention that every
+    rank holds completely in spite of `dcp`, as for a drafter that is not MLA. `dense`: vLLM keeps the state of every
+    boundary at which a step ends, not only where prompts end or branch. `stages`: number of pipeline stages. Ranks and
+    layers are divided among the stages, and layers unevenly. An earlier stage runs ahead of later stages. `hints`:
+    requests come with hints for the eviction policy, which counts time in steps. `resumes`: most requests announce when
+    they will be resumed. `operators`: operators pin and evict prompts. `warms`: a pin first fetches the prompt's chunks
+    from tiers. `quotas`: two salts have a quota each, and all other requests share a third quota. `exports`: layers
+    write the state at the end of a prompt's last hash during a step, if that end is a multiple of `exports` tokens from
+    the step's start. `undropped`: vLLM does not drop the last block of a hit for a drafter that is fed context: always
+    in vLLM 0.33, if configured in 0.32. `long_prefills`: the largest number of tokens of one prefill that a step
+    computes if there are other requests; 0: no limit. `branches`: vLLM also keeps the state at which prompts branch
+    within a block. `failing`: loads may fail. `failing` is off where vLLM's own recovery is known to give wrong
+    answers. `role`: vLLM's `kv_role`. A consumer has a producer, and every move of the consumer is also made on the
+    producer. Producer and consumer share the tiers. `slow`: reading the tiers is slower than computing. `fails`: vLLM's
+    `kv_load_failure_policy` is `fail`, so vLLM ends a request whose load has failed. `unmet`: the ranks' first reports
+    come with the first step, as in an engine. `limits`: requests come with limits on their tokens and on the tiers that
+    they load from. `behind`: kvpipe is in vLLM's MultiConnector, before a connector that does what `behind` lists
+    (`sibling.DEEDS`). With `sibling`, kvpipe is between two connectors. `cross`: the caches have a cross-layer layout:
+    a block has the pages of all layers of its group side by side, and groups overlay each other. `room`: the number of
+    values that each tier keeps. A full tier drops its oldest value; 0: no limit. `engines`: 1 or 2 engines on one
+    node's memory (`pool: node`); 0: private pools. Every move is made on both engines.
     """
 
     asynchronous: bool = False

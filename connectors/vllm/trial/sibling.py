@@ -115,7 +115,7 @@ class SiblingConnector(KVConnectorBase_V1, SupportsHMA):
             self._due.append(request.request_id)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:  # noqa: ARG002
-        """Pass the loads and kept blocks that begin with the step to the ranks."""
+        """Return the requests whose loads begin with this step, and those whose blocks are kept from this step on."""
         due, kept = self._due, self._kept
         self._due, self._kept, self._step = [], [], self._step + 1
         return Begun(tuple(due), tuple(kept))

@@ -46,7 +46,10 @@ class RunningStates:
             kept.pop(request, None)
 
     def settle_late(self, tables: BlockTables, computed: dict[str, int]) -> None:
-        """Settle the states of the step whose accepted tokens arrive now. Called before all other work of a step."""
+        """Put the states of the step whose accepted tokens arrive now into their final blocks.
+
+        Called before all other work of a step.
+        """
         if self._late:
             self._late.append({})
             for request, kept in self._late.popleft().items():
@@ -81,7 +84,10 @@ class RunningStates:
     def end(
         self, sampled: dict[str, list[int]], sampling: Collection[str], tables: BlockTables, computed: dict[str, int]
     ) -> None:
-        """Settle the states with the tokens that each request has sampled. Called after sampling."""
+        """Put each state into its final block, now that each request's sampled tokens are known.
+
+        Called after sampling.
+        """
         for request, tokens in sampled.items() if self._layers else ():
             if self._late and request in sampling:
                 self._late[-1][request] = len(tokens)
@@ -102,11 +108,11 @@ class RunningStates:
 
 
 def exported(shape: Shape, start: int, stop: int, *, drops: bool) -> tuple[int, int]:
-    """Return (number of the step's tokens before the written state, index of that state's block in the block table).
+    """Return (the number of the step's tokens up to the exported state, the index of the state's block in the table).
 
-    The result is (0, -1) if no state is written within the step. `drops` says that vLLM drops the last block of a hit.
-    The layers, vLLM's scheduler and `MambaManager` call the same function for this computation. A state without a
-    reserved block is written into the null block.
+    The result is (0, -1) if the step exports no state. `drops` says that vLLM drops the last block of a hit. The
+    layers, vLLM's scheduler and `MambaManager` call the same function for this computation. A state without a reserved
+    block is written into the null block.
     """
     from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints
 

@@ -40,7 +40,8 @@ class TraceTap:
         recorder.rank, recorder.lifecycle, recorder.transitions, recorder.detail = rank, True, True, True
         if side.scheduler is not None:
             side.scheduler.trace_moves()
-            if side.scheduler.node is not None:  # again, because `take` has removed the first move
+            # repeated, because `recorder.take` has dropped the event of the node's first transition
+            if side.scheduler.node is not None:
                 side.scheduler.tracer.watch_node(side.scheduler.node.pool)
         self.replay.feed(Started(0, rank, "", 0, 0, layers=len(side.geometry.layers)))
         self.recorders.append(recorder)

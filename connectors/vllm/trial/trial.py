@@ -167,7 +167,7 @@ class Trial(Disturbances):
             self.side.adapters.reader, self.side.prefetching.idle_s_max = self.adapters, 3600.0  # type: ignore[assignment]
             self.begin_hints()
             if self.side.staging is not None:
-                self.side.staging.patience.await_s = 0.0  # a wait by the clock would make a sequence's outcome random
+                self.side.staging.patience.await_s = 0.0  # a wait by the clock would make outcomes random
             if self.shape.slow and self.side.staging is not None:
                 patience = self.side.staging.patience
                 patience.pace.s_per_token, patience.rates = 1e-12, dict.fromkeys(range(len(self.tiers)), 1.0)

@@ -56,7 +56,8 @@ class Watched:
         self.found: dict[Live, FoundPrefix] = {}  # for the last finished requests
         # for each finished request, the chunks that held its end when it finished
         self.ends: dict[Live, frozenset[tuple[Chunk, bytes]]] = {}
-        self._requests: dict[tuple[Live, Sequence, int], Request] = {}  # by the facts on which they depend
+        # the results of `request_of`, by everything on which a result depends
+        self._requests: dict[tuple[Live, Sequence, int], Request] = {}
         self.unfair = (
             _watch_quotas(trial.side.catalog) if trial.shape.quotas and trial.kvpipe is not None else list[str]()
         )
@@ -155,7 +156,8 @@ class Watched:
         for one in INVARIANTS.values():
             if one.when == when and (one.outside or self.trial.kvpipe is not None):
                 found += [f"{one.name}: {what}" for what in one.check(self)]
-        found += self.trial.violations  # these come last, because a wrong answer follows from a wrong read
+        # these come last, because the cause, such as a wrong read, is reported by an invariant
+        found += self.trial.violations
         self.trial.violations = []
         self.broken += [what for what in found if what.startswith(self._only)]
 

@@ -40,7 +40,10 @@ class Policy(Protocol):
         """`chunk` may not be evicted any more, because it is held or was dropped. Unknown chunks are ignored."""
 
     def refresh(self, chunk: Evictable) -> None:
-        """`chunk` was used, but not loaded. Such a use decides only between chunks that the policy rates equally."""
+        """`chunk` was used, but not loaded.
+
+        This use changes the order only among chunks that the policy rates equally.
+        """
 
     def victim(self) -> Evictable | None:
         """Remove and return the next chunk to evict, or None if no chunk may be evicted."""
@@ -98,12 +101,15 @@ class BatchPolicy(Policy, Protocol):
 
 @runtime_checkable
 class RememberingPolicy(Policy, Protocol):
-    """A policy that remembers held chunks. `dropped` names the held chunks that are never inserted again."""
+    """A policy that remembers chunks while they are held.
+
+    `dropped` names the held chunks that will never be inserted again.
+    """
 
     def dropped(self, chunk: Evictable) -> None:
-        """`chunk` was dropped after a call of `remove`, and not as a result of `victim`.
+        """`chunk`, which `remove` has removed before, was dropped.
 
-        Unknown chunks are ignored.
+        This method is not called for victims. Unknown chunks are ignored.
         """
 
 

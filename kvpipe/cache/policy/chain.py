@@ -36,7 +36,8 @@ class Chain:
         self.kind = self.paced = 0  # `kind` decides the chain's worth; `paced` is the kind by pace when the wait began
         self.answer = 0  # the class of the last answer (`answer_class`)
         self.run = 0  # the number of the chain's run in `Recency`
-        self.lru_kept = self.learnt_kept = self.learnt_kind = 0  # numbers of chunks, and the kind, in a duel's shadows
+        # set by the shadows of a `Duel`: numbers of kept chunks, and the chain's kind
+        self.lru_kept = self.learnt_kept = self.learnt_kind = 0
         self.used_s = now_s
         self.hint: Hint | None = None  # the hint on the chain's present or next wait
         self.hinted, self.hinted_s = 0, now_s  # the kind of the hint (0: no hint), and the time of its arrival
@@ -66,9 +67,10 @@ class Chain:
 
 
 def by_chain(chunks: Sequence[Evictable], chains: Sequence[Chain | None]) -> dict[Chain, list[Evictable]]:
-    """Return the known chunks of each chain, in the order of `chunks`. The first chunk of a prefix comes first.
+    """Return, by chain, those of `chunks` that belong to the chain, in their order.
 
-    `chains` is indexed by `place` of a chunk. An entry is None if chunks with its index are unknown.
+    The first chunk of a prefix comes first. `chains[chunk.place]` is the chain of a chunk, or None if the policy does
+    not know the chunk.
     """
     runs, at, many = dict[Chain, list[Evictable]](), 0, len(chunks)
     while at < many:
@@ -83,7 +85,7 @@ def by_chain(chunks: Sequence[Evictable], chains: Sequence[Chain | None]) -> dic
             runs[chain].append(chunk)
         elif stack[0] is chunk and size > 1 and size == chain.free + len(chain.held):
             run = runs[chain] = [*chunks[at - 1 : at - 1 + size]]
-            if run == stack[: len(run)]:  # the beginning of the chain, or the whole chain
+            if run == stack[: len(run)]:  # true if the next chunks are the chain's beginning or the whole chain
                 at += len(run) - 1
             else:
                 runs[chain] = [chunk]

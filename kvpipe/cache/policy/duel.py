@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from kvpipe.cache.policy.chain import Chain
 
 BEGINS: Final = ((2.0, 0.005), (1.0, 0.01), (0.5, 0.05))
-"""Pairs (standard deviations, share of LRU's hits).
+"""Pairs (number of standard deviations, share of LRU's hits).
 
-The learnt order evicts if its lead in hits exceeds both values of any pair.
+The learnt order evicts if, for any pair, its lead in hits exceeds both values.
 """
 ENDS: Final = ((0.5, 0.002),)
 DECAY: Final = 1 - 1 / 8192  # per request
@@ -72,8 +72,9 @@ class _LearntShadow:
 
     def __init__(self, slots: int, returns: Returns) -> None:
         self.slots, self.used = slots, 0
-        self.queues = Queues(slots, returns)  # by the kinds that chains had when they were added
-        self.behind: MutableMapping[Chain, Chain] = make_order(slots)  # by chain: its successor in the last request
+        self.queues = Queues(slots, returns)  # a chain is in the queue of the kind that it had when it was added
+        # for each chain: the chain that followed in the last request
+        self.behind: MutableMapping[Chain, Chain] = make_order(slots)
 
     def kept(self, chain: Chain) -> int:
         return chain.learnt_kept
@@ -122,7 +123,7 @@ class Duel:
         self.revalued = self._learnt.queues.changed
         """The set of kinds to compare again.
 
-        A chain's `learnt_kind` is added when its kind changes, or when it was used.
+        A chain's `learnt_kind` is added when the chain's kind changes, and when the chain is used.
         """
         self._ahead = self._squares = self._hits = 0.0
         self._hinted = self._believed = False
@@ -130,7 +131,7 @@ class Duel:
     def sized(self, slots: int) -> None:
         """Set the number of usable slots to `slots`.
 
-        If this number were too high, both shadows would count hits of chunks that the pool cannot hold.
+        If the shadows assumed too many slots, they would count hits of chunks that the pool cannot hold.
         """
         self._lru.slots = self._learnt.slots = slots
 
@@ -218,8 +219,8 @@ class Duel:
 
 
 def _hits(prompt: Sequence[tuple[Chain, int]]) -> tuple[int, int]:
-    """Return how many of a prompt's chunks, from its beginning on, LRU and the learnt order would hold."""
-    whole = lru = learnt = 0  # a shadow may hold more chunks: also chunks after a chain whose end was evicted
+    """Return how many of a prompt's first chunks LRU would hold without a gap, and how many the learnt order."""
+    whole = lru = learnt = 0  # chunks behind the first gap do not count, although a shadow may hold them
     lru_goes_on = learnt_goes_on = True
     for chain, size in reversed(prompt):
         whole += size

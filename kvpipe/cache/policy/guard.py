@@ -137,7 +137,8 @@ class RescuedPolicy:
             try:
                 self._dropped(chunk)
             except (Exception, SystemExit) as error:  # noqa: BLE001  (as above)
-                self._rescue(error).remove(chunk)  # the pool has not removed the chunk yet
+                # the new LRU was filled from the pool, which has not removed the chunk yet
+                self._rescue(error).remove(chunk)
 
     def victim(self) -> Evictable | None:
         """See `Policy.victim`."""

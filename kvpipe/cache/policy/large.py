@@ -124,10 +124,10 @@ class ShardedOrder(MutableMapping[K, V]):
     __slots__ = ("_first", "_last", "_len", "_many", "_shards")
 
     def __init__(self, entries_max: int, shards: tuple[Shard[K, _Stretch], ...] = ()) -> None:
-        """Start without entries. With more than `entries_max` entries, calls take longer.
+        """Start without entries. Calls take longer if there are more than `entries_max` entries.
 
-        `shards` is an index that several orders share. At any time a key may be in only one of these orders. A call
-        with this key may only be made on the order that has the key.
+        `shards` is an index that several orders share. At any time a key may be in only one of these orders. Calls with
+        this key may be made only on that order.
         """
         self._shards = shards or _shards(entries_max)
         self._many, self._len = len(self._shards), 0
@@ -212,7 +212,10 @@ class ShardedOrder(MutableMapping[K, V]):
         return self._len
 
     def _open(self) -> _Stretch:
-        """Return a run for a new entry, because the last run has reached `RUN_MAX`, including removed entries."""
+        """Return a run for a new entry.
+
+        The last run has no room, because it has had `RUN_MAX` entries, including removed entries.
+        """
         last = self._last
         if len(last.entries) * 2 < RUN_MAX:
             _fill(last, dict(last.entries))
@@ -242,7 +245,7 @@ class ShardedOrder(MutableMapping[K, V]):
         self._unlink(newer)
 
     def _unlink(self, run: _Stretch) -> None:
-        """Remove a run that is not the last one from the list of runs."""
+        """Remove `run`, which is not the last run, from the list of runs."""
         older, newer = run.older, run.newer
         assert newer is not None  # noqa: S101
         newer.older = older
@@ -275,9 +278,9 @@ def order(entries_max: int) -> Ordered[K, V]:
 
 
 def orders(entries_max: int, count: int) -> tuple[Ordered[K, V], ...]:
-    """Return `count` mappings, each as `order` returns it. A key may be in only one of these mappings at a time.
+    """Return `count` mappings, each as `order` returns it.
 
-    The reason is that large mappings share an index.
+    A key may be in only one of these mappings at a time, because large mappings share an index.
     """
     if entries_max <= PLAIN_MAX:
         return tuple(OrderedDict() for _ in range(count))

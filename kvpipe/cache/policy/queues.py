@@ -16,7 +16,7 @@ _LEAVES_S: Final = (*INNER_S, math.inf)
 """The end of each bin of idle time, in seconds."""
 Candidate: TypeAlias = "tuple[float, float, int, Chain, float]"
 """The chain with the lowest worth of its kind: (worth, time of last use, kind, chain, end of the worth's validity)."""
-_EARLY: Final = 1 - 1e-12  # because of this factor, a worth is computed again slightly too early, never too late
+_EARLY: Final = 1 - 1e-12  # with this factor, rounding errors make a worth expire slightly too early, never too late
 
 
 class Queues:

@@ -12,7 +12,7 @@ from kvpipe.cache.policy.hints import Action
 PER_OCTAVE: Final = 3
 SHORTEST_S: Final = 0.25
 BINS: Final = 48  # bins of idle times up to 4.5 hours; the last bin has longer times, too
-PACES: Final = 13  # the number of kinds by pace: 0: no pause yet; 1 to 11: octaves of the usual pause; 12: `LEFT`
+PACES: Final = 13  # the number of kinds by pace: 0 (no pause yet), 1 to 11 (octaves of the usual pause) and 12 (`LEFT`)
 LEFT: Final = PACES - 1  # the kind of chains behind a point where requests ended or branched off
 SILENT: Final = PACES
 """The first kind of waits without a hint. Each class of answers (`answer_class`) has `PACES` kinds from here on."""
@@ -22,13 +22,13 @@ RESUMES: Final = SILENT + (2 + len(ANSWERS_TOKENS)) * PACES  # the first kind of
 RETAINS: Final = RESUMES + 15  # the first kind of retain hints: one kind per two octaves of the retained time
 DEMOTED: Final = RETAINS + 8
 KINDS: Final = DEMOTED + 1
-PRIOR: Final = 20.0  # after this number of waits, a kind's own counts weigh as much as the counts of all kinds
-PRIOR_HINTED: Final = 4.0  # as `PRIOR`, for kinds of hints, whose counts start as if hints were right
+PRIOR: Final = 20.0  # the counts of all kinds weigh as much as this number of waits of the kind itself
+PRIOR_HINTED: Final = 4.0  # the same for kinds of hints, whose counts start as if hints were right
 PRIOR_TURNS: Final = 20.0
 REMEMBERED: Final = 8192  # if a kind has more turns than this, its counts are halved
 REMEMBERED_HINTED: Final = 512
 USELESS: Final = 0.05  # if a smaller share of demoted chains is used again, demoted chains are worth nothing
-TRUST_DECAY: Final = 0.995  # each return multiplies the trust by this factor
+TRUST_DECAY: Final = 0.995  # at each return, the earlier trust is multiplied by this factor
 PROOF_MAX: Final = 0.25  # one return changes the trust by at most this; so the trust stays between -50 and 50
 DISTRUST: Final = -4.0
 CHANCE_MAX: Final = 0.999  # the highest chance that a chain returns within a bin
@@ -100,7 +100,7 @@ class Returns:
         """How often `tables` have changed."""
         self._turns = self._renewed = 0
         self._renew_at = RENEW_EVERY
-        self._changed = [True] * KINDS  # by kind: whether its counts have changed since its table was renewed
+        self._changed = [True] * KINDS  # for each kind: whether its counts have changed since its table was renewed
         self._trust = 0.0
         for kind in range(RESUMES, KINDS):
             self._ended[kind], self._returned[kind] = PRIOR_TURNS, _as_hinted(kind)
@@ -110,10 +110,11 @@ class Returns:
     def ended(self, kind: int, turns: int = 1) -> None:
         """Count that a chain of `kind` begins to wait.
 
-        With `turns` -1, take one count back, because the chain's kind has changed.
+        If the kind of a waiting chain changes, the caller takes the count of the old kind back with `turns` -1.
         """
         ended = self._ended[kind] + turns
-        self._ended[kind] = ended if ended > 0 else 0.0  # halving may have removed part of the turn to take back
+        # below 0, because counts were halved since the turn that is taken back
+        self._ended[kind] = ended if ended > 0 else 0.0
         self._changed[kind] = True
         self._turns += 1
         if self._turns >= self._renew_at:
@@ -154,7 +155,8 @@ class Returns:
     def proven(self, hinted: int, pace: int, idle_s: float) -> None:
         """Adjust the trust in hints, because a chain with a hint is used again after `idle_s` seconds.
 
-        The trust rises if the kind of the hint, `hinted`, predicted this time better than the kind of the pace, `pace`.
+        `hinted` is the kind of the hint, `pace` the kind of the pace. The trust rises if `hinted` predicted the idle
+        time better than `pace`.
         """
         at = _bin(idle_s)
         better = self._likely(hinted, at) / self._likely(pace, at)
@@ -162,7 +164,7 @@ class Returns:
 
     @property
     def trusts(self) -> bool:
-        """Whether hints predict better than the paces of the same chains."""
+        """Whether hints have predicted idle times better than the paces of the same chains."""
         return self._trust >= DISTRUST
 
     def worth(self, kind: int, idle_s: float) -> float:
@@ -190,7 +192,7 @@ class Returns:
                 self._renew_kind(kind, silent)
 
     def _silent(self, pace: int, everybody: _Everybody) -> WorthTable:
-        """Return the worths of waits without hints at one pace, after answers of any length."""
+        """Return the worths of chains of one pace that wait without a hint, whatever the length of the last answer."""
         ended = sum(self._ended[SILENT + pace : RESUMES : PACES])
         returned = [sum(counts) for counts in zip(*self._returned[SILENT + pace : RESUMES : PACES], strict=True)]
         if (ended, returned) == self._counts(pace):
@@ -240,9 +242,9 @@ class WorthTable:
     __slots__ = ("_chances", "_ended", "_everybody", "_prior", "_returned", "computed")
 
     def __init__(self, ended: float, returned: list[float], prior: float, everybody: _Everybody | WorthTable) -> None:
-        """Keep the counts. `returned` has the returns of `ended` chains, by bin of idle time.
+        """Keep the counts.
 
-        `everybody` has the weight of `prior` chains.
+        `returned` has the returns of `ended` chains, by bin of idle time. `everybody` counts as much as `prior` chains.
         """
         self._chances: list[float] | None = None
         self._ended, self._returned, self._prior, self._everybody = ended, returned, prior, everybody
@@ -294,7 +296,7 @@ def _indices(chances: list[float]) -> list[float]:
 
     `chances` has, for each bin, the probability that a chain returns within the bin if it has not returned before. The
     indices are computed from the last bin back to the first. A bin is joined with the following bins while their index
-    is larger than the bin's own, because a longer wait then has more hits per second.
+    is larger than its own, because waiting longer then gains more hits per second.
     """
     out, ahead, log1p = list[float](), list[tuple[float, float, float]](), math.log1p
     for chance, width_s in zip(reversed(chances), _WIDTHS_BACK_S, strict=True):

@@ -1,8 +1,8 @@
 """Keeps the prefixes that will be used again soonest, for sessions that pause and continue, each at its own pace.
 
 Chunks are in *chains*: runs of chunks that follow each other, with no branch between them. A chain is evicted from its
-end, and after the chains that follow it. `returns.py` decides which chain is evicted. The decision depends on how long
-chains with the same pace, and with answers of the same length, have paused before.
+end, and after the chains that follow it. `returns.py` decides which chain is evicted. The decision depends on the past
+pauses of chains with the same pace and with answers of about the same length.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from kvpipe.cache.policy.queues import Queues
 from kvpipe.cache.policy.recency import Recency
 from kvpipe.cache.policy.returns import LEFT, SILENT, Returns, answer_class, chain_kind, hinted_kind, pace_after
 
-CHAIN_MAX: Final = 256  # in chunks: the time to split a chain is proportional to its length
+CHAIN_MAX: Final = 256  # number of chunks; limited, because the time to split a chain is proportional to its length
 DEPTH_MAX: Final = 1024  # an eviction follows at most this many chains towards the end of a prompt
-FORGOTTEN_MAX: Final = 64  # identities per call: several, because finding the oldest takes longer than removing it
+# identities forgotten per call: several, because finding the oldest takes longer than removing it
+FORGOTTEN_MAX: Final = 64
 NOWHERE: Final = object()  # an identity that no chunk has as its `before`
 NOBODY: Final = Chain(NOWHERE, NOWHERE, 0.0, orphan=False)  # a chain without chunks
 
@@ -38,12 +39,12 @@ class Sessions:
         self._duel = Duel(self._slots, self._returns)
         self.sized = self._duel.sized  # see `SizedPolicy`
         self._revalued = self._duel.revalued
-        self._chains: list[Chain | None] = [None]  # by `place` of the chains' chunks
+        self._chains: list[Chain | None] = [None]  # each chain at the index that is the `place` of its chunks
         self._numbers: list[int] = []  # indices of `_chains` that are free for new chains
         self._free = self._held = 0  # the number of chunks that may be evicted, and the number of known held chunks
-        self._known: MutableMapping[Hashable, Chain] = make_order(slots)  # by `identity` of the chains' chunks
+        self._known: MutableMapping[Hashable, Chain] = make_order(slots)  # the chain of each chunk's `identity`
         self._gone: Ordered[Hashable, Chain] = order(slots)  # evicted chains, by the identity of their head
-        self._branches: Ordered[Hashable, dict[Chain, None]] = order(slots)  # by the identity of the chunk before
+        self._branches: Ordered[Hashable, dict[Chain, None]] = order(slots)  # the chains after each `identity`
         self._queues = Queues(slots, self._returns)
         self._orphans = self._queues.others
         self._recency = Recency(slots)  # chains in the queues, and orphans
@@ -307,7 +308,7 @@ class Sessions:
         return worst
 
     def _end_of(self, chain: Chain) -> Chain:
-        """Follow evictable chains from `chain` on, and return the last. Return `chain` if no such chain follows it."""
+        """Follow the evictable chains after `chain`, and return the last, or `chain` if no such chain follows."""
         for _ in range(DEPTH_MAX):
             branches = self._branches.get(chain.stack[-1].identity)
             following = next((one for one in branches if one.free), None) if branches else None
@@ -317,7 +318,7 @@ class Sessions:
         return chain
 
     def _pop(self, chain: Chain) -> Evictable | None:
-        """Remove the last chunk from the chain. Return the chunk if it may be evicted."""
+        """Remove the last chunk from the chain. Return the chunk if it may be evicted, and otherwise None."""
         stack, held = chain.stack, chain.held
         chunk = stack.pop()
         free = chunk.place == chain.number
@@ -341,7 +342,7 @@ class Sessions:
         return chunk if free else None
 
     def _forget(self, chain: Chain) -> None:
-        """Forget the empty chain. Only its pace is remembered, for a later chain with the same first chunk."""
+        """Forget the empty chain, except its pace. A later chain with the same first chunk gets this pace."""
         branches = self._branches.get(chain.before)
         if branches is not None:
             branches.pop(chain, None)
@@ -370,7 +371,7 @@ class Sessions:
         self._recency.use(chain)
 
     def _leave(self, chain: Chain) -> None:
-        """Remove the chain from the queues, because none of its chunks may be evicted, or its queue changes."""
+        """Remove the chain from the queues, because none of its chunks may be evicted, or to move the chain."""
         self._dequeue(chain)
         self._recency.forget(chain)
         if chain is self._draining:
@@ -413,7 +414,7 @@ class Sessions:
                 self._branches.popitem(last=False)
 
     def _adopt(self, identity: Hashable) -> None:
-        """End the orphan state of the chains after `identity`, because the chunk with this identity was inserted."""
+        """Count the chains after `identity` as orphans no longer, because the chunk with this identity was inserted."""
         ends = [identity]
         while ends:
             for chain in [one for one in self._branches.get(ends.pop(), ()) if one.orphan]:
@@ -535,12 +536,12 @@ class Sessions:
             self._draining = NOBODY  # chunks that are being saved may be worth less now
 
     def _promises_less(self, chain: Chain, hint: Hint) -> bool:
-        """Whether the hint would reduce the worth of a chain that waits."""
+        """Whether the hint would reduce the worth of a waiting chain."""
         hinted, now_s = hinted_kind(hint.action, hint.at_s - self._now_s), self._now_s
         return self._returns.worth(hinted, 0.0) < self._returns.worth(chain.kind, now_s - chain.used_s)
 
     def _believe(self, chain: Chain, hint: Hint) -> None:
-        """Apply `hint` to a chain that waits."""
+        """Apply `hint` to a waiting chain, and change the chain's kind to the kind of the hint."""
         returns = self._returns
         returns.ended(chain.hinted or SILENT + chain.answer + chain.paced, -1)
         chain.hinted, chain.hinted_s = hinted_kind(hint.action, hint.at_s - self._now_s), self._now_s
@@ -561,7 +562,7 @@ class Sessions:
             if begun is not stack:
                 self._leave_behind(chain, begun[-1])
             self._wait(chain, self._answer)
-            if not chain.orphan:  # orphans are counted in `_lost`
+            if not chain.orphan:  # chunks of orphans are counted in `_lost`
                 prompt.append((chain, size))
             at += size
         if at < many:

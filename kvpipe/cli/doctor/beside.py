@@ -55,7 +55,7 @@ def _extra(config: dict[str, Any]) -> dict[str, Any]:
 def check_connectors(_: Settings, machine: HostFacts) -> PendingFinding | None:
     """Check that vLLM asks kvpipe before all other connectors, and that a NIXL connector finds its module.
 
-    Returns None if the connectors are not known.
+    Returns None if the input does not tell the connectors.
     """
     names = machine.connectors
     if not names:

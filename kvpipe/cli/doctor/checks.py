@@ -52,7 +52,7 @@ def examine(settings: Settings, machine: HostFacts | None = None) -> list[Findin
     for check in (*CHECKS, *TIERS):
         try:
             answer = check.ask(settings, facts)
-        except UsageError as e:  # the error's text names the solution
+        except UsageError as e:  # the error's text also has the solution
             answer = PendingFinding(check.if_raised, one_line(e), "change the configuration as this message asks")
         except Exception as e:  # noqa: BLE001  (a finding reports it)
             detail = f"could not be checked ({type(e).__name__}: {one_line(e)})"
@@ -77,7 +77,8 @@ def examine_extra(extra: str, *, ranks: int = 1) -> list[Finding]:
         keys = ", ".join(f"{key}={_given(settings, key)}" for key in sorted(settings.model_fields_set))
         first = Finding("configuration", "ok", f"valid ({keys})" if keys else "valid (all defaults)", "")
     except Exception as e:  # noqa: BLE001  (the other checks must run)
-        settings = Settings.model_construct()  # ignores the environment, which may be the cause of the error
+        # the defaults without the environment, which may be the cause of the error
+        settings = Settings.model_construct()
         detail = one_line(e) if isinstance(e, UsageError) else f"{type(e).__name__}: {one_line(e)}"
         remedy = "change the configuration as this message asks; the other checks were made with the defaults"
         first = Finding("configuration", "fail", detail, remedy)

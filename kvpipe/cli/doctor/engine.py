@@ -1,4 +1,7 @@
-"""The connector that the commands work with. Modules that need vLLM are imported only when a command uses them."""
+"""Imports the parts of the connector that commands need.
+
+Modules that need vLLM are imported only when a command uses them.
+"""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from kvpipe.machine.huge_pages import HUGE_PAGES
 from kvpipe.protocol.geometry import Geometry, Group, Layer
 
 PLUGIN: Final = "kvpipe"
-"""The entry point by which vLLM loads kvpipe."""
+"""The name of the entry point by which vLLM loads kvpipe."""
 VLLM: Final = connector_part("doctor_facts")
 
 

@@ -15,11 +15,12 @@ from kvpipe.machine.huge_pages import shared_huge_pages
 from kvpipe.node.health import health_of
 from kvpipe.node.processes import folder_of_user
 
-POOL_SHARE_WARN: Final = 0.8  # a share of the free memory, because the model and the engine need memory, too
+# a pool above this share of free memory gets a warning, because model and engine need memory, too
+POOL_SHARE_WARN: Final = 0.8
 POOL_SHARE_FAIL: Final = 1.0
 PIN_BEYOND_BYTES: Final = 16 << 20
 PIN_PROBE_BYTES_MAX: Final = 256 << 20
-RESERVED_CPUS_PER_RANK: Final = 2  # vLLM's own default with a KV connector
+RESERVED_CPUS_PER_RANK: Final = 2  # as in vLLM's own default with a KV connector
 
 
 def check_device(_: Settings, machine: HostFacts) -> PendingFinding:
@@ -105,7 +106,7 @@ def _spare_cpus(machine: HostFacts, cpus: frozenset[int]) -> int:
     if bind == "nobind":
         return len(cpus) - int(machine.environ.get("OMP_NUM_THREADS", used))
     reserved = int(machine.environ.get("VLLM_CPU_NUM_OF_RESERVED_CPU", RESERVED_CPUS_PER_RANK * machine.ranks))
-    return len(cpus) - (used - reserved if used > reserved else used)  # with too few cores vLLM reserves no core
+    return len(cpus) - (used - reserved if used > reserved else used)  # vLLM reserves no core if there are too few
 
 
 def _core(machine: HostFacts, cpu: int) -> str:
@@ -168,7 +169,7 @@ def check_huge_pages(settings: Settings, machine: HostFacts) -> PendingFinding |
 
 
 def check_shared_memory(_: Settings, __: HostFacts) -> PendingFinding:
-    """Report that kvpipe does not use /dev/shm."""
+    """Report that kvpipe does not use /dev/shm, so that its size does not matter."""
     return PendingFinding(
         "ok", "not used, whatever its size: a private pool is memory of its rank, and a node's memory has no name"
     )

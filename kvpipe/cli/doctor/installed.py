@@ -79,8 +79,8 @@ def check_plugin(_: Settings, machine: HostFacts) -> PendingFinding:
 def check_plugin_filter(_: Settings, machine: HostFacts) -> PendingFinding:
     """Check that VLLM_PLUGINS does not exclude the entry point.
 
-    vLLM splits the variable at commas and compares the names exactly. So a name does not match if there is a blank
-    between the name and a comma.
+    vLLM splits the variable at commas and compares the names exactly. So a name with a blank before or after it does
+    not match.
     """
     value = machine.environ.get("VLLM_PLUGINS")
     if value is None:

@@ -31,7 +31,8 @@ def check_state_dir(settings: Settings, machine: HostFacts) -> PendingFinding:
     if not settings.name and not settings.tiers and settings.state_dir is None:
         return PendingFinding("ok", "not used, because neither `name` nor `tiers` is set")
     folder = settings.state_dir or default_state_dir()
-    status: Status = "fail" if settings.name else "warn"  # digests of weights can be computed again
+    # only a warning without a name, because digests of weights can be computed again
+    status: Status = "fail" if settings.name else "warn"
     remedy = "set state_dir to a folder that the engine's user may write to"
     try:
         free = _writable(folder, machine)

@@ -43,7 +43,7 @@ def test_the_oldest_go_first(tmp_path: Path) -> None:
     async def play() -> None:
         async with client(TierWorld(lambda: spec.make("sqlite"), spec)) as tier:
             await tier.write([put(i, 4096) for i in range(3)])
-            await tier.write([put(0, 4096)])  # a write of a value that the tier has is a use
+            await tier.write([put(0, 4096)])  # writing a value that the tier already has counts as a use
             await tier.write([put(3, 4096)])
             assert await tier.exists([some_key(i) for i in range(4)]) == [True, False, True, True]
             with pytest.raises(TierFullError):

@@ -40,7 +40,7 @@ def _waits(function: Any) -> bool:
 
 
 async def _standstill(call: Callable[[], Awaitable[object]]) -> tuple[float, float]:
-    """Make `call`. Returns, in seconds, the longest time without a turn of the loop, and the call's duration."""
+    """Make `call`. Returns the longest time without a turn of the loop, and the call's duration, both in seconds."""
     beats_s: list[float] = []
 
     async def beat() -> None:

@@ -72,7 +72,7 @@ class BoundClaims:
             await world.grow_old()
             others = range(1, BOUND_BYTES // VALUE_BYTES - 1)
             await tier.write([put(i, VALUE_BYTES) for i in others])
-            await list_entries(tier)  # a tier may cache the ages of a listing
+            await list_entries(tier)  # list twice, because a tier may cache the ages of a listing
             await world.grow_old()
             await list_entries(tier)
             assert await tier.write([put(0, VALUE_BYTES)]) == [Written.PRESENT]
@@ -97,5 +97,5 @@ class BoundClaims:
         again, once = ages_s[some_key(0)], ages_s[some_key(1)]
         if again is not None and once is not None:
             assert again < once
-        elif not world.is_bounded:  # a bounded tier shows the age by the order of eviction
+        elif not world.is_bounded:  # the age of a bounded tier's values is tested by the order of eviction
             pytest.fail('it lists no ages: return them, or add "age" to TierWorld.limits', pytrace=False)

@@ -114,7 +114,7 @@ class ClosingClaims:
                 await other.delete([some_key(i) for i in range(2)])
                 closed.extend((tier, other))
 
-        for _ in range(2):  # a library may start threads once per process
+        for _ in range(2):  # two runs first, because a library may start threads once per process
             run(play)
         before, ran = _held(), 0
         for times in (4, 12):  # a library may start threads late, but only a leak grows with every run

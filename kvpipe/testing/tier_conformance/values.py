@@ -61,7 +61,7 @@ class ValueClaims:
 
     @with_client
     async def test_a_batch_keeps_its_order(self, tier: Tier) -> None:
-        """Results are in the order of the request, which mixes hits and misses and contains a key twice."""
+        """A batch mixes hits and misses and contains a key twice. The results are in the order of the batch."""
         there = [1, 2, 5, 7, 11]
         assert await tier.write([put(i, 4096 * i) for i in there]) == [Written.STORED] * len(there)
         asked = [11, 3, 5, 1, 4, 2, 6, 7, 8, 5]

@@ -34,7 +34,7 @@ def opened(name: str | Path, flags: int, at: int | None = None) -> Iterator[int]
     """Open the file `name`, in the folder `at` if `at` is given. A new file gets mode 0600."""
     fd = os.open(name, flags, _PRIVATE, dir_fd=at)
     try:
-        if flags & os.O_CREAT and os.fstat(fd).st_mode & 0o777 != _PRIVATE:  # the umask has changed the mode
+        if flags & os.O_CREAT and os.fstat(fd).st_mode & 0o777 != _PRIVATE:  # the umask has cleared bits of the mode
             os.fchmod(fd, _PRIVATE)
         yield fd
     finally:
@@ -109,7 +109,9 @@ class Root:
         self._device: int | None = None
 
     def adopt(self, *, make: bool) -> None:
-        """Record on which file system the folder is. With `make`, the folder is created if it does not exist.
+        """Record on which file system the folder is, for later calls of `open`.
+
+        With `make`, the folder is created if it does not exist.
 
         Raises:
             TierError: the folder does not exist or cannot be created. TierError is also raised if the file system of
@@ -164,7 +166,9 @@ class ValueFiles:
         self._must, self._direct = direct == "on", direct != "off"
 
     def move(self, fd: int, call: MoveBytes, parts: Sequence[memoryview]) -> int:
-        """Move the bytes of all `parts` with `call`. Returns the number of moved bytes: fewer if the file ends.
+        """Move the bytes of all `parts` with `call`.
+
+        Returns the number of moved bytes, which is lower if the file ends early.
 
         Raises OSError. Raises `TierError` if `direct` is "on" and the file system has no direct I/O.
         """

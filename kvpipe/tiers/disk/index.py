@@ -39,8 +39,9 @@ class _Shelf:
 
     `keys` has the keys of the files. `changed_ns` is the folder's mtime at the last listing, or None if the folder may
     have changed after that listing. `seen_ns` is also the mtime at the last listing. All listings since `seen_s`
-    (`time.monotonic`) have seen this mtime. If an mtime is old enough, a later change gives a different mtime. The age
-    of an mtime is measured by this machine's clock, because the file system's clock may differ.
+    (`time.monotonic`) have seen this mtime. Once an mtime is old enough, any further change gives the folder a
+    different mtime. The age of an mtime is the time since `seen_s` by this machine's clock, because the file system's
+    clock may differ.
     """
 
     __slots__ = ("changed_ns", "keys", "seen_ns", "seen_s")
@@ -60,7 +61,7 @@ class Index:
 
     def __init__(self) -> None:
         """Make an empty index."""
-        # There are two dictionaries of numbers, because the garbage collector need not visit numbers.
+        # Two dictionaries of numbers instead of one of objects, because the garbage collector need not visit numbers.
         self._used_s: OrderedDict[Key, float] = OrderedDict()
         self._sizes: dict[Key, int] = {}
         self._unsorted: dict[Key, float] = {}
@@ -70,7 +71,8 @@ class Index:
         self._passing, self._own = False, set[Key]()
         self._frames: dict[tuple[str, str], Key] = {}
         self._bare: set[str] = set()  # namespaces whose folders contain no sub-folder
-        self._written: OrderedDict[Key, int] = OrderedDict()  # by key reported as written: number of that pass
+        # keys reported as written, each with the number of the pass at that time
+        self._written: OrderedDict[Key, int] = OrderedDict()
         self._passes = 0
         self.on_gone: Callable[[Key], object] | None = None
         """This attribute is explained in `kvpipe.tiers.base.Noticing`."""
@@ -148,7 +150,8 @@ class Index:
                     if spaces is None or gone[0] in spaces:
                         for key in self._shelves[gone].keys - self._own:
                             self._forget(key)
-                        self._shelves[gone].forget_time()  # the folder may reappear with the same mtime
+                        # needed because a folder of this name may reappear with the same mtime
+                        self._shelves[gone].forget_time()
                         if not self._shelves[gone].keys:
                             del self._shelves[gone]
                 self._unsorted |= new
@@ -213,7 +216,7 @@ class Index:
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """Record the keys that this process adds and removes during a pass: the pass may list an older state."""
+        """Record the keys that this process adds and removes during a pass, as the pass may list an older state."""
         self._passing = True
         try:
             yield

@@ -3,12 +3,12 @@
 One file, the account, contains the number of kvpipe's bytes in the folder, unfinished files included. A process takes
 the account's lock (flock) to begin a file, to give the file its name, and to delete the file. A process never holds the
 lock while it reads or writes values. The kernel releases the lock of a dead process. A process that has taken the lock
-marks the account as void, and later writes the new number. If the process dies before it has written the number, the
-next process counts the files.
+first marks the account as void, and writes the new number before it releases the lock. If the process dies in between,
+the next process finds the void account and counts the files.
 
-An unfinished file is called a *draft file*. Each opened tier keeps its draft files in its own folder, the desk. The
-tier's process holds a lock on the desk as long as the process lives. The next tier that is opened deletes the desks of
-dead processes.
+An unfinished file is called a *draft file*. Each opened tier keeps its draft files in a folder of its own, the *desk*.
+The tier's process holds a lock on the desk as long as the process lives. The next tier that is opened deletes the desks
+of dead processes.
 """
 
 from __future__ import annotations
@@ -121,9 +121,10 @@ class DiskRoom:
                         os.unlink(ACCOUNT, dir_fd=held.root)
 
     def yield_bytes(self, size: int) -> bool:
-        """Delete at least `size` bytes of the oldest files, but at most one batch. Called if other files fill the disk.
+        """Delete at least `size` bytes of the oldest files, but at most one batch.
 
-        If all files together have less than `size` bytes, delete no file and return False.
+        Called if files of other programs fill the disk. If kvpipe's files together have less than `size` bytes, delete
+        no file and return False.
         """
         with self._locked() as held:
             if not self._index.oldest(1):
@@ -350,11 +351,12 @@ def _locked(root: int, until: float) -> Iterator[int]:
                 time.sleep(pause_s)
                 pause_s = min(pause_s * 2, _PAUSE_S_MAX)
             try:
-                if os.fstat(fd).st_nlink:  # 0: the file was deleted, and other processes lock a new file
+                if os.fstat(fd).st_nlink:  # 0 means that the file was deleted, and that other processes lock a new file
                     yield fd
                     return
             finally:
-                fcntl.flock(fd, fcntl.LOCK_UN)  # a forked process's copy of the descriptor would keep the lock
+                # closing is not enough: a forked process's copy of the descriptor would keep the lock
+                fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def _is_held(desk: int) -> bool:

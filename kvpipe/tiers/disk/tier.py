@@ -40,7 +40,7 @@ _NO_FILE: Final = frozenset((errno.ELOOP, errno.ENXIO))
 """The errors that `open` raises for a symbolic link or a socket."""
 _NO_SPACE: Final = frozenset((errno.ENOSPC, errno.EDQUOT))
 _YIELDS: Final = (1, 2, 4)
-"""The bytes that each attempt deletes if the disk is full, in multiples of the value's size."""
+"""How many bytes to delete before each further attempt to write to a full disk, in multiples of the value's size."""
 _FILLED: Final = "other files fill the disk, so the tier deletes its oldest values to make room for new ones"
 _I = TypeVar("_I")
 _O = TypeVar("_O")
@@ -166,7 +166,7 @@ class DiskTier:
         self._open = False
         for limiter in (self._reads, self._puts):
             async with AsyncExitStack() as places:
-                for _ in range(self.spec.lanes):  # when `close` holds every token, no operation is in progress
+                for _ in range(self.spec.lanes):  # once `close` holds every token, no operation is in progress
                     user = object()
                     await limiter.acquire_on_behalf_of(user)
                     places.callback(limiter.release_on_behalf_of, user)
@@ -256,7 +256,7 @@ class DiskTier:
             try:
                 self._pass(spaces)
             finally:
-                with contextlib.suppress(RuntimeError):  # the loop is closed, so that no lookup waits
+                with contextlib.suppress(RuntimeError):  # the loop is closed, so no lookup waits any more
                     loop.call_soon_threadsafe(ended)
 
         looker = threading.Thread(target=work, name=f"kvpipe-{self.name}", daemon=True)
@@ -266,7 +266,10 @@ class DiskTier:
     # ---- in threads -----------------------------------------------------------------------------------------------
 
     def _pass(self, spaces: frozenset[str] | None = None) -> None:
-        """Update the index for the namespaces `spaces`, or for all. `_trouble` is set to the error, or to ""."""
+        """Update the index for the namespaces `spaces`, or for all if `spaces` is None.
+
+        Set `_trouble` to the error, or to "".
+        """
         begin_s = time.monotonic()
         try:
             with self._root.failures(), self._root.open() as root:

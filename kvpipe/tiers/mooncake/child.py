@@ -9,7 +9,8 @@ ends.
 
 The process can also map the slots that the engines of a node share (`join`), and read values into slots (`fill`). In
 this case, only the beginning of each value is in the lane's memory. The client may abandon a transfer without stopping
-the transfer. So the parent revokes a fill that was not answered. A revoked fill no longer writes into its slots.
+the transfer. So the parent revokes a fill that was not answered. After the revocation, no transfer of this fill can
+write into slots any more.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ LINE_BYTES_MAX, METRICS_LINES_MAX = 64 << 10, 100_000
 WINDOWS_MAX = 8192
 """The largest number of slots that are mapped at once. Each slot needs two of a process's 65,530 mappings."""
 LOST_MAX = 20_000
-"""The largest number of windows that abandoned transfers may still use. With more, the process ends."""
+"""The largest number of windows that abandoned transfers may still use. If there are more, the process ends."""
 NOTHING_BEGUN = frozenset({-600, -703, -704})
 """The codes of reads that have begun no transfer: wrong size, not written yet, not found."""
 SPINNER_NICE = 10
@@ -70,8 +71,9 @@ class Windows:
     def __init__(self, fd: int, offset: int) -> None:
         """Map slots that begin at `offset` of file `fd`."""
         self._fd, self._offset, self._lock = fd, offset, threading.Lock()
-        self._free: dict[tuple[int, int, int], int] = {}  # addresses by (pages before the slot, place, bytes)
-        self._busy: dict[int, list[tuple[tuple[int, int, int], int]]] = {}  # the same, by number of the fill
+        # windows without a fill: addresses by (pages before the slot, place, bytes)
+        self._free: dict[tuple[int, int, int], int] = {}
+        self._busy: dict[int, list[tuple[tuple[int, int, int], int]]] = {}  # windows in use, by number of the fill
         self._revoked: set[int] = set()
         self._lost, self._waste, self._waste_bytes = 0, os.memfd_create("kvpipe-late-writes"), 0
 
@@ -147,14 +149,15 @@ class Worker:
 
     def __init__(self, given: dict[str, Any], memory: mmap.mmap, lanes: int) -> None:
         """Connect to the master and lend memory to the cluster. Raises RuntimeError with the reason of a failure."""
-        # The import is here, so that its failure can be reported to the parent.
+        # The import is not at the top of the file, so that its failure can be reported to the parent.
         from mooncake.store import MooncakeDistributedStore, ReplicateConfig  # type: ignore[import-untyped] # noqa: PLC0415
 
         self._given, self._lane_bytes = given, len(memory) // lanes
         self.lends = given["segment_bytes"] > 0
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._registered: set[int] = set()
-        # Each direction has one transfer at a time, because a thread that waits for a transfer uses a core.
+        # Each direction has only one transfer at a time, because each thread that waits for a transfer keeps a core
+        # busy.
         self._turns = {"read": threading.Lock(), "write": threading.Lock()}
         self._replicate = ReplicateConfig()
         self._replicate.replica_num = given["replicas"]
@@ -308,7 +311,7 @@ def serve(worker: Worker, lane: int, wire: socket.socket) -> None:
     try:
         _serve(worker, lane, wire)
     except ConnectionError:
-        return  # the parent has ended
+        return  # the parent has closed the lane or has ended
     except BaseException:  # noqa: BLE001  (any error must end the process)
         os._exit(1)
 
@@ -341,7 +344,8 @@ def main(memory_fd: int, control_fd: int, *lane_fds: int) -> None:
     control.send(b"ready")
     hung_up = select.poll()
     hung_up.register(control, select.POLLIN)
-    while not hung_up.poll(1000) and os.getppid() == parent:  # a fork of the parent may keep the socket open
+    # the parent's pid is checked, too, because a fork of the parent may keep the socket open
+    while not hung_up.poll(1000) and os.getppid() == parent:
         pass
     if worker.lends:
         threading.Timer(CLOSE_S_MAX, os._exit, (1,)).start()

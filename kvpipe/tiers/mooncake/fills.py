@@ -31,7 +31,7 @@ class SlotFills:
         """Start without slots. `limit_s` is the longest wait for an answer without values."""
         self._limit_s, self._begin, self._end = limit_s, 0, 0
         self._slots: SharedSlots | None = None
-        self._client: ClientProcess | None = None  # the process that has mapped the slots
+        self._client: ClientProcess | None = None  # the client's process that has mapped the slots
         self._retry_s, self._count = 0.0, 0
         self._joining = anyio.Lock()
 

@@ -271,7 +271,8 @@ def _split(asked: Sequence[_Asked], bytes_max: int) -> list[list[_Asked]]:
         if size > bytes_max:
             msg = f"a value of {size} bytes is more than a quarter of buffer_bytes, {bytes_max}; raise buffer_bytes"
             raise TierError(msg)
-        again = one.key in keys  # if a question has a key twice, the client fills only one of the two buffers
+        # a key may be in a batch only once, because the client would fill only one of the two buffers
+        again = one.key in keys
         if size > room or len(keys) == KEYS_MAX or again:
             batches.append([])
             keys.clear()
@@ -316,7 +317,7 @@ def _environment(timeout_ms: int) -> dict[str, str]:
     bounds = dict.fromkeys(("MC_RPC_TIMEOUT_MS", "MC_RPC_CONNECT_TIMEOUT_MS"), str(timeout_ms))
     waits = ("MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_TCP_STATUS_TIMEOUT_SEC", "MC_HANDSHAKE_CONNECT_TIMEOUT")
     quiet = {"MC_STORE_CLIENT_METRIC": "0", "MC_STORE_CLIENT_SETUP_RETRIES": "3"}
-    no_device = {"CUDA_VISIBLE_DEVICES": ""}  # the client must not use GPU memory
+    no_device = {"CUDA_VISIBLE_DEVICES": ""}  # an empty list, so that the client uses no GPU memory
     return bounds | dict.fromkeys(waits, seconds) | quiet | os.environ | no_device
 
 

@@ -158,7 +158,7 @@ class ServerConnection:
         self._items, self._bytes = shape.items, shape.bytes
         replies: list[Reply] = []
         while len(replies) < count:
-            # Adjacent replies 0 and 1 are parsed at once, because to parse a thousand replies separately would take a
+            # Runs of the replies 0 and 1 are parsed at once, because parsing a thousand replies one by one would take a
             # millisecond.
             if bits := _BITS.match(self._buffer, self._at):
                 replies += [byte - ord("0") for byte in self._buffer[self._at + 1 : bits.end() : len(b":0\r\n")]]
@@ -245,7 +245,7 @@ class ServerConnection:
         sock = self._socket()
         left = [memoryview(piece).cast("B") for piece in pieces]
         while left:
-            if isinstance(sock, ssl.SSLSocket):  # the timeout of an SSLSocket applies to each call of `send`
+            if isinstance(sock, ssl.SSLSocket):  # the timeout of an SSLSocket already applies to each call of `send`
                 sent = sock.send(left[0][:_TLS_BYTES])
             else:
                 sent = self._wait(partial(sock.sendmsg, left[:_PARTS_MAX]))

@@ -108,7 +108,7 @@ class Server:
         """
 
         def each(lane: ServerConnection, index: int) -> Reply:
-            if lane.closed:  # closed because the previous value was too long
+            if lane.closed:  # the previous value was too long, so its connection was closed
                 lane.connect()
             if asking:
                 lane.ask(asking, 1)
@@ -153,7 +153,7 @@ class Server:
                 self._connecting.discard(lane)
 
         try:
-            with anyio.fail_after(self._timeout_s):  # also limits name resolution, which has no time limit of its own
+            with anyio.fail_after(self._timeout_s):  # needed for name resolution, which has no time limit of its own
                 await anyio.to_thread.run_sync(connect, abandon_on_cancel=True, limiter=self._threads)
         except BaseException as error:
             lane.stop()
@@ -204,7 +204,8 @@ class Servers:
         """Call `ask` for every server with the indices of the names that the server has.
 
         If a reply shows that the layout is outdated, the layout is read again, but only once. If a name's slot is being
-        migrated and the name has moved, `ask` is called for the new server. This does not change the stored layout.
+        migrated and the name has moved already, `ask` is called for the new server. The stored layout then stays
+        unchanged.
         """
         everything = range(len(names))
         if not self._cluster:
@@ -331,7 +332,7 @@ class Servers:
                 if not (0 <= low <= high < SLOTS and isinstance(port, int) and _HOST.fullmatch(place[0])):
                     raise ValueError  # noqa: TRY301
                 taken += high - low + 1
-                if taken > SLOTS:  # some slot has two primaries
+                if taken > SLOTS:  # the layout is wrong: some slot has two primaries
                     raise ValueError  # noqa: TRY301
                 slots[low : high + 1] = [self._reach(place, servers)] * (high - low + 1)
         except (TypeError, ValueError, AttributeError):

@@ -74,7 +74,7 @@ class RedisTier:
         )
         out = [Written.PRESENT] * len(puts)
         for index, reply in zip(absent, replies, strict=True):
-            if self._servers.done(reply) is not None:  # None: another client has stored the value first
+            if self._servers.done(reply) is not None:  # the reply is None if another client has stored the value first
                 out[index] = Written.STORED
         return out
 
@@ -132,7 +132,8 @@ class RedisTier:
     async def _entries(self, server: Server, names: Sequence[bytes]) -> list[Entry]:
         """Return the entries of the `names` that belong to kvpipe and still exist."""
         age = (b"PTTL",) if self._ttl else (b"OBJECT", b"IDLETIME")
-        asks = [command(*age, name) + command(b"STRLEN", name) for name in names]  # STRLEN counts as a use
+        # the age first, because STRLEN counts as a use
+        asks = [command(*age, name) + command(b"STRLEN", name) for name in names]
         replies = await server.ask(b"".join(asks), 2 * len(names))
         out = []
         for name, reported, size in zip(names, replies[::2], replies[1::2], strict=True):

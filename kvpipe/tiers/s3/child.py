@@ -40,9 +40,9 @@ PIECE_BYTES: Final = 1 << 20
 """The number of bytes of a body that are buffered before they are copied to the lane's memory."""
 DATA_BYTES: Final = 64 << 20
 LANE_DATA_BYTES: Final = 24 << 20
-"""The limits of data memory, in bytes: for the process beyond the memory in use at its start, and for each lane.
+"""The limits on data memory in bytes: for the process, beyond its memory at the start, and for each lane.
 
-The memory contains buffered bytes of bodies, connections and stacks of threads.
+Data memory has buffered bytes of bodies, connections and stacks of threads.
 """
 PAGE, ENTRIES_MAX = 1000, 500
 NAME_CHARS_MAX: Final = 190
@@ -119,7 +119,8 @@ class Client:
         self._nobody = socket.socket()  # bound but not listening, so that connections to its port are refused
         self._nobody.bind(("127.0.0.1", 0))
         self.asks = self._store(read_timeout=timedelta(seconds=self._timeout_s))
-        self.puts = self._store()  # this has no read timeout, because a store sends nothing while it receives a body
+        # a client without a read timeout, because a store sends nothing while it receives a body
+        self.puts = self._store()
         self._pages: AsyncIterator[Any] = self.api.list(self.asks)
 
     def _store(self, **client: object) -> Any:  # noqa: ANN401  (obstore has no types)
@@ -209,7 +210,7 @@ class Client:
             return await self._put(name, value)
 
     async def _put(self, name: str, value: memoryview) -> bool:
-        if await self._there(name):  # checked first, to save the upload
+        if await self._there(name):  # checked before the upload, to save it if the object exists
             return False
         # The value is sent in one request and not as a multipart upload. The answer to a multipart upload does not
         # report an object that existed before. If a client dies between two parts of such an upload, the store keeps
@@ -280,7 +281,7 @@ class Client:
 
     @asynccontextmanager
     async def _limited(self, what: str, size: int) -> AsyncIterator[None]:
-        """Limit the time of the enclosed code, which moves `size` bytes. Convert its errors to StoreError."""
+        """Limit the time of the `with` block, which moves `size` bytes. Convert its errors to StoreError."""
         try:
             async with asyncio.timeout(self._timeout_s * (1 + size / self._given["slow_bytes"])):
                 yield

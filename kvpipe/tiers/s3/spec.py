@@ -113,7 +113,7 @@ def _split(key: str, text: str) -> SplitResult:
     try:
         url = urlsplit(text)
         url.port  # noqa: B018  (reading the property parses the port)
-    except ValueError:  # this error is dropped: its message would show a part of the text, which may be secret
+    except ValueError:  # this error is dropped, because its message would show a part of the text, which may be secret
         raise ValueError(f"{key}={safe_name(text)!r} is not a valid URL; write special characters as %XX") from None
     if "\0" in text:
         raise ValueError(f"{key}={safe_name(text)!r} has a zero byte; leave it out")

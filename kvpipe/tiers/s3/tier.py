@@ -40,7 +40,10 @@ The client loads the certificate authorities only when its process starts. So ne
 PATIENCE: Final = 4
 """The time limit for one question, in multiples of the client's own limit. A question may need several requests."""
 HEALTH_PATIENCE: Final = 3
-"""The time limit for a health check, in multiples of `timeout_ms_max`. After it the client's process is replaced."""
+"""The time limit for a health check, in multiples of `timeout_ms_max`.
+
+After this time the client's process is replaced.
+"""
 
 _Asked = TypeVar("_Asked", Get, Put)
 _End = TypeVar("_End")
@@ -154,7 +157,7 @@ class S3Tier(ClientTier):
         return Written.STORED if stored else Written.PRESENT
 
     async def _each(self, asked: Sequence[_Asked], move: Callable[[_Asked], Awaitable[_End]]) -> list[_End]:
-        """Move values concurrently. The first failure cancels all other moves and is raised."""
+        """Move values concurrently. If a move fails, cancel all other moves and raise the failure."""
         ends: dict[int, _End] = {}
         errors: list[Exception] = []
 

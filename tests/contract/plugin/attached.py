@@ -5,7 +5,7 @@ path.
 
 The scheduler is vLLM's. Behind the scheduler, a fake rank writes and reads the KV of every scheduled request and runs
 the hooks. A load of wrong bytes fails the test, as does every fault that kvpipe counts. A test that configures its own
-connector, or a feature that kvpipe refuses, runs unchanged. `attached_tests.py` lists tests that may fail.
+connector, or a feature that kvpipe refuses, runs unchanged. `attached_tests.py` lists the tests that must fail.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from unittest.mock import patch
 import attached_models
 import pytest
 from attached_models import IMAGES
-from attached_tests import BLASTS, BY_MACHINE, EXPECTED
+from attached_tests import BLASTS
 
 from kvpipe.connectors.vllm.trial.content import Sequence
 from kvpipe.connectors.vllm.trial.paged import PagedLayer
@@ -301,11 +301,13 @@ def _register_images() -> None:
 # ---- pytest's hooks --------------------------------------------------------------------------------------------------
 
 _STATE = pytest.StashKey[Attached]()
+_RAN: dict[str, bool] = {}
+"""Whether each test failed, by its name with the arguments of the case."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the option that names the file for the run's counts."""
-    parser.addoption("--attached-json", help="file for how many tests had kvpipe attached, and what it refused")
+    parser.addoption("--attached-json", help="file for the counts, what kvpipe refused, and which tests failed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -340,20 +342,21 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Expect the listed tests to fail, and all other tests to pass.
-
-    Leave out cases whose pairs of values other cases have.
-    """
+    """Leave out cases whose pairs of values other cases have, and shorten the rest of vLLM's long test."""
     blasts = {item.callspec.id for item in items if "_blast" in item.name}  # type: ignore[attr-defined]
     assert not blasts or blasts >= BLASTS, "vLLM has renamed the cases of its long test"
     items[:] = [item for item in items if "_blast" not in item.name or item.callspec.id in BLASTS]  # type: ignore[attr-defined]
     for item in items:
         if "_blast" in item.name:  # vLLM's test has 20,000 steps in each case
             item.module.range = lambda *args: range(*(min(one, BLAST_STEPS) for one in args))  # type: ignore[attr-defined]
-        for names, strict in ((EXPECTED, True), (BY_MACHINE, False)):
-            why = names.get(item.name.partition("[")[0]) or names.get(item.name)
-            if why is not None:
-                item.add_marker(pytest.mark.xfail(reason=why, strict=strict))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Record which tests ran, and which tests failed in any phase."""
+    name = report.nodeid.rpartition("::")[2]
+    if report.when == "call" or report.failed:
+        _RAN.setdefault(name, False)
+        _RAN[name] |= report.failed
 
 
 @pytest.hookimpl(wrapper=True)
@@ -375,7 +378,7 @@ def caplog_vllm(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureF
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write the counts to the file that the option names."""
+    """Write the counts and the names of the tests to the file that the option names."""
     state = session.config.stash[_STATE]
     message = {
         "tests": state.tests,
@@ -383,6 +386,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         "checked": state.sane,
         "tokens": state.tokens,
         "refused": state.refused,
+        "passed": sorted(name for name, failed in _RAN.items() if not failed),
+        "failed": sorted(name for name, failed in _RAN.items() if failed),
     }
     if path := session.config.getoption("--attached-json"):
         Path(path).write_text(json.dumps(message, indent=1), encoding="utf-8")

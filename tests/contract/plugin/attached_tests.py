@@ -1,6 +1,6 @@
 """vLLM's own tests that cannot pass with kvpipe attached, each with the reason.
 
-If a listed test passes, the run fails.
+`tests/contract/test_vllm_tests.py` compares this list with the tests that failed.
 """
 
 from __future__ import annotations

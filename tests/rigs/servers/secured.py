@@ -40,7 +40,7 @@ class Secured:
         }
         self.trusted = Path(shutil.copy(first.ca, folder / "trusted.pem"))
         self._kind, self._context = kind, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self._context.num_tickets = 0  # no TLS session is resumed, as if the server had restarted
+        self._context.num_tickets = 0  # refuses to resume TLS sessions, as a restarted server does
         self._context.options |= ssl.OP_NO_TICKET
         self.proxy = Proxy(single("redis").port if kind == "redis" else shared().port, self._context)
         self.show("first")

@@ -39,7 +39,7 @@ def moved(folder: Path) -> Iterator[None]:
 
 
 def aged(folder: Path) -> None:
-    """Make every file older by more than the time during which a further use does not renew the mtime."""
+    """Make every file so much older that its next use renews its mtime. Uses within a short time do not."""
     for file in (file for file in folder.rglob("*") if file.is_file()):
         used_s = file.stat().st_mtime - OLDER_S
         os.utime(file, (used_s, used_s))

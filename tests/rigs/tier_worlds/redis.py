@@ -30,7 +30,7 @@ UNBOUNDED: Final[frozenset[Limit]] = frozenset({"unbounded"})
 PASSWORD_ENV, PASSWORD = "TEST_REDIS_PASSWORD", "correct horse battery staple"
 
 OTHER = "127.0.0.2"
-"""An address of the server with TLS. The server's certificate does not name this address."""
+"""An address that reaches the server with TLS, but is not in the server's certificate."""
 
 _running = ExitStack()
 atexit.register(_running.close)
@@ -110,7 +110,7 @@ def _alone(kind: str) -> list[RedisServer]:
 
 @contextmanager
 def refusing(servers: list[RedisServer]) -> Iterator[None]:
-    """Take all rights from all users for the context, except the rights that are needed to restore all rights."""
+    """During the context, let users do nothing except restore their rights."""
     users = [(server, user) for server in servers for user in server.ask("ACL", "USERS")]
     rights = {(server.port, user): _rights(server, user) for server, user in users}
     try:

@@ -14,6 +14,7 @@ from kvpipe.connectors.vllm.trial.mutants import (
     keys,
     layouts,
     limits,
+    marks,
     models,
     node,
     policies,
@@ -55,6 +56,7 @@ MUTANTS: dict[str, Mutant] = {
         halves,
         sleep,
         node,
+        marks,
     )
     for name, mutant in area.MUTANTS.items()
 }

@@ -226,6 +226,7 @@ def _parent(_process: int) -> _Parent:
 
 def _serve_forks() -> int:
     """Fork for each line of standard input, which names a log and a mutant. Print the child's exit status."""
+    gc.disable()  # until all imports are done: modules are no garbage, but each collection would search them
     import hypothesis  # noqa: F401  (imported once, for all)
 
     import kvpipe.connectors.vllm.tiny.engine  # noqa: F401  (sets the environment, before vllm is imported)
@@ -234,6 +235,7 @@ def _serve_forks() -> int:
     with contextlib.redirect_stdout(sys.stderr):  # imports pytest's plugins once, for all
         pytest.main(["--collect-only", "-qq", "tests/statemachine/test_flags.py", *_PYTEST])
     gc.freeze()
+    gc.enable()
     for line in sys.stdin:
         log, mutant = json.loads(line)
         if not (child := os.fork()):

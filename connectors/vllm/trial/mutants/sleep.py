@@ -26,7 +26,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "copies_outlive_their_blocks": Mutant(
         "The memory of a rank's caches is unmapped while copies read it.",
-        one(COPIES, "drain", "(fence(last, wait_s) and last.wait(wait_s))", "last is not None"),
+        one(COPIES, "drain", "fence(last, left_s) and last.wait(max(0.0, until_s - time.monotonic()))",
+            "last is not None"),
         test=f"{_RANK}::test_release_waits_for_copies_that_are_under_way",
     ),
     "old_addresses_are_copied": Mutant(

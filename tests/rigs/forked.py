@@ -20,12 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-PRELOADED = (
-    "vllm.v1.worker.cpu_worker", "vllm.v1.executor.multiproc_executor", "kvpipe.connectors.vllm.connector",
-    "vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.llm", "vllm.v1.core.sched.async_scheduler",
-    "vllm.model_executor.layers.quantization.online.base", "tests.engine.frozen",
-)  # fmt: skip
-"""Modules that every engine imports, some of them only at its start. The last module prepares the process for forks."""
+from kvpipe.testing.waiting import eventually
 
 
 class _Process(ForkServerProcess):
@@ -63,7 +58,7 @@ def _context(made: BaseContext) -> Iterator[None]:
 
 def _forks() -> _Context:
     made = _Context()
-    made.set_forkserver_preload(list(PRELOADED))
+    made.set_forkserver_preload(["tests.rigs.frozen"])
     return made
 
 
@@ -110,6 +105,29 @@ def _lead(main: Callable[..., object], *arguments: object) -> None:
     main(*arguments)
 
 
+def members(group: int) -> list[int]:
+    """Return the processes of a process group that have not ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, member_of, *_ = path.read_text("utf-8", "replace").rpartition(")")[2].split()
+            if int(member_of) == group and state not in {"Z", "X"}:
+                found.append(int(path.parent.name))
+    return found
+
+
+def kill_group(process: Forked | subprocess.Popen[bytes]) -> None:
+    """Kill `process` and the process group that it leads, and wait until no process of the group is left.
+
+    A second call does nothing.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()  # this call also works if the process does not lead a group yet
+    process.wait()
+    assert eventually(lambda: not members(process.pid), every_s=0.01), members(process.pid)
+
+
 def run_forked(log: Path, seconds_max: float, main: Callable[..., object], *arguments: object) -> int:
     """Run `main(*arguments)` in a fork of this process that writes to `log`, and return the fork's exit code."""
     process = Forked(_logged, str(log), main, *arguments)
@@ -118,8 +136,7 @@ def run_forked(log: Path, seconds_max: float, main: Callable[..., object], *argu
     except subprocess.TimeoutExpired:
         raise AssertionError(log.read_text("utf-8", "replace")[-3000:]) from None
     finally:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_group(process)
 
 
 def _logged(log: str, main: Callable[..., object], *arguments: object) -> None:

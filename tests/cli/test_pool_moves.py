@@ -1,0 +1,92 @@
+"""`kvpipe pool moves` prints the latest moves of slots from the journal of a node's memory."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpipe.cli.main import main
+from kvpipe.node.client import NodePool
+from kvpipe.node.layout import SlotRecord
+from kvpipe.node.ledger import Ledger
+from kvpipe.node.processes import checked_folder, holder_of
+from kvpipe.node.segment import Segment, create
+from kvpipe.node.slot_moves import SlotMoves
+from kvpipe.statemachine import node_slot as m
+from kvpipe.testing.waiting import WAIT_S, eventually
+from tests.rigs.node_engine import options
+
+KEY = b"k" * 32
+
+
+@pytest.fixture
+def folder(short_path: Path) -> Iterator[Path]:
+    """Return the folder of a holder. An engine has saved a chunk in the holder's memory."""
+    pool = NodePool(options(short_path))
+
+    def done(what: str) -> bool:
+        pool.poll()
+        return bool(pool.stock.free if what == "granted" else not pool.stock.reports)
+
+    assert eventually(lambda: done("granted"))
+    slot = pool.stock.take()
+    assert slot is not None
+    assert pool.stock.landed(slot, 0, KEY, 4)
+    assert eventually(lambda: done("published"))
+    yield short_path
+    pool.close()
+
+
+def _moves(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_moves_of_a_slot_show_the_life_of_its_chunk(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each move is a legal move of the machine node_slot. `--slot` leaves out the moves of other slots."""
+    assert main(["pool", "moves", "--dir", str(folder)]) == 0
+    moves = _moves(capsys.readouterr().out)
+    assert [move["seq"] for move in moves] == list(range(1, len(moves) + 1))
+    assert {(move["was"], move["now"]) for move in moves} >= {("", m.GRANTED), (m.GRANTED, m.PUBLISHED)}
+    (published,) = [move for move in moves if move["now"] == m.PUBLISHED]
+    assert (published["key"], published["units"], published["region"]) == (KEY.hex(), 4, 0)
+    assert main(["pool", "moves", "--dir", str(folder), "--slot", str(published["slot"])]) == 0
+    assert _moves(capsys.readouterr().out) == [move for move in moves if move["slot"] == published["slot"]]
+
+
+def test_follow_prints_later_moves_until_the_holder_ends(folder: Path) -> None:
+    """The first moves are printed at once."""
+    command = [sys.executable, "-m", "kvpipe", "pool", "moves", "--follow", "--dir", str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["seq"] == 1
+        os.kill(holder_of(folder), signal.SIGKILL)
+        assert process.wait(WAIT_S) == 0
+
+
+def test_moves_that_the_journal_has_lost_are_left_out() -> None:
+    """The journal is a ring. The reader continues with the oldest move that is still there."""
+    fd = create(2, 64, rows=1, ring=8)
+    ledger = Ledger(Segment(fd, whole=False))
+    ledger.recover()
+    moves = SlotMoves(Segment(fd, whole=False))
+    for generation in range(20):
+        ledger.commit(SlotRecord(0, generation % 2, m.GRANTED if generation % 4 < 2 else m.FREE, generation))
+    assert [move.seq for move in moves.read()] == list(range(13, 21))
+    assert list(moves.read()) == []
+    ledger.commit(SlotRecord(0, 0, m.GRANTED, 20))
+    assert [(move.seq, move.was, move.now) for move in moves.read()] == [(21, m.FREE, m.GRANTED)]
+    os.close(fd)
+
+
+def test_moves_without_a_holder_are_an_error(short_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The message names the folder."""
+    assert main(["pool", "moves", "--dir", str(checked_folder(short_path))])
+    assert f"no holder of {short_path}" in capsys.readouterr().err

@@ -1,0 +1,74 @@
+"""The holder finds the processes of engines: it watches each process, and opens the memory of idle engines."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvpipe.node.holder import Holder
+from kvpipe.node.layout import Process
+from kvpipe.node.messages import Welcome
+from kvpipe.node.processes import checked_folder, memory_of_clients, process_of, watch
+from kvpipe.node.segment import layout_of
+from tests.node.test_holder import Caller, _hello, _holding
+
+
+@pytest.fixture
+def folder(short_path: Path) -> Path:
+    """Return the folder of the node's socket."""
+    return short_path / "node"
+
+
+@pytest.mark.parametrize("memories", [0, 1, 2])
+def test_memory_of_a_process_with_the_mark_is_found_unless_it_has_several(folder: Path, memories: int) -> None:
+    """A process may use the memories of two folders. Then nobody knows which memory belongs to the folder."""
+    code = f"""
+from pathlib import Path
+from kvpipe.node.processes import mark_client
+from kvpipe.node.segment import create, layout_of
+made = [create(8, 4096) for _ in range({memories})]
+mark_client(Path({str(checked_folder(folder))!r}))
+print("ready", flush=True)
+input()
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        fd = memory_of_clients(folder)
+        process.kill()
+    assert (fd is not None) == (memories == 1)
+    if fd is not None:
+        assert layout_of(fd).slots == 8
+        os.close(fd)
+
+
+@pytest.mark.parametrize("adopts", [False, True])
+def test_process_is_watched_later_when_the_holder_had_no_descriptor(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, adopts: bool
+) -> None:
+    """The holder has accepted the process, or has found it in the rows of an earlier holder."""
+    fails = [not adopts, adopts]
+
+    def watched(process: Process) -> int | None:
+        if fails.pop(0) if fails else False:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return watch(process)
+
+    monkeypatch.setattr("kvpipe.node.holder.watch", watched)
+    with _holding(folder) as holder:
+        welcome, fd = Caller(holder, folder).ask(_hello())
+        assert isinstance(welcome, Welcome)
+        if not adopts:
+            holder.step()
+            assert process_of(os.getpid()) in holder._watched
+    assert fd is not None
+    second = Holder(folder, adopt_s=0, keep_s=600, fd=fd)
+    assert (process_of(os.getpid()) in second._watched) is not adopts
+    second.step()
+    assert process_of(os.getpid()) in second._watched
+    second.close()
