@@ -8,7 +8,10 @@ learns of a lease from the engine's next batch, or when a search for victims rea
 from __future__ import annotations
 
 import logging
+import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Final
 
 from kvpipe.cache.policy import Lru, make_policy
@@ -23,7 +26,9 @@ from kvpipe.node.messages import Use
 from kvpipe.node.rules import DEFAULT_POLICY
 
 LOOK_MAX: Final = 64
-"""The largest number of leased chunks that one search for victims skips."""
+"""The largest number of leased chunks that one search for victims skips, and of held chunks that it looks at."""
+HELD_LOOK_MAX: Final = 1024
+"""The largest number of held chunks that a search looks at, if it finds no other victims."""
 USED: Final = frozenset({"leased", "loaded", "ended", "touched"})
 """The kinds of uses that are no hints."""
 USE_BYTES_MAX: Final = 1 << 20
@@ -55,19 +60,28 @@ class Evictor:
         self, policy: Policy, clock: Callable[[], float], by_use: Callable[[], list[NodeChunk]],
         is_leased: Callable[[int], bool],
     ) -> None:  # fmt: skip
-        """Use `policy`, which has no chunks yet.
+        """Evict by `policy`, which has no chunks yet.
 
         `clock` returns seconds that never decrease. `by_use` returns all chunks, the least recently used first.
         `is_leased` returns whether a client leases a slot.
         """
-        self._policy, self._clock, self._is_leased = policy, clock, is_leased
-        self._held: dict[NodeChunk, None] = {}
-        self._batches = batches(policy)
+        self._clock, self._by_use, self._is_leased = clock, by_use, is_leased
+        self._held: OrderedDict[NodeChunk, None] = OrderedDict()  # the chunk that was looked at last is last
+        self._going: set[NodeChunk] = set()  # chunks that the present call removes from the policy
+        self.use(policy)
+
+    def use(self, policy: Policy) -> None:
+        """Evict by `policy` from now on. The policy has no chunks yet, so all chunks have to be published again."""
+        self._held.clear()
+        self._policy, self._batches = policy, batches(policy)
         self._request = policy.request if isinstance(policy, SessionPolicy) else None
         self._answered = policy.answered if isinstance(policy, AnsweredPolicy) else None
         self._dropped = policy.dropped if isinstance(policy, RememberingPolicy) else None
         if isinstance(policy, RescuedPolicy):
-            policy.bind(lambda: [chunk for chunk in by_use() if chunk not in self._held])
+            policy.bind(self._evictable)
+
+    def _evictable(self) -> list[NodeChunk]:
+        return [chunk for chunk in self._by_use() if chunk not in self._held and chunk not in self._going]
 
     @property
     def takes_hints(self) -> bool:
@@ -110,7 +124,7 @@ class Evictor:
                 self._release(chunks)
                 chunks = [chunk for chunk in chunks if chunk not in self._held]
             self._batches.refresh_all(chunks)
-        elif takes_hints(self._policy):
+        elif takes_hints(self._policy) and math.isfinite(use.in_s):
             hint = Hint(Action(use.kind), now_s + use.in_s)
             for chunk in chunks:
                 self._policy.hint(chunk, hint)
@@ -141,12 +155,23 @@ class Evictor:
         if ended:
             self._batches.insert_all(ended, hit=False)
 
+    def _look(self, count: int) -> None:
+        """Look whether leases of up to `count` held chunks have ended. Later calls look at the other held chunks."""
+        some = [*islice(self._held, count)]
+        for chunk in some:
+            self._held.move_to_end(chunk)
+        self._release(some)
+
     def victims(self, wanted: int) -> tuple[list[NodeChunk], list[NodeChunk]]:
         """Remove up to `wanted` chunks without a lease. Returns them, and the leased chunks that the search has met."""
         found, leased = list[NodeChunk](), list[NodeChunk]()
-        self._release([*self._held])
+        self._look(LOOK_MAX)
+        if len(self._policy) < wanted:
+            self._look(HELD_LOOK_MAX)
+        self._going.clear()
         while len(found) < wanted and len(leased) < LOOK_MAX and (chunk := self._policy.victim()) is not None:
             assert isinstance(chunk, NodeChunk)  # noqa: S101  (the policy has no other chunks)
+            self._going.add(chunk)
             (leased if self._is_leased(chunk.slot) else found).append(chunk)
         if leased:
             self._notify(over=False)
@@ -155,8 +180,9 @@ class Evictor:
         self._hold(leased)
         return found, leased
 
-    def forget(self, chunks: Iterable[NodeChunk]) -> None:
+    def forget(self, chunks: Sequence[NodeChunk]) -> None:
         """Remove chunks that are evicted for another reason than the policy's."""
+        self._going = {*chunks}
         for chunk in chunks:
             self._held.pop(chunk, None)
             self._policy.remove(chunk)

@@ -123,6 +123,14 @@ class Keeper(RegionSlots):
         super()._show_usable()
         self.evictor.sized(len(self._usable))
 
+    def use_policy(self, policy: Policy) -> None:
+        """Evict by another policy from now on. All chunks stay, as chunks whose requests have ended."""
+        self.evictor.use(policy)
+        self.evictor.sized(len(self._usable))
+        for chunk in self._ledger.beating(self._by_use()):
+            chunk.place = 0  # the place in the earlier policy
+            self.evictor.published(chunk, over=True)
+
     # ---- slots ---------------------------------------------------------------------------------------------------
 
     def _move(self, slot: int, event: str, add: int, record: SlotRecord | None = None) -> SlotRecord:
@@ -226,6 +234,7 @@ class Keeper(RegionSlots):
             client.helpers.add(process)
         self._write_row(client)
         if hello.role == "scheduler":
+            client.begun = b""  # the rest of a use that an earlier connection has begun was lost
             held = set(hello.held)
             for grant in [one for one in client.granted.items() if one not in held]:
                 self._take_back(client, grant[0], m.GIVE_BACK)  # granted in an answer that was never received

@@ -160,8 +160,8 @@ class NodeMemory:
         """Evict by another policy from now on, in a memory without engines. All chunks stay."""
         write_rules(self.fd, NodeRules(policy))
         self.policy = policy
-        for number, segment in self._segments.items():
-            self._open(number, segment)
+        for segment, keeper in self.regions.values():
+            keeper.use_policy(evicting(policy, segment.layout.slots))
 
     def _disown(self) -> None:
         """Make `NOBODY` the owner of the pieces of regions that do not exist."""
@@ -260,16 +260,14 @@ class NodeMemory:
 
     def status(self) -> NodeStatus:
         """Return how the memory is used, for operators."""
-        return NodeStatus(
-            os.getpid(),
-            tuple(
-                MemoryStatus(
-                    segment.layout.slot_bytes, keeper.usage()._asdict(), dict(keeper.counts),
-                    status_of(segment, keeper.clients), self.policy,
-                )
-                for segment, keeper in self.regions.values()
-            ),
+        memories = (
+            MemoryStatus(
+                segment.layout.slot_bytes, keeper.usage()._asdict(), dict(keeper.counts),
+                status_of(segment, keeper.clients), self.policy,
+            )
+            for segment, keeper in self.regions.values()
         )  # fmt: skip
+        return NodeStatus(os.getpid(), tuple(memories))
 
     # ---- a step of the holder ------------------------------------------------------------------------------------
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import os
+from array import array
 from collections.abc import Iterator, Sequence
 
 import pytest
 
 from kvpipe.cache.policy import Lru, Sessions
-from kvpipe.cache.policy.base import Evictable
+from kvpipe.cache.policy.base import Evictable, Policy
 from kvpipe.cache.policy.hints import Action, Hint
-from kvpipe.node.clients import NodeClient
+from kvpipe.node.clients import NodeChunk, NodeClient
+from kvpipe.node.evictor import HELD_LOOK_MAX, LOOK_MAX, Evictor, evicting
 from kvpipe.node.keeper import Keeper
-from kvpipe.node.layout import VERSION, Process, link_of
+from kvpipe.node.layout import VERSION, Process, SlotRecord, link_of
 from kvpipe.node.ledger import Ledger
 from kvpipe.node.messages import USES_BYTES_MAX, Hello, Publish, SlotBatch, Use
 from kvpipe.node.replica import STAMP_BYTES, stamp_of
 from kvpipe.node.segment import Segment, create
 from kvpipe.node.uses import WAITING_BYTES_MAX, UseQueue
+from kvpipe.statemachine import node_slot as m
 
 SLOTS = 32
 NOW_S = 5.0
@@ -69,7 +73,7 @@ class Engine:
         self.segment = Segment(self.fd)
         self.begin(Heard(SLOTS))
 
-    def begin(self, policy: Heard | Lru) -> None:
+    def begin(self, policy: Policy) -> None:
         """Let another holder take over."""
         self.policy = policy
         self.keeper = Keeper(Ledger(self.segment), policy, fence=lambda: None, clock=lambda: NOW_S)
@@ -197,14 +201,113 @@ def test_repeated_and_wrong_stamps_are_harmless(engine: Engine) -> None:
 
 def test_failing_policy_is_replaced_by_lru(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """All chunks can still be evicted, the least recently used chunk first."""
-    from kvpipe.node.evictor import evicting
-
     guarded = evicting("sessions", SLOTS)
-    engine.begin(guarded)  # type: ignore[arg-type]
+    engine.begin(guarded)
     engine.saves(b"a", b"b")
     monkeypatch.setattr(Sessions, "victim", lambda _: 1 / 0)
     assert engine.evicted(1) == [b"a"]
     assert isinstance(evicting("no such policy", SLOTS), Lru)
+
+
+@pytest.mark.parametrize("call", ["victim", "remove", "dropped"])
+def test_policy_that_fails_midway_names_no_chunk_twice(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """LRU is filled with the chunks of the region. The chunks that the call has removed already are not among them."""
+    right, calls = getattr(Sessions, call), list[object]()
+
+    def fails_then(*arguments: object) -> object:
+        calls.append(arguments)
+        return right(*arguments) if len(calls) == 1 else 1 / 0
+
+    monkeypatch.setattr(Sessions, call, fails_then)
+    engine.begin(evicting("sessions", SLOTS))
+    engine.saves(b"a", b"b", b"c", b"d")
+    if call == "victim":
+        assert len(engine.evicted(2)) == 2
+    else:
+        engine.keeper._evict_chunks([*engine.keeper._chunks.values()][:2])
+    assert len(calls) == 2
+    assert len(engine.keeper.evictor._policy) == 2
+    assert len(engine.evicted(4)) == 2
+
+
+def test_chunks_stay_when_the_policy_changes(engine: Engine) -> None:
+    """The next policy knows all chunks, with their prefixes, and none of the places of the earlier policy."""
+    engine.saves(b"x")
+    stamps = _reversed(engine.saves(b"a", b"b", b"c"))
+    engine.uses(Use("leased", stamps[:STAMP_BYTES]))  # held at the time of the change
+    policies: tuple[Policy, ...] = (evicting("s3fifo", SLOTS), Lru(), Heard(SLOTS))
+    for policy in policies:
+        engine.keeper.use_policy(policy)
+        assert len(policy) == 4
+        assert not engine.keeper.evictor._held
+    engine.policy = policy
+    assert engine.keeper.counts["published"] == 4
+    engine.uses(Use("ended", stamps))
+    assert [engine.evicted(1) for _ in range(4)] == [[b"x"], [b"c"], [b"b"], [b"a"]]
+
+
+def test_use_that_a_lost_connection_has_begun_is_forgotten(engine: Engine) -> None:
+    """Otherwise the next use of the engine would have foreign chunks."""
+    stamps = engine.saves(b"a", b"b")
+    assert engine.uses(Use("ended", stamps[:STAMP_BYTES], more=True)) == []
+    engine.keeper.hung_up(engine.client)
+    engine.keeper.greet(Hello(VERSION, "scheduler", b"1" * 16, b"n" * 32, SLOTS, 64), Process(1, 1))
+    assert engine.uses(Use("touched", stamps[STAMP_BYTES:]))[-1] == ("refresh_all", _names(b"b"))
+
+
+@pytest.mark.parametrize("in_s", [math.nan, math.inf, -math.inf])
+def test_hint_without_a_finite_time_is_ignored(engine: Engine, in_s: float) -> None:
+    """A policy cannot compare such a time."""
+    stamps = engine.saves(b"a")
+    assert [call[0] for call in engine.uses(Use("resume", stamps, in_s=in_s))] == ["request"]
+
+
+def test_links_in_a_circle_are_harmless(engine: Engine) -> None:
+    """A client may name any chunk as the previous chunk, also the chunk itself."""
+    for key, behind in ((b"a", b"b"), (b"b", b"a"), (b"c", b"c")):
+        ((slot, number),) = engine.keeper.batch(engine.client, SlotBatch(0, want=1)).granted
+        one = Publish(slot, number, 0, key, 1, behind=link_of(behind))
+        engine.keeper.batch(engine.client, SlotBatch(0, (one,), used=(Use("ended", stamp_of(slot, number + 1)),)))
+    assert len(engine.evicted(4)) == 3
+
+
+class Leased:
+    """An evictor whose chunks are all held. The even slots are leased. `looks` counts the reads of leases."""
+
+    def __init__(self, count: int) -> None:
+        records = (SlotRecord(slot, slot, m.PUBLISHED, 1, key=b"%d" % slot) for slot in range(count))
+        self.chunks, self.looks = {record.slot: NodeChunk(record) for record in records}, 0
+        self.evictor = Evictor(Lru(), lambda: NOW_S, lambda: [*self.chunks.values()], self._is_leased)
+        for chunk in self.chunks.values():
+            self.evictor.published(chunk, over=True)
+        engine = Engine()
+        stamps = b"".join(stamp_of(slot, 1) for slot in self.chunks)
+        self.evictor.used(engine.client, Use("leased", stamps), self.chunks, memoryview(array("q", [1]) * count))
+        os.close(engine.fd)
+
+    def _is_leased(self, slot: int) -> bool:
+        self.looks += 1
+        return slot % 2 == 0
+
+
+def test_search_looks_at_few_held_chunks() -> None:
+    """Engines may lease most chunks of a large memory. A search without another victim looks at more of them."""
+    leased = Leased(8 * HELD_LOOK_MAX)
+    found, _ = leased.evictor.victims(1)
+    assert len(found) == 1
+    assert leased.looks <= LOOK_MAX + HELD_LOOK_MAX + 1
+    leased.looks = 0
+    assert len(leased.evictor.victims(1)[0]) == 1
+    assert leased.looks <= LOOK_MAX + 1
+
+
+def test_later_searches_look_at_the_other_held_chunks() -> None:
+    """Each chunk whose lease has ended is found by some search."""
+    leased = Leased(4 * HELD_LOOK_MAX)
+    found = [chunk.slot for _ in range(6) for chunk in leased.evictor.victims(4 * HELD_LOOK_MAX)[0]]
+    assert sorted(found) == [*range(1, 4 * HELD_LOOK_MAX, 2)]
 
 
 def test_long_use_is_divided_and_old_uses_are_dropped() -> None:
