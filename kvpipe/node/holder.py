@@ -22,6 +22,7 @@ from kvpipe.node import messages
 from kvpipe.node.clients import NodeClient, RefusedError
 from kvpipe.node.keeper import Keeper
 from kvpipe.node.layout import VERSION, Process
+from kvpipe.node.listener import Listener
 from kvpipe.node.memory import NodeMemory, Region
 from kvpipe.node.messages import (
     BadMessageError,
@@ -92,14 +93,7 @@ class Holder:
         self._links: dict[NodeClient, HolderConnection] = {}
         if fd is not None:
             self._adopt(fd)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        with contextlib.suppress(FileNotFoundError):
-            (folder / SOCKET).unlink()
-        self._listener.bind(str(folder / SOCKET))
-        (folder / SOCKET).chmod(0o600)
-        self._listener.listen(64)
-        self._listener.setblocking(False)  # noqa: FBT003
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._listener = Listener(folder / SOCKET, self._selector, BEAT_S, self._accepted)
 
     def _adopt(self, fd: int) -> None:
         """Become the holder of an existing memory.
@@ -161,6 +155,7 @@ class Holder:
             else:
                 os.close(key.fd)
         self._selector.close()
+        self._listener.close()
         if self._memory is not None:
             self._memory.close()
         os.close(self._lock)
@@ -179,17 +174,13 @@ class Holder:
         """Handle the events that have arrived, at most one event per source."""
         for process in list(self._unwatched):
             self._watch(process)
+        self._listener.step()
         wait_s = BUSY_S if self._memory is not None and self._memory.step() else BEAT_S
         for key, _ in self._selector.select(wait_s):
             if self._selector.get_map().get(key.fd) is key:  # false if an earlier call has closed the source
                 key.data()
 
-    def _accept(self) -> None:
-        try:
-            wire, _ = self._listener.accept()
-        except OSError:
-            return
-        wire.setblocking(False)  # noqa: FBT003
+    def _accepted(self, wire: socket.socket) -> None:
         try:
             process, pidfd = peer_of(wire)
         except (ConfigError, OSError) as error:
@@ -260,22 +251,23 @@ class Holder:
         messages.send(link.wire, welcome, [memory.fd])
 
     def _agree(self, policy: str) -> None:
-        """Check that an engine accepts the memory's eviction policy. A memory without engines gets the engine's policy.
+        """Check that an engine accepts the memory's policy. A memory without engines gets the holder's or engine's.
 
         Raises:
             RefusedError: the engine requires another policy.
         """
         assert self._memory is not None  # noqa: S101
-        if policy in {"", self._memory.policy}:
-            return
-        if self._policy or self._has_engines:
+        memory, wanted = self._memory, self._policy or policy
+        if wanted not in {"", memory.policy} and not self._has_engines:
+            check_policy(wanted)
+            _log.info("the unused memory evicts by %s from now on", wanted)
+            memory.use_policy(wanted)
+        if policy not in {"", memory.policy}:
+            how = "start the holder with it" if self._policy else "stop all engines of the memory"
             raise RefusedError(
-                f"the node's memory evicts by the policy {self._memory.policy!r}, this engine needs {policy!r}; unset "
-                "its policy, or stop all engines of the memory"
+                f"the node's memory evicts by the policy {memory.policy!r}, this engine needs {policy!r}; unset its "
+                f"policy, or {how}"
             )
-        check_policy(policy)
-        _log.info("the unused memory evicts by %s from now on", policy)
-        self._memory.use_policy(policy)
 
     def _region_for(self, hello: Hello) -> tuple[NodeMemory, Region]:
         """Return the memory that has slots of the size that an engine needs, and the region of these slots.

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from kvpipe.node.holder import Holder
+from kvpipe.node.holder import BEAT_S, Holder
 from kvpipe.node.layout import Process
 from kvpipe.node.messages import Welcome
 from kvpipe.node.processes import checked_folder, memory_of_clients, process_of, watch
@@ -72,3 +74,22 @@ def test_process_is_watched_later_when_the_holder_had_no_descriptor(
     second.step()
     assert process_of(os.getpid()) in second._watched
     second.close()
+
+
+def test_holder_without_descriptors_waits_for_the_next_beat(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A connection that cannot be accepted stays in the queue, so the listener would wake the holder in a loop."""
+    with _holding(folder) as holder:
+        caller = Caller(holder, folder)
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        os.close(free := os.dup(0))
+        begin_s = time.monotonic()
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+            for _ in range(4):
+                holder.step()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert time.monotonic() - begin_s > BEAT_S
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert isinstance(caller.ask(_hello())[0], Welcome)
+        assert holder._listener._rests_until_s is None

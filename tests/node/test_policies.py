@@ -59,6 +59,22 @@ def test_policy_of_the_service_holds_for_all_engines(folder: Path) -> None:
         assert _policies(holder) == {"lru"}
 
 
+def test_adopted_memory_gets_the_policy_of_the_service_when_it_has_no_engines(folder: Path) -> None:
+    """With engines, the memory keeps its policy, because these engines may need it."""
+    fd = create(SLOTS, SLOT_BYTES)
+    write_rules(fd, NodeRules("s3fifo"))
+    holder = Holder(folder, adopt_s=0, keep_s=600, fd=fd, policy="sessions")
+    assert isinstance(Caller(holder, folder).ask(_hello(2))[0], Welcome)
+    assert _policies(holder) == {"sessions"}
+    memory = os.dup(fd)
+    holder.close()
+    second = Holder(folder, adopt_s=0, keep_s=600, fd=memory, policy="lru")
+    refused, _ = Caller(second, folder).ask(_hello(3, policy="lru"))
+    assert isinstance(refused, Unwelcome)
+    assert isinstance(Caller(second, folder).ask(_hello(4, policy="sessions"))[0], Welcome)
+    second.close()
+
+
 def test_policy_that_the_holder_lacks_is_refused(folder: Path) -> None:
     """The policy's package may be missing where the holder runs. No memory is made."""
     with _holding(folder) as holder:
