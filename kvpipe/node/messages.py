@@ -10,7 +10,7 @@ import array
 import os
 import socket
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -81,9 +81,9 @@ class Publish(msgspec.Struct, frozen=True, array_like=True):
 
     slot: int
     generation: int
-    group: int
+    group: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
     key: bytes
-    units: int
+    units: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
     namespace: bytes = b""
     behind: bytes = b""
     over: bool = False
@@ -96,10 +96,9 @@ class Use(msgspec.Struct, frozen=True, array_like=True):
     """One use of some chunks of a prefix, for the eviction policy. The last chunk of the prefix is first.
 
     `kind` says that a request leases the chunks, has loaded them, or has ended, or that the chunks were used otherwise.
-    All other kinds are actions of hints. `stamps` has slot and
-    generation of each chunk, each as a word of 8 bytes. `answer` is the number of tokens that the ended request has
-    decoded, or None. `in_s` is the time of a hint, in seconds from now. If `more`, the next use of this client has
-    further chunks of the same use.
+    All other kinds are actions of hints. `stamps` has the joined stamps of the chunks. `answer` is the number of tokens
+    that the ended request has decoded, or None. `in_s` is the time of a hint, in seconds from now. If `more`, the next
+    use of this client has further chunks of the same use.
     """
 
     kind: UseKind
