@@ -12,7 +12,7 @@ from typing import Final
 from benchmarks.replay.replay import Pool
 from benchmarks.replay.workload import Prompt, Workload, coding_agents
 from benchmarks.report import Figure
-from kvpipe.cache.chunks import Chunk
+from kvpipe.cache.chunks import Chunk, Owner
 from kvpipe.cache.policy import make_policy
 from kvpipe.cache.policy.hints import Hint
 from kvpipe.cache.tenants import ANYBODY, Tenant
@@ -43,15 +43,32 @@ class ReplayClock:
 
 
 class _Waiting(NodeCatalog):
-    """A catalog that waits for slots instead of dropping saves, because the replay saves a whole prompt in one step."""
+    """A catalog that waits for slots instead of dropping saves, because the replay saves a whole prompt in one step.
+
+    As in an engine, the holder learns of a request's leases before its saves, and of its saves before its end.
+    """
+
+    def lease(self, owner: Owner, chunks: list[Chunk], *, timed: bool = True) -> None:
+        """Lease `chunks` as `NodeCatalog.lease` does, and report this."""
+        super().lease(owner, chunks, timed=timed)
+        self._send()
+
+    def release(self, owner: Owner, *, hit: bool = True) -> int:
+        """Report the saves, and release all chunks of `owner` as `NodeCatalog.release` does."""
+        self._send()
+        return super().release(owner, hit=hit)
+
+    def _send(self) -> None:
+        for _ in range(2):
+            self._report_sealed()
+            self.poll()
 
     def reserve(self, group: int, tenant: Tenant = ANYBODY) -> Chunk | None:
         """Take a slot as `NodeCatalog.reserve` does, but poll the holder until the stock has a slot."""
         for _ in range(4):
             if (chunk := super().reserve(group, tenant)) is not None:
                 return chunk
-            self._report_sealed()
-            self.poll()
+            self._send()
         return None
 
 
