@@ -19,7 +19,7 @@ from kvpipe.node.client import NodePool, RankMemory
 from kvpipe.node.connect import NoHolderError, RefusedByHolderError, greet, reach
 from kvpipe.node.holder import Holder
 from kvpipe.node.layout import VERSION
-from kvpipe.node.messages import BatchAnswer, Goodbye, Hello, Publish, SlotBatch, Unwelcome, Welcome
+from kvpipe.node.messages import Goodbye, Hello, SlotBatch, Unwelcome, Welcome
 from kvpipe.node.processes import SOCKET, checked_folder, folder_of_user, mark_client, process_of, watch
 from kvpipe.node.segment import create
 from kvpipe.testing.waiting import eventually
@@ -103,24 +103,6 @@ def test_engine_with_slots_that_do_not_fit_is_refused(folder: Path) -> None:
                 f"the node's memory has slots of {SLOT_BYTES} bytes, this engine needs {slot_bytes};"
             )
             assert not answer.again
-
-
-@pytest.mark.parametrize("number", [{"units": 1 << 40}, {"units": -1}, {"group": 1 << 16}, {"group": -1}])
-def test_report_with_a_number_that_no_record_has_is_refused(folder: Path, number: dict[str, int]) -> None:
-    """The connection ends. The holder goes on, and the slot stays granted until the engine ends."""
-    with _holding(folder) as holder:
-        caller = Caller(holder, folder)
-        welcome, fd = caller.ask(_hello())
-        assert isinstance(welcome, Welcome)
-        assert fd is not None
-        os.close(fd)
-        eventually(lambda: holder.step() or holder.status().memories[0].slots["free"])
-        answer, _ = caller.ask(SlotBatch(welcome.boot, want=1))
-        assert isinstance(answer, BatchAnswer)
-        ((slot, generation),) = answer.granted
-        report = Publish(**({"slot": slot, "generation": generation, "group": 0, "key": b"k", "units": 1} | number))
-        assert isinstance(caller.ask(SlotBatch(welcome.boot, (report,)))[0], Unwelcome)
-        assert holder.status().memories[0].slots["granted"] == 1
 
 
 def test_engine_with_other_slots_uses_the_same_memory(folder: Path) -> None:
