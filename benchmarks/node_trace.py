@@ -12,8 +12,9 @@ from typing import Final
 from benchmarks.replay.replay import Pool
 from benchmarks.replay.workload import Prompt, Workload, coding_agents
 from benchmarks.report import Figure
-from kvpipe.cache.chunks import Chunk
+from kvpipe.cache.chunks import Chunk, Owner
 from kvpipe.cache.policy import make_policy
+from kvpipe.cache.policy.hints import Hint
 from kvpipe.cache.tenants import ANYBODY, Tenant
 from kvpipe.node.catalog import NodeCatalog
 from kvpipe.node.prefixes import NodePrefixes
@@ -29,30 +30,66 @@ Router = Callable[[int, Prompt], int]
 """Returns the engine of a request, by the request's number."""
 
 
+class ReplayClock:
+    """The time of a replay: that of the last request."""
+
+    def __init__(self) -> None:
+        """Begin at 0."""
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        """Return the time."""
+        return self.now_s
+
+
 class _Waiting(NodeCatalog):
-    """A catalog that waits for slots instead of dropping saves, because the replay saves a whole prompt in one step."""
+    """A catalog that waits for slots instead of dropping saves, because the replay saves a whole prompt in one step.
+
+    As in an engine, the holder learns of a request's leases before its saves, and of its saves before its end.
+    """
+
+    def lease(self, owner: Owner, chunks: list[Chunk], *, timed: bool = True) -> None:
+        """Lease `chunks` as `NodeCatalog.lease` does, and report this."""
+        super().lease(owner, chunks, timed=timed)
+        self._send()
+
+    def release(self, owner: Owner, *, hit: bool = True) -> int:
+        """Report the saves, and release all chunks of `owner` as `NodeCatalog.release` does."""
+        self._send()
+        return super().release(owner, hit=hit)
+
+    def _send(self) -> None:
+        for _ in range(2):
+            self._report_sealed()
+            self.poll()
 
     def reserve(self, group: int, tenant: Tenant = ANYBODY) -> Chunk | None:
         """Take a slot as `NodeCatalog.reserve` does, but poll the holder until the stock has a slot."""
         for _ in range(4):
             if (chunk := super().reserve(group, tenant)) is not None:
                 return chunk
-            self._report_sealed()
-            self.poll()
+            self._send()
         return None
 
 
 class SharedPool(Pool):
     """One engine's side of a node's memory."""
 
-    def __init__(self, chunk_tokens: int, node: DirectNode) -> None:
-        """Attach to `node`."""
+    def __init__(self, chunk_tokens: int, node: DirectNode, clock: ReplayClock | None = None) -> None:
+        """Attach to `node`, whose policy has the time of `clock`."""
+        self._of_node = clock
         geometry = Geometry((Group((Layer("l", 4096),), chunk_tokens),), chunk_tokens, node.slots * 4096)
         super().__init__(chunk_tokens, 1, make_policy("lru", 1))
         self.node = _Waiting(DirectPool(node, STOCK), 1, Counters(), 1)
         self.node.name_space("replay")
         self.catalog = self.node
         self.prefixes = NodePrefixes(self.node, geometry, chunk_tokens, attrgetter("block_hashes"))
+
+    def begin(self, prompt: Prompt, hint: Hint | None = None) -> int:
+        """Begin a request, as `Pool.begin` does, at the time of the request."""
+        if self._of_node is not None:
+            self._of_node.now_s = max(self._of_node.now_s, prompt.at_s)
+        return super().begin(prompt, hint)
 
     def end_step(self) -> None:
         """Report the saved chunks, and read the journal to its end."""

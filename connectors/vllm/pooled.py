@@ -87,15 +87,7 @@ def _is_alike(config: VllmConfig, cache: KVCacheConfig) -> bool:
 
 
 def _settings_unsupported(settings: Settings) -> list[tuple[object, str, str]]:
-    given = settings.model_fields_set
-    return [
-        (settings.quotas, "quotas", "unset quotas"),
-        (
-            "policy" in given and settings.policy != "lru",
-            f"policy={settings.policy!r} (one policy evicts the chunks of all engines)",
-            "set policy='lru', or unset it",
-        ),
-    ]
+    return [(settings.quotas, "quotas", "unset quotas")]
 
 
 def node_engine(facts: RoleFacts) -> NodeEngine:
@@ -110,7 +102,8 @@ def node_engine(facts: RoleFacts) -> NodeEngine:
     step_chunks = per_group * len(geometry.groups) if takes_slots else 0
     parts = 1 if _is_alike(config, facts.cache) else config.parallel_config.world_size
     name, _ = lasting_name(facts.settings.engine_name, config, str(transfer.engine_id or config.instance_id))
-    return NodeEngine(token, parts, step_chunks, name)
+    policy = facts.settings.policy if "policy" in facts.settings.model_fields_set else ""
+    return NodeEngine(token, parts, step_chunks, name, policy)
 
 
 def check_rank(facts: RoleFacts, geometry: Geometry) -> None:

@@ -70,7 +70,7 @@ def start_operators(role: SchedulerRole, config: VllmConfig, engine: str) -> Ope
         pool=_pool_text(role, config),
         chunk_tokens=role.geometry.chunk_tokens,
         tiers=",".join([MEMORY, *(tier.name for tier in tiers)]),
-        policy=settings.policy,
+        policy=settings.policy if side.node is None else side.node.pool.policy,
         manage=where,
     )
     return server

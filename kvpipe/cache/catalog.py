@@ -110,6 +110,9 @@ class Catalog:
         """Return the chunk that has a mark with the prefix hash `key`, or None. Only the mark's units may be read."""
         return self._index[group].get(key)
 
+    find_saved = find
+    """As `find`. A catalog in which another process publishes chunks also finds chunks that wait for this."""
+
     def index(self, group: int) -> Mapping[bytes, Chunk]:
         """Return the group's index, for lookups that probe many keys. Callers must not change the index."""
         return self._index[group]

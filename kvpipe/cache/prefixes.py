@@ -257,7 +257,7 @@ class Prefixes:
 
         The chunks of states come before all other chunks.
         """
-        hashes, stop, find = self.hashes(request), units * self._hashes_per_unit, self._catalog.find
+        hashes, stop, find = self.hashes(request), units * self._hashes_per_unit, self._catalog.find_saved
         found: list[Chunk] = []
         for groups, step, ahead in self._kinds:
             for key in reversed(hashes[step - 1 + ahead : stop + ahead : step]):

@@ -54,7 +54,8 @@ def head(folder: Path, health: HolderHealth) -> str:
 def title(memory: MemoryStatus) -> str:
     """Return a text with the size of a memory."""
     slots = memory.slots["slots"]
-    return f"{bytes_text(slots * memory.slot_bytes)}, {slots:,} slots of {bytes_text(memory.slot_bytes)}"
+    size = bytes_text(slots * memory.slot_bytes)
+    return f"{size}, {slots:,} slots of {bytes_text(memory.slot_bytes)}, policy {printable(memory.policy)}"
 
 
 def used(memory: MemoryStatus) -> list[UsedSlots]:

@@ -15,6 +15,7 @@ import msgspec
 
 from kvpipe.cli.node_view import lines
 from kvpipe.errors import ConfigError
+from kvpipe.inputs import plugins
 from kvpipe.node.connect import ADOPT_S
 from kvpipe.node.health import HolderHealth, health_of
 from kvpipe.node.holder import Holder
@@ -30,6 +31,8 @@ def add_parsers(pool: argparse.ArgumentParser) -> None:
     """Add the subcommands of `kvpipe pool`. Each subcommand sets `run`."""
     sub = pool.add_subparsers(required=True, metavar="COMMAND")
     start = sub.add_parser("start", help="hold the memory until this process is stopped, for a service manager")
+    known = plugins.names(plugins.POLICIES)
+    start.add_argument("--policy", choices=known, default="", help="eviction policy (default: the first engine's)")
     start.set_defaults(run=_start)
     status = sub.add_parser("status", help="show the holder, the slots and the engines")
     status.add_argument("--json", action="store_true", help="print JSON")
@@ -45,7 +48,7 @@ def add_parsers(pool: argparse.ArgumentParser) -> None:
 def _start(args: argparse.Namespace) -> int:
     folder = checked_folder(args.dir or folder_of_user())
     try:
-        holder = Holder(folder, adopt_s=ADOPT_S, keep_s=FOREVER_S)
+        holder = Holder(folder, adopt_s=ADOPT_S, keep_s=FOREVER_S, policy=args.policy)
     except BlockingIOError:
         raise ConfigError(
             f"kvpipe: {folder} has a holder already (process {holder_of(folder)}); let it end, or give another --dir"

@@ -158,7 +158,8 @@ class Settings(BaseSettings):
         description="Eviction policy. `sessions` learns how long sessions pause and keeps chunks of sessions that "
         "will soon continue; it evicts like `lru` until the learnt order has proven to hit more "
         "([why](docs/decisions/0027-sessions.md)). `lru` evicts the least recently used chunk. "
-        "`s3fifo` keeps chunks with hits during a scan of prompts that are used once.",
+        "`s3fifo` keeps chunks with hits during a scan of prompts that are used once. With `pool: node`, one policy "
+        "evicts for all engines of the node, by default `lru` ([rules](docs/node-pool.md)).",
     )
     quotas: Annotated[tuple[QuotaSpec, ...], NoDecode, BeforeValidator(parse_quotas)] = Field(
         (),

@@ -61,13 +61,14 @@ class NodeEngine(NamedTuple):
     `token` has 16 bytes that only this engine uses. A slot has one part per rank, or one part in all if the bytes of
     all ranks are equal. `parts` is the number of parts. A step saves at most about `step_chunks` chunks. If
     `step_chunks` is 0, the engine takes no slots.
-    `name` is the engine's name for operators.
+    `name` is the engine's name for operators. `policy` is the eviction policy that the engine requires, or "".
     """
 
     token: bytes
     parts: int
     step_chunks: int = 1
     name: str = ""
+    policy: str = ""
 
 
 def node_options(settings: PoolKeys, geometry: Geometry, engine: NodeEngine) -> NodePoolOptions:
@@ -88,7 +89,7 @@ def node_options(settings: PoolKeys, geometry: Geometry, engine: NodeEngine) -> 
     return NodePoolOptions(
         settings.pool_dir or folder_of_user(), own.ljust(32, b"\0"), slots, slot_bytes, stock=stock,
         wait_s_max=settings.pool_wait_s_max, keep_s=settings.keep_s, token=own, name=engine.name,
-        note_bytes=node_note_bytes(geometry, engine.parts),
+        note_bytes=node_note_bytes(geometry, engine.parts), policy=engine.policy,
     )  # fmt: skip
 
 

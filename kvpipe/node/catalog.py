@@ -159,8 +159,7 @@ class NodeCatalog(Catalog):
 
     def published(self, record: SlotRecord) -> SharedChunk:
         """Return the chunk of a record: this engine's own chunk, or a new chunk object."""
-        slot, key = record.slot, record.key
-        chunk = self._landed.get(slot)
+        slot, key, chunk = record.slot, record.key, self._landed.get(record.slot)
         if chunk is not None and chunk.group == record.group and chunk.tail == key:
             del self._landed[slot]
             self._unpend_chunk(chunk)
@@ -192,6 +191,10 @@ class NodeCatalog(Catalog):
         return bool(self._landed) and self.pool.state == link_m.ATTACHED
 
     # ---- reading -------------------------------------------------------------------------------------------------
+
+    def find_saved(self, group: int, key: bytes) -> Chunk | None:
+        """See `Catalog.find_saved`. The holder may not have published the chunk yet."""
+        return self._index[group].get(key) or self._pending[group].get(key)
 
     def stamps_of(self, index: object) -> Mapping[bytes, bytes] | None:
         """Return the stamps of the chunks in the dict `index` of a cache group.
@@ -316,7 +319,7 @@ class NodeCatalog(Catalog):
         for mark in chunk.marks:  # a chunk is pending under the key of its longest mark
             if pending.get(mark.key) is chunk:
                 del pending[mark.key]
-        chunk.ready = piece.stop
+        chunk.ready, chunk.over = piece.stop, over
         chunk.marks, chunk.identity = (Mark(piece.stop, piece.key, keep=True),), piece.key
         self._finish_write(chunk, landed=True)
         self._open[chunk.slot] = chunk
@@ -328,7 +331,8 @@ class NodeCatalog(Catalog):
             return True
         (mark,) = chunk.marks
         del self._open[chunk.slot]
-        if not self._stock.landed(chunk.slot, chunk.group, mark.key, mark.units, self._digest):
+        what = chunk.slot, chunk.group, mark.key, mark.units, self._digest
+        if not self._stock.landed(*what, behind=chunk.behind, over=chunk.over):
             self._unpend_chunk(chunk)
             self._drop(chunk, EVICTED)
             return False
@@ -342,11 +346,7 @@ class NodeCatalog(Catalog):
             self._report(chunk)
 
     def reset(self) -> int:
-        """Forget every chunk. Returns the number of forgotten chunks.
-
-        The chunks stay in the memory for other engines. As after `Catalog.reset`, later calls of `sweep` drop the
-        chunks that no job reads or writes.
-        """
+        """Forget every chunk, as `Catalog.reset` does. The chunks stay in the memory for other engines."""
         leased = itertools.chain.from_iterable(self.leased.values())
         held = dict.fromkeys((*leased, *self._writing))
         found = self.used - sum(1 for chunk in self._writing if chunk.state.row == m.EVICTING)

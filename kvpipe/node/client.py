@@ -47,7 +47,7 @@ class NodePoolOptions:
     bytes. `stock` is the number of slots that are granted before saves need them. A holder whose clock stands still for
     `silent_s` seconds is killed. After `wait_s_max` seconds without a holder, the engine has to use a private pool.
     `name` is the engine's name for operators. `note_bytes` is the size of the note at the end of each slot (see
-    `notes.py`).
+    `notes.py`). `policy` is the eviction policy that the engine requires, or "" if it accepts any policy.
     """
 
     folder: Path
@@ -61,6 +61,7 @@ class NodePoolOptions:
     token: bytes = field(default_factory=lambda: secrets.token_bytes(TOKEN_BYTES))
     name: str = ""
     note_bytes: int = 0
+    policy: str = ""
 
 
 class NodePool:
@@ -84,6 +85,8 @@ class NodePool:
         self._digest, self._naming = b"", b""
         self.why = ""
         """The reason why the engine was refused or stranded."""
+        self.policy, self.takes_hints = "", False
+        """The memory's eviction policy, and whether this policy takes hints."""
         self._reached: Reached | None = None
         self._news: SimpleQueue[Reached | NoHolderError | str] = SimpleQueue()
         self._closing = threading.Event()
@@ -139,7 +142,7 @@ class NodePool:
         hello = Hello(
             VERSION, "scheduler", self._options.token, self._options.namespace, self._options.slots,
             self._options.slot_bytes, self.segment.layout.token if self.segment is not None else b"", self.stock.held,
-            self._options.name,
+            self._options.name, self._options.policy,
         )  # fmt: skip
         thread = threading.Thread(target=self._find, args=(hello, offer), name="kvpipe-node", daemon=True)
         thread.start()
@@ -228,6 +231,7 @@ class NodePool:
         elif reached.welcome.boot != self._boot:
             self.takeovers += 1
         self._boot = reached.welcome.boot
+        self.policy, self.takes_hints = reached.welcome.policy, reached.welcome.takes_hints
         self.stock.resumed(reached.welcome.held)
         self._reached, self._asks, self._naming = reached, False, b""
         self.named = -1

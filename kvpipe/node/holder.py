@@ -14,17 +14,15 @@ import selectors
 import socket
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from kvpipe.cache.policy.base import Policy
-from kvpipe.cache.policy.lru import Lru
 from kvpipe.errors import ConfigError
 from kvpipe.node import messages
 from kvpipe.node.clients import NodeClient, RefusedError
 from kvpipe.node.keeper import Keeper
 from kvpipe.node.layout import VERSION, Process
+from kvpipe.node.listener import Listener
 from kvpipe.node.memory import NodeMemory, Region
 from kvpipe.node.messages import (
     BadMessageError,
@@ -46,6 +44,7 @@ from kvpipe.node.processes import (
     peer_of,
     watch,
 )
+from kvpipe.node.rules import DEFAULT_POLICY, NodeRules, check_policy, write_rules
 from kvpipe.node.segment import create
 from kvpipe.statemachine.cursors import IllegalTransition
 
@@ -71,15 +70,13 @@ class HolderConnection:
 class Holder:
     """The holder of one folder. `run` returns when no engine has used the memory for `keep_s` seconds."""
 
-    def __init__(
-        self, folder: Path, *, adopt_s: float, keep_s: float, fd: int | None = None,
-        policy: Callable[[int], Policy] = Lru,
-    ) -> None:  # fmt: skip
+    def __init__(self, folder: Path, *, adopt_s: float, keep_s: float, fd: int | None = None, policy: str = "") -> None:
         """Take the folder's lock and listen on the folder's socket.
 
         If running engines have the memory of an earlier holder, this holder waits up to `adopt_s` seconds for an engine
         to offer that memory. Without an offer, this holder creates a new memory. `fd` is the earlier holder's memory,
-        if this memory is known.
+        if this memory is known. `policy` is the eviction policy of a new memory. If it is "", the engine that makes the
+        memory chooses the policy.
 
         Raises:
             BlockingIOError: the folder has a holder.
@@ -96,14 +93,7 @@ class Holder:
         self._links: dict[NodeClient, HolderConnection] = {}
         if fd is not None:
             self._adopt(fd)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        with contextlib.suppress(FileNotFoundError):
-            (folder / SOCKET).unlink()
-        self._listener.bind(str(folder / SOCKET))
-        (folder / SOCKET).chmod(0o600)
-        self._listener.listen(64)
-        self._listener.setblocking(False)  # noqa: FBT003
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        self._listener = Listener(folder / SOCKET, self._selector, BEAT_S, self._accepted)
 
     def _adopt(self, fd: int) -> None:
         """Become the holder of an existing memory.
@@ -111,7 +101,7 @@ class Holder:
         Raises:
             RefusedError: the memory is not usable, or has another holder.
         """
-        self._memory = NodeMemory(fd, self._boot, self._policy)
+        self._memory = NodeMemory(fd, self._boot)
         for process in {process for _, client in self._memory.clients for process in client.processes}:
             self._watch(process)
 
@@ -165,6 +155,7 @@ class Holder:
             else:
                 os.close(key.fd)
         self._selector.close()
+        self._listener.close()
         if self._memory is not None:
             self._memory.close()
         os.close(self._lock)
@@ -183,17 +174,13 @@ class Holder:
         """Handle the events that have arrived, at most one event per source."""
         for process in list(self._unwatched):
             self._watch(process)
+        self._listener.step()
         wait_s = BUSY_S if self._memory is not None and self._memory.step() else BEAT_S
         for key, _ in self._selector.select(wait_s):
             if self._selector.get_map().get(key.fd) is key:  # false if an earlier call has closed the source
                 key.data()
 
-    def _accept(self) -> None:
-        try:
-            wire, _ = self._listener.accept()
-        except OSError:
-            return
-        wire.setblocking(False)  # noqa: FBT003
+    def _accepted(self, wire: socket.socket) -> None:
         try:
             process, pidfd = peer_of(wire)
         except (ConfigError, OSError) as error:
@@ -249,6 +236,7 @@ class Holder:
             self._begin(hello, fd)
         else:
             self._close_fd(fd)
+        self._agree(hello.policy)
         memory, region = self._region_for(hello)
         segment, keeper = region
         client = memory.greet(region, hello, link.process)
@@ -257,9 +245,29 @@ class Holder:
         if hello.role == "scheduler":
             self._links[client] = link
         welcome = Welcome(
-            self._boot, client.row, client.namespace, tuple(client.granted.items()), segment.layout.region
+            self._boot, client.row, client.namespace, tuple(client.granted.items()), segment.layout.region,
+            memory.policy, keeper.evictor.takes_hints,
         )  # fmt: skip
         messages.send(link.wire, welcome, [memory.fd])
+
+    def _agree(self, policy: str) -> None:
+        """Check that an engine accepts the memory's policy. A memory without engines gets the holder's or engine's.
+
+        Raises:
+            RefusedError: the engine requires another policy.
+        """
+        assert self._memory is not None  # noqa: S101
+        memory, wanted = self._memory, self._policy or policy
+        if wanted not in {"", memory.policy} and not self._has_engines:
+            check_policy(wanted)
+            _log.info("the unused memory evicts by %s from now on", wanted)
+            memory.use_policy(wanted)
+        if policy not in {"", memory.policy}:
+            how = "start the holder with it" if self._policy else "stop all engines of the memory"
+            raise RefusedError(
+                f"the node's memory evicts by the policy {memory.policy!r}, this engine needs {policy!r}; unset its "
+                f"policy, or {how}"
+            )
 
     def _region_for(self, hello: Hello) -> tuple[NodeMemory, Region]:
         """Return the memory that has slots of the size that an engine needs, and the region of these slots.
@@ -310,10 +318,13 @@ class Holder:
 
     def _make(self, hello: Hello) -> None:
         """Make the memory that an engine asks for. The new memory replaces a memory that no engine uses."""
+        policy = self._policy or hello.policy or DEFAULT_POLICY
+        check_policy(policy)
         try:
             fd = create(hello.slots, hello.slot_bytes)
         except ConfigError as error:
             raise RefusedError(str(error)) from None
+        write_rules(fd, NodeRules(policy))
         old = self._memory
         try:
             self._adopt(fd)

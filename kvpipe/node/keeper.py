@@ -8,23 +8,27 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
 from kvpipe.cache.policy.base import Policy
 from kvpipe.node.clients import NodeChunk, NodeClient, RefusedError
+from kvpipe.node.evictor import Evictor
 from kvpipe.node.fence import fence
 from kvpipe.node.layout import (
     FREE_ROW,
     KEY_BYTES_MAX,
+    LINK_BYTES,
     PROCESSES_MAX,
     ClientRow,
     Process,
     SlotRecord,
 )
 from kvpipe.node.ledger import Ledger
-from kvpipe.node.messages import BATCH_MAX, BatchAnswer, ClientStatus, Hello, Publish, SlotBatch, SlotGrant
+from kvpipe.node.messages import BATCH_MAX, BatchAnswer, Hello, Publish, SlotBatch, SlotGrant
 from kvpipe.node.namespaces import NodeNamespaces
 from kvpipe.node.slots import NEVER, RegionSlots
 from kvpipe.node.usage import NodeUsage, usage_of
@@ -37,8 +41,6 @@ STOCK_SHARE: Final = 4
 GRANTED_SHARE: Final = 2
 """One engine may write or stock at most 1 / `GRANTED_SHARE` of the slots."""
 NAME_CHARS_MAX: Final = 128
-LOOK_MAX: Final = 64
-"""The largest number of leased chunks that one search for victims skips."""
 
 
 class Keeper(RegionSlots):
@@ -52,14 +54,18 @@ class Keeper(RegionSlots):
     def __init__(
         self, ledger: Ledger, policy: Policy, *, stock_max: int = 256, fence: Callable[[], None] = fence,
         watch: Watch | None = None, owns: Callable[[int], bool] = lambda _: True,
-        tick: Callable[[], float] | None = None,
+        tick: Callable[[], float] | None = None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         """Restore the state from the segment. `stock_max` is the largest number of slots in a client's stock.
 
-        `owns` returns whether this region owns all bytes of a slot. `tick` returns the number of the next use.
+        `owns` returns whether this region owns all bytes of a slot. `tick` returns the number of the next use. `clock`
+        returns the policy's seconds, which never decrease.
         """
+        own = weakref.proxy(self)  # without a reference cycle, the memory is freed as soon as it is replaced
+        by_use, is_leased = lambda: own._by_use(), lambda slot: own._is_leased(slot)  # noqa: PLW0108, SLF001
+        self.evictor = Evictor(policy, clock, by_use, is_leased)
         super().__init__(ledger, owns, tick or itertools.count(1).__next__)
-        self._policy, self._fence, self._watch = policy, fence, watch
+        self._fence, self._watch = fence, watch
         self._stock_max = stock_max
         self.short: float | None = None
         self._client_machine = c.NODE_CLIENT.compile()
@@ -86,6 +92,7 @@ class Keeper(RegionSlots):
             self._set_unused(record.slot, record.state)
             self._adopt(record)
             if record.state == m.PUBLISHED:
+                self.evictor.published(self._chunks[record.slot], over=True)  # its request counts as ended
                 self.used[record.slot] = age / len(self._records) - 1  # below all ticks, on one scale for all regions
         for client in self.clients.values():
             if any(self._slots[slot].state.name == m.QUARANTINE for slot in client.granted):
@@ -102,18 +109,27 @@ class Keeper(RegionSlots):
         elif record.state in {m.GRANTED, m.QUARANTINE} and owner is not None:
             owner.granted[record.slot] = record.generation
 
-    def _remember(self, record: SlotRecord) -> None:
-        chunk = NodeChunk(record.slot, (record.namespace, record.group, record.key))
-        self._index[chunk.identity] = self._chunks[record.slot] = chunk
+    def _remember(self, record: SlotRecord) -> NodeChunk:
+        chunk = NodeChunk(record)
+        self._index[chunk.found_by] = self._chunks[record.slot] = chunk
         self._namespaces.use(record.namespace)
         self.used[record.slot] = self._tick()
-        self._policy.insert(chunk, hit=False)
+        return chunk
 
-    def _use(self, chunk: NodeChunk) -> None:
-        """Record a use of a chunk."""
-        self._policy.remove(chunk)
-        self._policy.insert(chunk, hit=True)
-        self.used[chunk.slot] = self._tick()
+    def _by_use(self) -> list[NodeChunk]:
+        return sorted(self._chunks.values(), key=lambda chunk: float(self.used[chunk.slot]))
+
+    def _show_usable(self) -> None:
+        super()._show_usable()
+        self.evictor.sized(len(self._usable))
+
+    def use_policy(self, policy: Policy) -> None:
+        """Evict by another policy from now on. All chunks stay, as chunks whose requests have ended."""
+        self.evictor.use(policy)
+        self.evictor.sized(len(self._usable))
+        for chunk in self._ledger.beating(self._by_use()):
+            chunk.place = 0  # the place in the earlier policy
+            self.evictor.published(chunk, over=True)
 
     # ---- slots ---------------------------------------------------------------------------------------------------
 
@@ -121,11 +137,8 @@ class Keeper(RegionSlots):
         """Fire `event` and write the slot's record. `add` is added to the generation. `record` names owner or chunk."""
         edge = self._slots[slot].fire(event)
         was = self._records[slot]
-        record = record or was
-        made = self._ledger.commit(
-            slot, edge.to.name, was.generation + add, owner=record.owner, namespace=record.namespace,
-            group=record.group, units=record.units, key=record.key,
-        )  # fmt: skip
+        generation = was.generation + add
+        made = self._ledger.commit((record or was)._replace(slot=slot, state=edge.to.name, generation=generation))
         self._records[slot] = made
         self._set_unused(slot, made.state)
         return made
@@ -141,7 +154,7 @@ class Keeper(RegionSlots):
         """
         leased, names = {slot for slot in slots if self._is_leased(slot)}, {m.FREE, m.PUBLISHED}
         for slot in leased & self._chunks.keys():
-            self._use(self._chunks[slot])
+            self.used[slot] = self._tick()
         return not leased and all(self._slots[slot].state.name in names for slot in slots)
 
     def give(self, slots: set[int]) -> bool:
@@ -161,24 +174,17 @@ class Keeper(RegionSlots):
 
     def _evict(self, wanted: int) -> None:
         """Evict chunks without a lease, until `wanted` slots are free or no victim is left."""
-        victims, leased = list[NodeChunk](), list[NodeChunk]()
-        while len(victims) < wanted and len(leased) < LOOK_MAX and (chunk := self._policy.victim()) is not None:
-            mine = self._chunk_of(chunk)
-            (leased if self._is_leased(mine.slot) else victims).append(mine)
+        victims, leased = self.evictor.victims(wanted)
         looked = victims[-1:] or leased[:1]
         self.short = float(self.used[looked[0].slot]) if looked else math.inf
         for chunk in leased:
-            self._use(chunk)
+            self.used[chunk.slot] = self._tick()
         self._drop(victims)
-
-    def _chunk_of(self, chunk: object) -> NodeChunk:
-        assert isinstance(chunk, NodeChunk)  # noqa: S101  (the policy knows no other chunks)
-        return chunk
 
     def _drop(self, chunks: Iterable[NodeChunk]) -> None:
         """Evict chunks that the policy has removed. A leased chunk's slot becomes free when the lease ends."""
         for chunk in self._ledger.beating(chunks):
-            del self._index[chunk.identity], self._chunks[chunk.slot]
+            del self._index[chunk.found_by], self._chunks[chunk.slot]
             self._move(chunk.slot, m.EVICT, 1)
             self._draining.add(chunk.slot)
             self.counts["evicted"] += 1
@@ -200,8 +206,7 @@ class Keeper(RegionSlots):
         return bool(self._draining)
 
     def _evict_chunks(self, chunks: list[NodeChunk]) -> None:
-        for chunk in chunks:
-            self._policy.remove(chunk)
+        self.evictor.forget(chunks)
         self._drop(chunks)
 
     # ---- clients -------------------------------------------------------------------------------------------------
@@ -229,6 +234,7 @@ class Keeper(RegionSlots):
             client.helpers.add(process)
         self._write_row(client)
         if hello.role == "scheduler":
+            client.begun = b""  # the rest of a use that an earlier connection has begun was lost
             held = set(hello.held)
             for grant in [one for one in client.granted.items() if one not in held]:
                 self._take_back(client, grant[0], m.GIVE_BACK)  # granted in an answer that was never received
@@ -258,7 +264,7 @@ class Keeper(RegionSlots):
             number = names.unused({namespace for namespace, _, _ in self._index} | clients)
             if number is None:
                 number = names.oldest(clients)
-                self._evict_chunks([chunk for chunk in self._chunks.values() if chunk.identity[0] == number])
+                self._evict_chunks([chunk for chunk in self._chunks.values() if chunk.found_by[0] == number])
             names.give(digest, number)
         names.use(number)
         return number
@@ -288,10 +294,8 @@ class Keeper(RegionSlots):
                 self._take_back(client, slot, m.GIVE_BACK)
             else:
                 self.counts["stale"] += 1
-        for slot, generation in batch.used:
-            chunk = self._chunks.get(slot)
-            if chunk is not None and self._records[slot].generation == generation:
-                self._use(chunk)
+        for use in batch.used:
+            self._use_now(self.evictor.used(client, use, self._chunks, self._ledger.segment.generations))
         granted = self._grant(client, batch.want, batch.stock)
         client.stock = batch.stock + len(late) + len(granted)
         return BatchAnswer(batch.boot, granted, late, client.namespace)
@@ -306,22 +310,25 @@ class Keeper(RegionSlots):
     def _publish(self, client: NodeClient, one: Publish) -> bool:
         """Publish a chunk. Returns whether another slot already has the chunk's key."""
         namespace = self._namespace(one.namespace) if one.namespace else client.namespace
-        identity = (namespace, one.group, one.key)
+        found_by = (namespace, one.group, one.key)
         if client.granted.get(one.slot) != one.generation or len(one.key) > KEY_BYTES_MAX:
             self.counts["stale"] += 1  # an earlier holder has published the chunk, which may be evicted by now
             return False
-        if (known := self._index.get(identity)) is not None:
+        if (known := self._index.get(found_by)) is not None:
             self._slots[one.slot].fire(m.LATE)
-            self._policy.refresh(known)
+            self.evictor.same(known)
             self.used[known.slot] = self._tick()
             self.counts["late"] += 1
             return True
         del client.granted[one.slot]
         made = self._move(
             one.slot, m.PUBLISH, 1,
-            SlotRecord(0, one.slot, m.PUBLISHED, 0, client.row, namespace, one.group, one.units, one.key),
+            SlotRecord(
+                0, one.slot, m.PUBLISHED, 0, client.row, namespace, one.group, one.units, one.key,
+                one.behind[:LINK_BYTES],
+            ),
         )  # fmt: skip
-        self._remember(made)
+        self.evictor.published(self._remember(made), over=one.over)
         self.counts["published"] += 1
         client.published += 1
         return False
@@ -381,17 +388,6 @@ class Keeper(RegionSlots):
         del self.clients[client.row]
         self._namespaces.use(client.namespace)
         self.drain()
-
-    def clients_now(self) -> tuple[ClientStatus, ...]:
-        """Return the slots and leases that each client holds."""
-        leases = self._ledger.segment.leases_of
-        return tuple(
-            ClientStatus(
-                row, one.state.name, tuple(process.pid for process in sorted(one.processes - one.dead)),
-                len(one.granted), sum(map(bool, leases(row))), one.name, one.stock, one.published,
-            )
-            for row, one in sorted(self.clients.items())
-        )  # fmt: skip
 
     def usage(self) -> NodeUsage:
         """Return how many slots are in each state."""

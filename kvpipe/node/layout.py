@@ -11,6 +11,7 @@ pieces. For each piece, `owners.py` records the region that may use the piece.
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import struct
 import zlib
@@ -23,6 +24,7 @@ VERSION: Final = 4
 """The version of the memory and of the messages. Other versions are refused."""
 PAGE_BYTES: Final = 4096
 KEY_BYTES_MAX: Final = 64
+LINK_BYTES: Final = 8
 PROCESSES_MAX: Final = 64
 """The largest number of processes of one client: its scheduler's process, its ranks' processes, and their helpers."""
 NAMESPACES_MAX: Final = 256
@@ -49,7 +51,7 @@ WORDS: Final = 64
 STATES: Final = (m.FREE, m.GRANTED, m.PUBLISHED, m.EVICTING, m.QUARANTINE)
 
 _HEADER: Final = struct.Struct("<8sIIQQIIQ16s")
-_RECORD: Final = struct.Struct("<QQIIIIHBB64s")
+_RECORD: Final = struct.Struct("<QQIIIIHBB64s8s")
 _CHECK: Final = struct.Struct("<I")
 RECORD_BYTES: Final = 112
 _ROW: Final = struct.Struct("<Q16sIHH")
@@ -57,6 +59,8 @@ _PROCESS: Final = struct.Struct("<IQ")
 ROW_BYTES: Final = 1024
 """The size in bytes of one copy of a client's row. Each row has two copies, so that one copy is always complete."""
 NAMESPACE_RECORD_BYTES: Final = 64
+STAMP: Final = struct.Struct("=qq")
+"""A slot and its generation, as one stamp. Messages and arrays have joined stamps."""
 
 
 def _checked(body: bytes, size: int) -> bytes:
@@ -72,7 +76,7 @@ class SlotRecord(NamedTuple):
 
     `generation` is odd while the slot is PUBLISHED. A slot's generation changes with the slot's content and is never
     reused. `owner` is the row of the client that was granted the slot last. All other fields name the chunk of a
-    PUBLISHED slot.
+    PUBLISHED slot. `behind` is `link_of` the key of the previous chunk of the prefix, or b"" if there is none.
     """
 
     seq: int
@@ -84,12 +88,13 @@ class SlotRecord(NamedTuple):
     group: int = 0
     units: int = 0
     key: bytes = b""
+    behind: bytes = b""
 
     def pack(self) -> bytes:
         """Return the record's bytes."""
         body = _RECORD.pack(
             self.seq, self.generation, self.slot, self.units, self.namespace, self.owner, self.group,
-            STATES.index(self.state), len(self.key), self.key,
+            STATES.index(self.state), len(self.key), self.key, self.behind,
         )  # fmt: skip
         return _checked(body, RECORD_BYTES)
 
@@ -98,8 +103,17 @@ def unpack_slot(raw: bytes) -> SlotRecord | None:
     """Return the record in `raw`, or None if it is half-written or was never written."""
     if not _is_whole(raw, _RECORD.size):
         return None
-    seq, generation, slot, units, namespace, owner, group, state, length, key = _RECORD.unpack_from(raw)
-    return SlotRecord(seq, slot, STATES[state], generation, owner, namespace, group, units, key[:length])
+    seq, generation, slot, units, namespace, owner, group, state, length, key, behind = _RECORD.unpack_from(raw)
+    behind = behind if any(behind) else b""
+    return SlotRecord(seq, slot, STATES[state], generation, owner, namespace, group, units, key[:length], behind)
+
+
+def link_of(key: bytes) -> bytes:
+    """Return a digest of a chunk's key, by which the next chunk of the prefix names its previous chunk.
+
+    The digest only orders evictions, so 8 bytes are enough.
+    """
+    return hashlib.blake2b(key, digest_size=LINK_BYTES).digest()
 
 
 class Process(NamedTuple):

@@ -107,20 +107,17 @@ class Ledger(LedgerReader):
                 self._beat()
             yield item
 
-    def commit(
-        self, slot: int, state: str, generation: int, *, owner: int = 0, namespace: int = 0, group: int = 0,
-        units: int = 0, key: bytes = b"",
-    ) -> SlotRecord:  # fmt: skip
-        """Move a slot to `state`.
+    def commit(self, record: SlotRecord) -> SlotRecord:
+        """Move a slot to the state of `record`. Returns the record with its position in the journal.
 
         The record is written to the journal before the slot table and the generation change.
         """
-        record = SlotRecord(self.head + 1, slot, state, generation, owner, namespace, group, units, key)
-        raw = record.pack()
+        record = record._replace(seq=self.head + 1)
+        slot, state, raw = record.slot, record.state, record.pack()
         self._append(record.seq, raw)
         self._words[HEAD] = record.seq
         self._put(slot, raw)
-        self._raise(slot, generation)
+        self._raise(slot, record.generation)
         self._counts[self._states[slot]] -= 1
         self._counts[state] += 1
         self._show_counts(self._states[slot], state)

@@ -14,13 +14,13 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvpipe.cache.policy.base import Policy
 from kvpipe.errors import ConfigError
 from kvpipe.machine.headroom import tightest
-from kvpipe.node.clients import NodeClient, RefusedError
+from kvpipe.node.clients import NodeClient, RefusedError, log_client
+from kvpipe.node.evictor import evicting
 from kvpipe.node.keeper import Keeper
 from kvpipe.node.layout import (
     BEAT,
@@ -36,9 +36,10 @@ from kvpipe.node.layout import (
 from kvpipe.node.ledger import Ledger
 from kvpipe.node.messages import Hello, MemoryStatus, NodeStatus
 from kvpipe.node.owners import NOBODY, Owners
+from kvpipe.node.rules import NodeRules, rules_of, write_rules
 from kvpipe.node.segment import Segment, add_region, allocate, lock, remove_region
 from kvpipe.node.slots import NEVER
-from kvpipe.statemachine.cursors import Cursor, Edge, State
+from kvpipe.node.usage import status_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -101,13 +102,6 @@ class Allocator:
         self._thread.join()
 
 
-def log_client(cursor: Cursor, was: State, edge: Edge, _: str) -> None:
-    """Log a move of an engine."""
-    if edge.moves and isinstance(cursor, NodeClient):
-        states = was.name, edge.to.name
-        _log.info("node_client row=%d name=%s on=%s was=%s now=%s", cursor.row, cursor.name, edge.event, *states)
-
-
 class Region(NamedTuple):
     """The slots of one size: their tables, and the keeper that grants and evicts them."""
 
@@ -118,7 +112,7 @@ class Region(NamedTuple):
 class NodeMemory:
     """A memory with this process as its holder. `regions` has the region of each slot size, by the region's number."""
 
-    def __init__(self, fd: int, boot: int, policy: Callable[[int], Policy]) -> None:
+    def __init__(self, fd: int, boot: int) -> None:
         """Become the holder of the memory `fd`, which `close` closes. `boot` is the holder's token.
 
         Raises:
@@ -127,7 +121,7 @@ class NodeMemory:
         own = lock(fd)
         if own is None:
             raise RefusedError("another process holds the memory", again=True)
-        self.fd, self._lock, self._boot, self._policy = fd, own, boot, policy
+        self.fd, self._lock, self._boot, self.policy = fd, own, boot, rules_of(fd).policy
         self.regions: dict[int, Region] = {}
         self._segments: dict[int, Segment] = {}
         self._last = 0  # the region that `share` has given slots last
@@ -153,14 +147,21 @@ class NodeMemory:
         """Restore a region's state."""
         layout = segment.layout
         keeper = Keeper(
-            Ledger(segment, self._beat), self._policy(layout.slots), owns=lambda slot: self._owners.owns(layout, slot),
-            tick=lambda: float(next(self._tick)), watch=log_client,
+            Ledger(segment, self._beat), evicting(self.policy, layout.slots),
+            owns=lambda slot: self._owners.owns(layout, slot), tick=lambda: float(next(self._tick)), watch=log_client,
         )  # fmt: skip
         segment.words[BOOT] = self._boot
         made = self.regions[number] = Region(segment, keeper)
         chunks, engines = keeper.usage().published, len(keeper.clients)
         _log.info("holds %d slots of %d bytes: %d chunks, %d engines", layout.slots, layout.slot_bytes, chunks, engines)
         return made
+
+    def use_policy(self, policy: str) -> None:
+        """Evict by another policy from now on, in a memory without engines. All chunks stay."""
+        write_rules(self.fd, NodeRules(policy))
+        self.policy = policy
+        for segment, keeper in self.regions.values():
+            keeper.use_policy(evicting(policy, segment.layout.slots))
 
     def _disown(self) -> None:
         """Make `NOBODY` the owner of the pieces of regions that do not exist."""
@@ -259,15 +260,14 @@ class NodeMemory:
 
     def status(self) -> NodeStatus:
         """Return how the memory is used, for operators."""
-        return NodeStatus(
-            os.getpid(),
-            tuple(
-                MemoryStatus(
-                    segment.layout.slot_bytes, keeper.usage()._asdict(), dict(keeper.counts), keeper.clients_now()
-                )
-                for segment, keeper in self.regions.values()
-            ),
-        )
+        memories = (
+            MemoryStatus(
+                segment.layout.slot_bytes, keeper.usage()._asdict(), dict(keeper.counts),
+                status_of(segment, keeper.clients), self.policy,
+            )
+            for segment, keeper in self.regions.values()
+        )  # fmt: skip
+        return NodeStatus(os.getpid(), tuple(memories))
 
     # ---- a step of the holder ------------------------------------------------------------------------------------
 

@@ -10,13 +10,15 @@ import array
 import os
 import socket
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
 MESSAGE_BYTES_MAX: Final = 128 << 10
 BATCH_MAX: Final = 512
-"""The largest number of chunks, slots or uses in one batch, so that a batch is smaller than `MESSAGE_BYTES_MAX`."""
+"""The largest number of chunks or slots in one batch, so that a batch is smaller than `MESSAGE_BYTES_MAX`."""
+USES_BYTES_MAX: Final = 32 << 10
+"""The largest size of all stamps of the uses in one batch."""
 
 SlotGrant = tuple[int, int]
 """(slot, generation) of a granted slot. Each grant of a slot has another generation, which identifies the grant."""
@@ -28,8 +30,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
     `version` is `layout.VERSION`. `client` is the engine's token of 16 bytes. `namespace` is a digest of everything
     except tokens that a chunk's bytes depend on. `segment` is the token of the memory that the process already has, or
     b"" if the process has no memory. The memory's descriptor is sent with the message. `held` has the scheduler's
-    grants. `slots` and `slot_bytes` are the requested size. `name` is the engine's name for operators. A "helper" is a
-    process that a rank has started, and that writes into slots for the rank.
+    grants. `slots` and `slot_bytes` are the requested size. `name` is the engine's name for operators. `policy` is the
+    eviction policy that the engine requires, or "" if it accepts any policy. A "helper" is a process that a rank has
+    started, and that writes into slots for the rank.
     """
 
     version: int
@@ -41,13 +44,15 @@ class Hello(msgspec.Struct, frozen=True, tag=True, array_like=True):
     segment: bytes = b""
     held: tuple[SlotGrant, ...] = ()
     name: str = ""
+    policy: str = ""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The process is accepted. The memory's descriptor is sent with the message.
 
     `row` is the client's row of lease counters. `held` has the grants that the holder knows. `region` is the region of
-    the memory that has slots of the requested size.
+    the memory that has slots of the requested size. `policy` is the memory's eviction policy. `takes_hints` says
+    whether this policy takes hints.
     """
 
     boot: int
@@ -55,6 +60,8 @@ class Welcome(msgspec.Struct, frozen=True, tag=True, array_like=True):
     namespace: int
     held: tuple[SlotGrant, ...] = ()
     region: int = 0
+    policy: str = ""
+    takes_hints: bool = False
 
 
 class Unwelcome(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -68,28 +75,51 @@ class Publish(msgspec.Struct, frozen=True, array_like=True):
     """A chunk that has landed on all ranks.
 
     `namespace` is the digest of the chunk's namespace. If `namespace` is b"", the chunk is in the client's namespace.
+    `behind` is `link_of` the key of the previous chunk of the prefix, or b"" if there is none. `over` says that the
+    chunk has landed after the end of its request.
     """
 
     slot: int
     generation: int
-    group: int
+    group: Annotated[int, msgspec.Meta(ge=0, lt=1 << 16)]
     key: bytes
-    units: int
+    units: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
     namespace: bytes = b""
+    behind: bytes = b""
+    over: bool = False
+
+
+UseKind = Literal["leased", "loaded", "ended", "touched", "retain", "demote", "resume"]
+
+
+class Use(msgspec.Struct, frozen=True, array_like=True):
+    """One use of some chunks of a prefix, for the eviction policy. The last chunk of the prefix is first.
+
+    `kind` says that a request leases the chunks, has loaded them, or has ended, or that the chunks were used otherwise.
+    All other kinds are actions of hints. `stamps` has the joined stamps of the chunks. `answer` is the number of tokens
+    that the ended request has decoded, or None. `in_s` is the time of a hint, in seconds from now. If `more`, the next
+    use of this client has further chunks of the same use.
+    """
+
+    kind: UseKind
+    stamps: bytes
+    answer: int | None = None
+    in_s: float = 0.0
+    more: bool = False
 
 
 class SlotBatch(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A step's batch: chunks to publish, returned grants, chunks that were read, and the number of wanted grants.
 
-    `used` has (slot, generation) pairs. `stock` is the number of granted slots that no save uses. `namespace` is the
-    digest of the client's new namespace, or b"" if the namespace does not change. `evicted` has the published chunks
-    that an operator evicts, as (slot, generation) pairs.
+    The holder reads `used` after `published`. `stock` is the number of granted slots that no save uses. `namespace` is
+    the digest of the client's new namespace, or b"" if the namespace does not change. `evicted` has the published
+    chunks that an operator evicts, as (slot, generation) pairs.
     """
 
     boot: int
     published: tuple[Publish, ...] = ()
     returned: tuple[SlotGrant, ...] = ()
-    used: tuple[SlotGrant, ...] = ()
+    used: tuple[Use, ...] = ()
     want: int = 0
     namespace: bytes = b""
     stock: int = 0
@@ -143,13 +173,14 @@ class MemoryStatus(msgspec.Struct, frozen=True, array_like=True):
     """How the slots of one size are used.
 
     `slots` has the number of slots by use, and their sum as `slots`. `counts` has the number of events since this
-    holder began.
+    holder began. `policy` is the eviction policy.
     """
 
     slot_bytes: int
     slots: dict[str, int]
     counts: dict[str, int]
     clients: tuple[ClientStatus, ...]
+    policy: str = ""
 
 
 class NodeStatus(msgspec.Struct, frozen=True, tag=True, array_like=True):

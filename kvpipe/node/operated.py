@@ -1,17 +1,18 @@
-"""The catalog of an engine on a node's memory, with operators' orders.
+"""The catalog of an engine on a node's memory, with operators' orders and clients' hints.
 
 A pin belongs to this engine and ends with this engine. An eviction removes the chunk for all engines of the node.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import cast
 
 from kvpipe.cache.chunks import Chunk
+from kvpipe.cache.policy.hints import Hint
 from kvpipe.node.catalog import NodeCatalog
 from kvpipe.node.layout import OWNED
-from kvpipe.node.shared import SharedChunk
+from kvpipe.node.shared import NodeUses, SharedChunk
 from kvpipe.node.usage import engines_of
 from kvpipe.statemachine import node_link as link_m
 
@@ -45,6 +46,17 @@ class OperatedCatalog(NodeCatalog):
         self._open.pop(slot, None)
         self._unpend_chunk(cast("SharedChunk", chunk))
         return super().evict(chunk, taken=taken)
+
+    @property
+    def takes_hints(self) -> bool:
+        """Whether the memory's policy takes hints."""
+        return self.pool.takes_hints
+
+    def hint(self, chunks: Iterable[Chunk], hint: Hint) -> None:
+        """Pass a client's hint on a prompt's chunks to the holder, if the memory's policy takes hints."""
+        if self.takes_hints:
+            self._notify(over=False)
+            cast("NodeUses", self._policy).hint_all([*chunks], hint)
 
     @property
     def evictions_wait(self) -> bool:

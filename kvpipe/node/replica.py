@@ -6,7 +6,6 @@ of numpy pin all chunks of a hit.
 
 from __future__ import annotations
 
-import struct
 from abc import ABC, abstractmethod
 from collections.abc import Container, Mapping, MutableMapping
 from typing import Final, Generic, Protocol, TypeAlias, TypeVar
@@ -15,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpipe.cache.policy.large import by_key
-from kvpipe.node.layout import HEAD, SlotRecord
+from kvpipe.node.layout import HEAD, STAMP, SlotRecord
 from kvpipe.node.ledger import LedgerReader
 from kvpipe.node.segment import Segment
 from kvpipe.statemachine.node_slot import PUBLISHED
@@ -29,8 +28,7 @@ number reads up to twice as many.
 UNREADABLE_MAX: Final = 64
 """The number of polls after which `poll` gives up on an unreadable record, and scans the table instead."""
 
-_STAMP: Final = struct.Struct("=qq")
-STAMP_BYTES: Final = _STAMP.size
+STAMP_BYTES: Final = STAMP.size
 _ONE: Final = np.uint32(1)
 SlotPins: TypeAlias = NDArray[np.int64]
 """The slots that one call of `NodeLeases.pin` has pinned."""
@@ -38,13 +36,13 @@ SlotPins: TypeAlias = NDArray[np.int64]
 
 def stamp_of(slot: int, generation: int) -> bytes:
     """Return a slot and its generation as two words, so that `NodeLeases.pin` joins stamps and converts no numbers."""
-    return _STAMP.pack(slot, generation)
+    return STAMP.pack(slot, generation)
 
 
 def split(stamps: bytes) -> list[tuple[int, bytes]]:
     """Return slot and stamp of each of the joined stamps."""
     parts = (stamps[at : at + STAMP_BYTES] for at in range(0, len(stamps), STAMP_BYTES))
-    return [(_STAMP.unpack(stamp)[0], stamp) for stamp in parts]
+    return [(STAMP.unpack(stamp)[0], stamp) for stamp in parts]
 
 
 class Placed(Protocol):

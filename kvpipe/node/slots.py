@@ -6,7 +6,7 @@ The holder imports numpy only when it searches memory for a second slot size, be
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from kvpipe.node.layout import OWNED, READY
@@ -47,7 +47,7 @@ class RegionSlots:
         self._usable = {slot for slot in ledger.beating(range(self._ready)) if owns(slot)}
         self.used = array("d", [NEVER]) * ledger.layout.slots
         """The last use of each slot's chunk. The value is infinite if the region cannot give the slot away."""
-        ledger.segment.words[OWNED] = len(self._usable)
+        self._show_usable()
 
     def use_more(self, ready: int) -> None:
         """Allow grants of the slots below `ready`, because these slots have memory now."""
@@ -61,9 +61,18 @@ class RegionSlots:
         new = [slot for slot in beating if slot < self._ready and slot not in self._usable and self._owns(slot)]
         self._usable.update(new)
         self._free[:0] = reversed(new)
-        self._ledger.segment.words[OWNED] = len(self._usable)
+        self._show_usable()
 
     def _use_no_more(self, slots: set[int]) -> None:
         self._usable -= slots
         self._free = [slot for slot in self._free if slot not in slots]
+        self._show_usable()
+
+    def _use_now(self, slots: Iterable[int]) -> None:
+        """Record one use of the chunks in `slots`."""
+        tick = self._tick()
+        for slot in slots:
+            self.used[slot] = tick
+
+    def _show_usable(self) -> None:
         self._ledger.segment.words[OWNED] = len(self._usable)

@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Iterable
 
 from kvpipe.node.layout import KEY_BYTES_MAX
-from kvpipe.node.messages import BATCH_MAX, BatchAnswer, Publish, SlotBatch, SlotGrant
-from kvpipe.node.replica import Placed
+from kvpipe.node.messages import BATCH_MAX, BatchAnswer, Publish, SlotBatch, SlotGrant, Use
+from kvpipe.node.replica import Placed, stamp_of
+from kvpipe.node.uses import UseQueue
 from kvpipe.statemachine import node_grant as g
 from kvpipe.statemachine.core import Compiled, Cursor, Watch
 
@@ -37,7 +38,7 @@ class Stock:
         self.evictions: dict[int, int] = {}
         """The generations of the chunks that operators evict, by slot, until the holder has answered."""
         self._evicted: tuple[SlotGrant, ...] = ()
-        self._used: dict[int, int] = {}
+        self.uses = UseQueue()
 
     @property
     def next(self) -> int | None:
@@ -52,8 +53,11 @@ class Stock:
         self.grants[slot].fire(g.TAKE)
         return slot
 
-    def landed(self, slot: int, group: int, key: bytes, units: int, namespace: bytes = b"") -> bool:
-        """Report that every rank has landed its part of a chunk.
+    def landed(
+        self, slot: int, group: int, key: bytes, units: int, namespace: bytes = b"", *, behind: bytes = b"",
+        over: bool = False,
+    ) -> bool:  # fmt: skip
+        """Report that every rank has landed its part of a chunk. The arguments are the fields of `Publish`.
 
         Returns False if the key is too long. Such a chunk stays unpublished, and its slot is free again.
         """
@@ -61,7 +65,7 @@ class Stock:
             self.failed(slot)
             return False
         self.grants[slot].fire(g.LANDED)
-        self.reports[slot] = Publish(slot, self.grants[slot].generation, group, key, units, namespace)
+        self.reports[slot] = Publish(slot, self.grants[slot].generation, group, key, units, namespace, behind, over)
         return True
 
     def failed(self, slot: int) -> None:
@@ -70,8 +74,8 @@ class Stock:
         self._free.append(slot)
 
     def used(self, places: Iterable[Placed]) -> None:
-        """Note that chunks were read, for the eviction policy of the node."""
-        self._used.update({place.slot: place.generation for place in places})
+        """Note that a request has loaded chunks. The last chunk of the prefix is first."""
+        self.uses.add(Use("loaded", b"".join(stamp_of(place.slot, place.generation) for place in places)))
 
     def give_back(self) -> SlotBatch | None:
         """Return a batch that returns all free slots to the holder, because the engine ends.
@@ -92,16 +96,13 @@ class Stock:
         """
         self._sent = ()
         want = max(0, self.wanted - len(self._free))
-        if not (self.reports or self._used or want or namespace or self.evictions):
+        if not (self.reports or self.uses or want or namespace or self.evictions):
             return None
         self._sent = tuple(itertools.islice(self.reports.values(), BATCH_MAX))
-        used = tuple(itertools.islice(self._used.items(), BATCH_MAX))
-        for slot, _ in used:
-            del self._used[slot]
         reported = {report.slot for report in self._sent}
         due = (one for one in self.evictions.items() if one[0] in reported or one[0] not in self.reports)
         self._evicted = tuple(itertools.islice(due, BATCH_MAX))
-        return SlotBatch(boot, self._sent, (), used, want, namespace, len(self._free), self._evicted)
+        return SlotBatch(boot, self._sent, (), self.uses.take(), want, namespace, len(self._free), self._evicted)
 
     def answered(self, answer: BatchAnswer) -> None:
         """Process the holder's answer to the last batch."""

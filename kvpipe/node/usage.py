@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvpipe.node.layout import COUNTS, OWNED, READY, ROW_BYTES, STATES
 from kvpipe.node.ledger import LedgerReader
+from kvpipe.node.messages import ClientStatus
 from kvpipe.node.segment import Segment
 from kvpipe.statemachine.node_slot import FREE
+
+if TYPE_CHECKING:
+    from kvpipe.node.clients import NodeClient
 
 _UNUSED: Final = bytes(2 * ROW_BYTES)
 """Both copies of a row that no engine has ever used. Most rows have these bytes, so most rows need no decoding."""
@@ -42,6 +47,17 @@ def engines_of(segment: Segment) -> int:
         if bytes(segment.buffer[first + row * size : first + (row + 1) * size]) != _UNUSED
     )  # fmt: skip
     return sum(bool(reader.row(row).token) for row in used)
+
+
+def status_of(segment: Segment, clients: Mapping[int, NodeClient]) -> tuple[ClientStatus, ...]:
+    """Return the slots and leases that each of the holder's `clients` has, by row."""
+    return tuple(
+        ClientStatus(
+            row, one.state.name, tuple(process.pid for process in sorted(one.processes - one.dead)), len(one.granted),
+            sum(map(bool, segment.leases_of(row))), one.name, one.stock, one.published,
+        )
+        for row, one in sorted(clients.items())
+    )  # fmt: skip
 
 
 def usage_of(segment: Segment) -> NodeUsage:

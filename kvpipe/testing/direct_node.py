@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import time
+from collections.abc import Callable
 
-from kvpipe.cache.policy.lru import Lru
+from kvpipe.cache.policy import make_policy
 from kvpipe.node.client import NodePool
 from kvpipe.node.keeper import Keeper
 from kvpipe.node.layout import VERSION, Process
@@ -21,15 +23,22 @@ from kvpipe.statemachine.core import Cursor
 class DirectNode:
     """A memory of `slots` slots, with the holder's keeper. `numbers` yields a number for each new engine."""
 
-    def __init__(self, slots: int, slot_bytes: int, note_bytes: int = 0) -> None:
-        """Make the memory. All slots may be used from the start. Slots end with a note of `note_bytes` bytes."""
-        self.note_bytes = note_bytes
+    def __init__(
+        self, slots: int, slot_bytes: int, note_bytes: int = 0, *, policy: str = "lru",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        """Make the memory. All slots may be used from the start. Slots end with a note of `note_bytes` bytes.
+
+        `policy` evicts, with the seconds of `clock`.
+        """
+        self.note_bytes, self.policy, self._clock = note_bytes, policy, clock
         self.slots, self.slot_bytes, self.numbers = slots, slot_bytes, itertools.count(1)
         self.fd = create(slots, slot_bytes, rows=4)
         self.keeper = self._begin()
 
     def _begin(self) -> Keeper:
-        keeper = Keeper(Ledger(Segment(self.fd, whole=False)), Lru(), fence=lambda: None)
+        ledger, policy = Ledger(Segment(self.fd, whole=False)), make_policy(self.policy, self.slots)
+        keeper = Keeper(ledger, policy, fence=lambda: None, clock=self._clock)
         keeper.use_more(self.slots)
         return keeper
 
@@ -68,6 +77,7 @@ class DirectPool(NodePool):
         hello = Hello(VERSION, "scheduler", self.token, b"\0" * 32, node.slots, node.slot_bytes, token, self.stock.held)
         self.client = node.keeper.greet(hello, self.process)
         self._keeper = node.keeper
+        self.policy, self.takes_hints = node.policy, node.keeper.evictor.takes_hints
         self.link.fire(m.WELCOME)
         self.stock.resumed(tuple(self.client.granted.items()))
         self.named, self._naming = -1, b""

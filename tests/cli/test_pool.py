@@ -97,7 +97,8 @@ def test_status_shows_the_holder_the_slots_and_the_engines(folder: Path, capsys:
     with _engine(folder):
         assert main(["pool", "status", "--dir", str(folder)]) == 0
         text = capsys.readouterr().out
-        assert re.match(rf"holder \d+, up \d:\d\d:\d\d, at {folder}\nmemory: 512.0 KiB, 64 slots of 8.0 KiB\n", text)
+        head = rf"holder \d+, up \d:\d\d:\d\d, at {folder}\nmemory: 512.0 KiB, 64 slots of 8.0 KiB, policy lru\n"
+        assert re.match(head, text)
         assert re.search(r"^  granted +6 +48.0 KiB +9%$", text, re.MULTILINE)
         assert re.search(
             rf"^  tiny-node-1: attached, up [\d:]+, process {os.getpid()}\n"
@@ -171,7 +172,7 @@ def test_status_shows_each_slot_size() -> None:
     health = HolderHealth(os.getpid(), NodeStatus(os.getpid(), memories))
     shown = lines(Path("/node"), health)
     assert [line for line in shown if line.startswith("memory")] == [
-        "memory: 2.0 MiB, 2 slots of 1.0 MiB", "memory: 4.0 MiB, 2 slots of 2.0 MiB",
+        "memory: 2.0 MiB, 2 slots of 1.0 MiB, policy ", "memory: 4.0 MiB, 2 slots of 2.0 MiB, policy ",
     ]  # fmt: skip
     assert sum("elsewhere" in line for line in shown) == 2
     assert [one["slot_bytes"] for one in json.loads(json.dumps(as_dict(health)))["memories"]] == [1 << 20, 1 << 21]

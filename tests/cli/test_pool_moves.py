@@ -15,6 +15,7 @@ import pytest
 
 from kvpipe.cli.main import main
 from kvpipe.node.client import NodePool
+from kvpipe.node.layout import SlotRecord
 from kvpipe.node.ledger import Ledger
 from kvpipe.node.processes import checked_folder, holder_of
 from kvpipe.node.segment import Segment, create
@@ -77,10 +78,10 @@ def test_moves_that_the_journal_has_lost_are_left_out() -> None:
     ledger.recover()
     moves = SlotMoves(Segment(fd, whole=False))
     for generation in range(20):
-        ledger.commit(generation % 2, m.GRANTED if generation % 4 < 2 else m.FREE, generation)
+        ledger.commit(SlotRecord(0, generation % 2, m.GRANTED if generation % 4 < 2 else m.FREE, generation))
     assert [move.seq for move in moves.read()] == list(range(13, 21))
     assert list(moves.read()) == []
-    ledger.commit(0, m.GRANTED, 20)
+    ledger.commit(SlotRecord(0, 0, m.GRANTED, 20))
     assert [(move.seq, move.was, move.now) for move in moves.read()] == [(21, m.FREE, m.GRANTED)]
     os.close(fd)
 

@@ -141,7 +141,6 @@ def test_ranks_with_another_pool_fail_every_job(node: dict[str, Any]) -> None:
     ("keys", "named"),
     [
         ({"quotas": [{"name": "a", "salt": "a"}]}, "quotas"),
-        ({"policy": "s3fifo"}, "policy='s3fifo'"),
         ({"pool_bytes_max": "1MiB", "chunk_tokens": 1024}, "pool_bytes_max"),
     ],
 )
@@ -154,7 +153,8 @@ def test_unsupported_settings_are_refused(node: dict[str, Any], keys: dict[str, 
 def test_engine_may_fall_back_to_a_private_pool(node: dict[str, Any]) -> None:
     """With `pool_or_private`, an engine that cannot use the node's memory serves with a private pool."""
     wanted = baseline(PROMPTS, TOKENS)
-    with engine(kvpipe=node | {"policy": "s3fifo", "pool_or_private": True}, enable_prefix_caching=False) as live:
+    refused = node | {"quotas": [{"name": "a", "salt": "a"}], "pool_or_private": True}
+    with engine(kvpipe=refused, enable_prefix_caching=False) as live:
         assert live.generate(PROMPTS, TOKENS) == wanted
         assert live.generate(PROMPTS, TOKENS) == wanted
         assert live.connector.settings.pool == "private"

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,8 +26,8 @@ from kvpipe.testing.waiting import eventually
 from tests.rigs.node_engine import NAMESPACE, SLOT_BYTES, SLOTS, options
 
 
-def _hello(number: int = 1, *, version: int = VERSION, slot_bytes: int = SLOT_BYTES, segment: bytes = b"") -> Hello:
-    return Hello(version, "scheduler", b"%016d" % number, NAMESPACE, SLOTS, slot_bytes, segment)
+def _hello(number: int = 1, *, version: int = VERSION, slot_bytes: int = SLOT_BYTES, **more: Any) -> Hello:
+    return Hello(version, "scheduler", b"%016d" % number, NAMESPACE, SLOTS, slot_bytes, **more)
 
 
 class Caller:
@@ -60,8 +61,8 @@ def _token(holder: Holder) -> bytes:
 
 
 @contextmanager
-def _holding(folder: Path, *, adopt_s: float = 0) -> Iterator[Holder]:
-    holder = Holder(folder, adopt_s=adopt_s, keep_s=600)
+def _holding(folder: Path, *, adopt_s: float = 0, policy: str = "") -> Iterator[Holder]:
+    holder = Holder(folder, adopt_s=adopt_s, keep_s=600, policy=policy)
     try:
         yield holder
     finally:

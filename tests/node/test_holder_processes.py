@@ -1,20 +1,23 @@
-"""The holder finds the processes of engines: it watches each process, and opens the memory of idle engines."""
+"""The holder watches the processes of engines, opens the memory of idle engines, and survives what engines send."""
 
 from __future__ import annotations
 
 import errno
 import os
+import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from kvpipe.node.holder import Holder
+from kvpipe.node.holder import BEAT_S, Holder
 from kvpipe.node.layout import Process
-from kvpipe.node.messages import Welcome
+from kvpipe.node.messages import BatchAnswer, Publish, SlotBatch, Unwelcome, Welcome
 from kvpipe.node.processes import checked_folder, memory_of_clients, process_of, watch
 from kvpipe.node.segment import layout_of
+from kvpipe.testing.waiting import eventually
 from tests.node.test_holder import Caller, _hello, _holding
 
 
@@ -72,3 +75,45 @@ def test_process_is_watched_later_when_the_holder_had_no_descriptor(
     second.step()
     assert process_of(os.getpid()) in second._watched
     second.close()
+
+
+def test_holder_without_descriptors_waits_for_the_next_beat(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A connection that cannot be accepted stays in the queue, so the listener would wake the holder in a loop."""
+    with _holding(folder) as holder:
+        caller = Caller(holder, folder)
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        os.close(free := os.dup(0))
+        begin_s = time.monotonic()
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+            for _ in range(4):
+                holder.step()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert time.monotonic() - begin_s > BEAT_S
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert isinstance(caller.ask(_hello())[0], Welcome)
+        assert holder._listener._rests_until_s is None
+
+
+@pytest.mark.parametrize("number", [{"units": 1 << 40}, {"units": -1}, {"group": 1 << 16}, {"group": -1}])
+def test_report_with_a_number_that_no_record_has_is_refused(folder: Path, number: dict[str, int]) -> None:
+    """The connection ends. The holder goes on, and the slot stays granted until the engine ends."""
+    with _holding(folder) as holder:
+        caller = Caller(holder, folder)
+        welcome, fd = caller.ask(_hello())
+        assert isinstance(welcome, Welcome)
+        assert fd is not None
+        os.close(fd)
+
+        def is_ready() -> bool:
+            holder.step()
+            return bool(holder.status().memories[0].slots["free"])
+
+        assert eventually(is_ready)
+        answer, _ = caller.ask(SlotBatch(welcome.boot, want=1))
+        assert isinstance(answer, BatchAnswer)
+        ((slot, generation),) = answer.granted
+        report = Publish(slot, generation, number.get("group", 0), b"k", number.get("units", 1))
+        assert isinstance(caller.ask(SlotBatch(welcome.boot, (report,)))[0], Unwelcome)
+        assert holder.status().memories[0].slots["granted"] == 1

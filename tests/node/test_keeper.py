@@ -14,7 +14,8 @@ from kvpipe.node.clients import NodeClient, RefusedError
 from kvpipe.node.keeper import Keeper
 from kvpipe.node.layout import NAMESPACES_MAX, PROCESSES_MAX, VERSION, Process
 from kvpipe.node.ledger import Ledger
-from kvpipe.node.messages import BATCH_MAX, Hello, Publish, SlotBatch
+from kvpipe.node.messages import BATCH_MAX, Hello, Publish, SlotBatch, Use
+from kvpipe.node.replica import stamp_of
 from kvpipe.node.segment import Segment, create
 from tests.rigs.node_replica import evict_all
 
@@ -111,7 +112,7 @@ def test_least_recently_used_chunk_is_evicted_across_engines(node: Node) -> None
     """A report that any engine has read a chunk counts as a use of the chunk."""
     first, second = node.engine(1), node.engine(2)
     slots = node.publish(first, *[b"%d" % n for n in range(SLOTS)])
-    node.keeper.batch(second, SlotBatch(0, used=((slots[0], 1), (slots[1], 99))))
+    node.keeper.batch(second, SlotBatch(0, used=(Use("loaded", stamp_of(slots[0], 1) + stamp_of(slots[1], 99)),)))
     assert [slot for slot, _ in node.grant(second, 2)] == [slots[2], slots[1]]
     assert node.keeper.counts["evicted"] == 2
     assert node.fences == 1
@@ -207,7 +208,7 @@ def test_least_recently_used_namespace_makes_room(node: Node) -> None:
         SlotBatch(0, (Publish(0, 7, 0, b"k", 1),)),
         SlotBatch(0, (Publish(15, 0, 0, b"k" * 65, 1),)),
         SlotBatch(0, returned=((3, 3), (99, 0))),
-        SlotBatch(0, used=((99, 1), (-1, 0)), want=-5),
+        SlotBatch(0, used=(Use("ended", stamp_of(99, 1) + stamp_of(-1, 0) + b"odd"), Use("resume", b"")), want=-5),
     ],
 )
 def test_report_that_does_not_fit_changes_nothing(node: Node, report: SlotBatch) -> None:
@@ -265,7 +266,7 @@ def test_engine_that_has_lost_a_process_is_not_attached_again(node: Node) -> Non
 
 def test_need_for_memory_follows_from_the_examined_chunks(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Although its own chunks are leased, a region must not take memory whose chunks were used later."""
-    monkeypatch.setattr("kvpipe.node.keeper.LOOK_MAX", 2)
+    monkeypatch.setattr("kvpipe.node.evictor.LOOK_MAX", 2)
     first = node.engine(1)
     slots = node.publish(first, *(b"%d" % key for key in range(SLOTS)))
     leases = node.segment.leases_of(first.row)

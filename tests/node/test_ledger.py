@@ -42,6 +42,7 @@ RECORDS = st.builds(
     owner=st.integers(0, 2**32 - 1),
     namespace=st.integers(0, 255),
     group=st.integers(0, 2**16 - 1),
+    behind=st.just(b"") | st.binary(min_size=8, max_size=8).filter(any),
     units=st.integers(0, 2**32 - 1),
     key=st.binary(max_size=64),
 )
@@ -138,16 +139,16 @@ def test_interrupted_transition_is_completed_or_undone(fd: int, fuse: int) -> No
     segment = Segment(fd)
     ledger = DyingLedger(segment)
     ledger.recover()
-    before = ledger.commit(1, GRANTED, 0, owner=1)
+    before = ledger.commit(SlotRecord(0, 1, GRANTED, 0, owner=1))
     ledger.fuse = fuse
     with contextlib.suppress(Killed):
-        ledger.commit(1, PUBLISHED, 1, key=b"k")
+        ledger.commit(SlotRecord(0, 1, PUBLISHED, 1, key=b"k"))
     after = Ledger(Segment(fd))
     record = after.recover()[1]
     assert record in {before, SlotRecord(before.seq + 1, 1, PUBLISHED, 1, key=b"k")}
     assert segment.generations[1] == record.generation
     assert after.read(after.head) == record
-    assert after.commit(2, GRANTED, 0).seq == record.seq + 1
+    assert after.commit(SlotRecord(0, 2, GRANTED, 0)).seq == record.seq + 1
 
 
 @pytest.mark.parametrize("cut", [1, 100, 1000])
@@ -167,8 +168,8 @@ def test_damaged_table_is_not_adopted(fd: int) -> None:
     """A holder's crash cannot leave such a table, so it was damaged in another way."""
     segment = Segment(fd)
     ledger = Ledger(segment)
-    ledger.commit(0, GRANTED, 0)
-    ledger.commit(1, GRANTED, 0)
+    ledger.commit(SlotRecord(0, 0, GRANTED, 0))
+    ledger.commit(SlotRecord(0, 1, GRANTED, 0))
     segment.buffer[segment.layout.table_at + 3] ^= 255
     with pytest.raises(ValueError, match="slot 0"):
         ledger.recover()
@@ -183,7 +184,7 @@ def test_overwritten_journal_leads_to_a_scan(fd: int) -> None:
     ledger, replica = _replica(fd)
     replica.poll()
     for n in range(20):
-        ledger.commit(n % SLOTS, PUBLISHED, 2 * n + 1, key=b"%d" % n)
+        ledger.commit(SlotRecord(0, n % SLOTS, PUBLISHED, 2 * n + 1, key=b"%d" % n))
     for _ in range(3):
         replica.poll()
     assert set(replica.index(0)) == {b"16", b"17", b"18", b"19"}
@@ -194,9 +195,9 @@ def test_scan_prefers_the_newer_place_when_the_table_is_read_first(fd: int) -> N
     """An old record of a key must not hide the key's new place."""
     ledger, replica = _replica(fd)
     replica._scan_more(1)
-    ledger.commit(3, PUBLISHED, 1, key=b"k")
-    ledger.commit(3, EVICTING, 2)
-    ledger.commit(0, PUBLISHED, 1, key=b"k")
+    ledger.commit(SlotRecord(0, 3, PUBLISHED, 1, key=b"k"))
+    ledger.commit(SlotRecord(0, 3, EVICTING, 2))
+    ledger.commit(SlotRecord(0, 0, PUBLISHED, 1, key=b"k"))
     replica._scanned = 0
     replica._scan_more(1)
     for _ in range(6):
@@ -213,7 +214,7 @@ def test_record_that_is_not_visible_yet_is_read_later(fd: int) -> None:
     replica.poll()
     assert replica.scans == 1
     segment.words[HEAD] = 0
-    ledger.commit(0, PUBLISHED, 1, key=b"k")
+    ledger.commit(SlotRecord(0, 0, PUBLISHED, 1, key=b"k"))
     replica.poll()
     assert b"k" in replica.index(0)
 
@@ -222,7 +223,7 @@ def test_pin_holds_nothing_when_one_chunk_is_evicted(fd: int) -> None:
     """A failed pin takes no leases, and earlier leases stay. A pin that names a slot twice leases it twice."""
     ledger, replica = _replica(fd)
     for slot, key in enumerate((b"k", b"l", b"m")):
-        ledger.commit(slot, PUBLISHED, 1, key=key)
+        ledger.commit(SlotRecord(0, slot, PUBLISHED, 1, key=key))
     replica.poll()
     places = [replica.index(0)[key] for key in (b"k", b"l", b"m")]
     segment = Segment(fd)
@@ -231,7 +232,7 @@ def test_pin_holds_nothing_when_one_chunk_is_evicted(fd: int) -> None:
     stamps = [place.stamp for place in places]
     pins = leases.pin(b"".join([*stamps, stamps[2]]))
     assert pins is not None
-    ledger.commit(1, EVICTING, 2)
+    ledger.commit(SlotRecord(0, 1, EVICTING, 2))
     assert leases.pin(b"".join(stamps)) is None
     assert [leases.is_there(place) for place in places] == [True, False, True]
     assert (row.tolist(), leases.count) == ([1, 1, 2, 0], 4)
@@ -250,7 +251,7 @@ def test_pin_stores_every_lease_before_it_loads_a_generation(fd: int) -> None:
     """
     ledger, replica = _replica(fd)
     for slot, key in enumerate((b"k", b"l")):
-        ledger.commit(slot, PUBLISHED, 1, key=key)
+        ledger.commit(SlotRecord(0, slot, PUBLISHED, 1, key=key))
     replica.poll()
     leases, seen = NodeLeases(Segment(fd), 1), list[list[int]]()
 

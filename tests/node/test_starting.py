@@ -79,6 +79,24 @@ def test_holder_imports_no_package_that_it_does_not_need() -> None:
     assert names[1] - names[0] <= NEEDED
 
 
+DEFAULT = """
+import sys
+import kvpipe.node.holder
+from kvpipe.node.evictor import evicting
+from kvpipe.node.rules import DEFAULT_POLICY, check_policy
+check_policy(DEFAULT_POLICY)
+evicting(DEFAULT_POLICY, 8)
+print("kvpipe.inputs.plugins" in sys.modules)
+"""
+
+
+def test_default_policy_needs_no_registry_of_policies() -> None:
+    """The registry reads the entry points of all installed packages, which takes as long as the rest of a start."""
+    paths = os.environ | {"PYTHONPATH": str(Path(kvpipe.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-P", "-c", DEFAULT], check=True, capture_output=True, text=True, env=paths)
+    assert done.stdout == "False\n"
+
+
 def test_serving_holder_loads_no_library_that_it_does_not_need(folder: Path) -> None:
     """An engine attaches and gets slots. numpy, for example, is needed only by memory of several slot sizes."""
     pool = NodePool(NodePoolOptions(folder, b"n" * 32, 64, 4096, stock=8))

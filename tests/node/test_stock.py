@@ -6,7 +6,8 @@ import tracemalloc
 
 import pytest
 
-from kvpipe.node.messages import BatchAnswer
+from kvpipe.node.messages import BatchAnswer, Use
+from kvpipe.node.replica import stamp_of
 from kvpipe.node.stock import Stock
 
 MANY = 100_000
@@ -39,13 +40,16 @@ def test_eviction_is_sent_with_the_report_of_its_chunk_and_not_before(monkeypatc
     assert (stock.reports, stock.evictions) == ({}, {})
 
 
-@pytest.mark.parametrize("waiting", ["reports", "evictions", "_used"])
+@pytest.mark.parametrize("waiting", ["reports", "evictions", "uses"])
 def test_batch_copies_only_what_it_sends(waiting: str) -> None:
     """An operator may evict all chunks at once. Then several steps send the evictions."""
     stock = stock_of(*(range(MANY) if waiting == "reports" else ()))
     if waiting == "reports":
         for slot in range(MANY):
             stock.landed(slot, 0, b"key", 4)
+    elif waiting == "uses":
+        for slot in range(MANY):
+            stock.uses.add(Use("touched", stamp_of(slot, 2)))
     else:
         getattr(stock, waiting).update(dict.fromkeys(range(MANY), 2))
     tracemalloc.start()

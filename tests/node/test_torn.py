@@ -23,7 +23,7 @@ def test_half_written_entry_is_not_found(before: str) -> None:
     """
     fd = create(1, 64, rows=1, ring=8)
     segment = Segment(fd)
-    known = Ledger(segment).commit(0, before, 1, key=OLD)
+    known = Ledger(segment).commit(SlotRecord(0, 0, before, 1, key=OLD))
     raw = SlotRecord(known.seq + 1, 0, PUBLISHED, 3, key=NEW).pack()
     at = segment.layout.table_at
     for cut in range(1, RECORD_BYTES + 1):

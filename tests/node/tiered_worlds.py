@@ -120,7 +120,7 @@ class TieredWorlds(Worlds):
     def evict(self, key: bytes) -> None:
         """Let the holder evict the chunk with this key."""
         keeper = self.node.keeper
-        keeper._evict_chunks([chunk for chunk in keeper._chunks.values() if chunk.identity[2] == key])
+        keeper._evict_chunks([chunk for chunk in keeper._chunks.values() if chunk.found_by[2] == key])
 
     def close(self) -> None:
         """End the threads of all engines."""

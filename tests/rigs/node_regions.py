@@ -11,7 +11,6 @@ from typing import TypeVar
 
 import pytest
 
-from kvpipe.cache.policy.lru import Lru
 from kvpipe.node.clients import NodeClient, RefusedError
 from kvpipe.node.keeper import Keeper
 from kvpipe.node.layout import VERSION, Process
@@ -19,6 +18,7 @@ from kvpipe.node.memory import NodeMemory
 from kvpipe.node.messages import BatchAnswer, Hello
 from kvpipe.node.owners import Owners
 from kvpipe.node.replica import NodeLeases, SlotPins
+from kvpipe.node.rules import NodeRules, write_rules
 from kvpipe.node.segment import Segment, create, lock
 from kvpipe.node.stock import Stock
 from kvpipe.testing.node_integrity import check_regions
@@ -164,7 +164,8 @@ class RegionsWorld:
     def _held(self) -> NodeMemory:
         fd = os.dup(self.fd)
         try:
-            memory = NodeMemory(fd, 1, Lru)
+            write_rules(fd, NodeRules("lru"))
+            memory = NodeMemory(fd, 1)
         except Killed:
             os.close(fd)
             os.close(LOCKS[-1])
@@ -275,7 +276,7 @@ class RegionsWorld:
             assert not any(segment.leases)
             whole = Segment(self.memory.fd, region=segment.layout.region)
             for chunk in keeper._chunks.values():
-                assert bytes(whole.slot(chunk.slot)) == content(chunk.identity[2], whole.layout.slot_bytes)
+                assert bytes(whole.slot(chunk.slot)) == content(chunk.found_by[2], whole.layout.slot_bytes)
         self.memory.close()
         os.close(self.fd)
 

@@ -239,9 +239,15 @@ FLAGS: dict[str, dict[str, str]] = {
     },
     "kvpipe/node": {
         "NodePool._asks": "of its connection: a batch has no answer yet; a new connection begins without one",
+        "NodePool.takes_hints": "content of an answer: of the memory's policy",
+        "NodeUses._over": "of the policy's last call, which the next call completes",
+        "Publish.over": "content of a report",
         "RefusedError.again": "content of an answer",
+        "SharedChunk.over": "content of the chunk's report: whether its request had ended before it landed",
         "SharedChunk.sealed": "of the chunk's writer: whether it adds no more units, known before they have landed",
         "Unwelcome.again": "content of an answer",
+        "Use.more": "content of a message",
+        "Welcome.takes_hints": "content of an answer",
     },
     "kvpipe/protocol": {
         "Geometry.branches_within": "configuration",

@@ -114,6 +114,11 @@ SENTINELS: dict[str, dict[str, str]] = {
         "ManagedEngine._request_of": "configuration: None without KV events",
     },
     "kvpipe/node": {
+        "Evictor._answered": "configuration: only of an `AnsweredPolicy`",
+        "Evictor._dropped": "configuration: only of a `RememberingPolicy`",
+        "Evictor._request": "configuration: only of a `SessionPolicy`",
+        "Listener._rests_until_s": "a time: None while the holder accepts connections",
+        "NodeUses._answer": "content of a use: None if the request has not ended, or its answer is unknown",
         **dict.fromkeys([f"NodePool.{name}" for name in ("_mark", "_reached", "leases")], CONNECTED),
         **dict.fromkeys(("NodePool.named", "NodePool.segment"), CONNECTED),
         **dict.fromkeys(("Keeper._watch", "Stock.watch"), WATCH),

@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 from kvpipe.connectors.vllm import pooled
 from kvpipe.node.attach import node_note_bytes, node_slot_bytes, rank_slots
+from kvpipe.node.rules import DEFAULT_POLICY
 from kvpipe.node.segment import Segment
 from kvpipe.testing.direct_node import DirectNode, DirectPool
 
@@ -42,7 +43,8 @@ class TrialMemory:
         if self._node is None:
             # the number of chunks in the shape's pool
             slots = geometry.pool_bytes_max // (geometry.slot_bytes * engine.parts)
-            self._node = DirectNode(slots, size, node_note_bytes(geometry, engine.parts))
+            note_bytes = node_note_bytes(geometry, engine.parts)
+            self._node = DirectNode(slots, size, note_bytes, policy=engine.policy or DEFAULT_POLICY)
         return DirectPool(self._node, STOCK)
 
     def _rank(

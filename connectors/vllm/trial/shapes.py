@@ -418,11 +418,11 @@ SHAPES: dict[str, Shape] = {
     "async-scheduler-limits": _STATES._replace(
         asynchronous=True, ranks=2, tiers=2, dense=True, pool_slots=16, limits=True
     ),
-    "node": Shape(engines=2, pool_slots=40, events=True, operators=True),
+    "node": Shape(engines=2, pool_slots=40, policy="sessions", events=True, operators=True),
     "async-scheduler-node": _HYBRID._replace(
         engines=2, asynchronous=True, v2=True, ranks=2, device=True, pool_slots=60, operators=True
     ),
-    "node-tiers": Shape(engines=2, pool_slots=40, tiers=1, events=True, operators=True, warms=True),
+    "node-tiers": Shape(engines=2, pool_slots=40, policy="sessions", tiers=1, events=True, operators=True, warms=True),
     "async-scheduler-node-tiers": _HYBRID._replace(
         engines=2, asynchronous=True, v2=True, ranks=2, pool_slots=60, tiers=2
     ),

@@ -27,7 +27,7 @@ def make_policy(name: str, slots: int, fault: Callable[..., object] = _raise) ->
         KeyError: no policy has this name.
         ConfigError: the policy cannot be created, or lacks a method. The message names the policy's package.
     """
-    from kvpipe.inputs import plugins  # noqa: PLC0415  (pydantic: a node's holder does without)
+    from kvpipe.inputs import plugins  # noqa: PLC0415  (it reads entry points: a node's holder does without)
 
     plugin = plugins.load(plugins.POLICIES, name)
     policy: Policy = plugin.make(slots)

@@ -143,6 +143,16 @@ MUTANTS: dict[str, Mutant] = {
         one("kvpipe.node.owners:Owners", "owns", "return all(", "return any("),
         test=f"{_REGIONS}::test_region_gets_the_least_recently_used_memory",
     ),
+    "policy_is_told_nothing": Mutant(
+        "The holder's policy does not learn which chunks engines use.",
+        one("kvpipe.node.evictor:Evictor", "used", "self._pass(use, named)", "pass"),
+        test="tests/node/test_evictor.py::test_load_and_end_of_a_request_reach_the_policy",
+    ),
+    "prefixes_are_forgotten_by_a_new_holder": Mutant(
+        "The record of a chunk does not name the chunk before it, so a new holder evicts beginnings of prompts first.",
+        one(_KEEPER, "_publish", "one.behind[:LINK_BYTES]", 'b""'),
+        test="tests/node/test_evictor.py::test_policy_knows_the_prefix_also_in_a_new_holder",
+    ),
     "search_takes_what_was_used_later": Mutant(
         "A slot size gets memory whose chunks were used more recently than those that it has evicted itself.",
         one(_MEMORY, "_windows", "means < short", "means < math.inf"),
