@@ -80,7 +80,12 @@ def peer_of(wire: socket.socket) -> tuple[Process, int]:
 
 
 def watch(process: Process) -> int | None:
-    """Return a pidfd of a process from the tables, or None if the process has ended."""
+    """Return a pidfd of a process from the tables, or None if the process has ended.
+
+    Raises:
+        OSError: the process may be alive, but this process has no descriptor left, for example.
+
+    """
     try:
         pidfd = os.pidfd_open(process.pid)
     except ProcessLookupError:
@@ -88,8 +93,11 @@ def watch(process: Process) -> int | None:
     try:
         if process_of(process.pid) == process:
             return pidfd
-    except OSError:
+    except ProcessLookupError:
         pass
+    except OSError:
+        os.close(pidfd)
+        raise
     os.close(pidfd)
     return None
 

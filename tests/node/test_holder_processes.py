@@ -72,3 +72,29 @@ def test_process_is_watched_later_when_the_holder_had_no_descriptor(
     second.step()
     assert process_of(os.getpid()) in second._watched
     second.close()
+
+
+ONE_FREE = """
+import os, resource
+from kvpipe.node.processes import process_of, watch
+parent = process_of(os.getppid())
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+held = []
+try:
+    while True:
+        held.append(os.dup(0))
+except OSError:
+    os.close(held.pop())
+for _ in range(2):
+    try:
+        print(watch(parent))
+    except OSError as error:
+        print(os.strerror(error.errno))
+os.dup(0)
+"""
+
+
+def test_live_process_does_not_count_as_ended_when_descriptors_run_out() -> None:
+    """The pidfd takes the last free descriptor, so the process's start time cannot be read. The pidfd is closed."""
+    done = subprocess.run([sys.executable, "-c", ONE_FREE], check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines() == [os.strerror(errno.EMFILE)] * 2
