@@ -10,12 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from kvpipe.node.client import NodePool
 from kvpipe.node.holder import Holder
 from kvpipe.node.layout import Process
 from kvpipe.node.messages import Welcome
 from kvpipe.node.processes import checked_folder, memory_of_clients, process_of, watch
+from kvpipe.node.replica import stamp_of
 from kvpipe.node.segment import layout_of
+from kvpipe.testing.waiting import eventually
 from tests.node.test_holder import Caller, _hello, _holding
+from tests.rigs.node_engine import options
 
 
 @pytest.fixture
@@ -98,3 +102,26 @@ def test_live_process_does_not_count_as_ended_when_descriptors_run_out() -> None
     """The pidfd takes the last free descriptor, so the process's start time cannot be read. The pidfd is closed."""
     done = subprocess.run([sys.executable, "-c", ONE_FREE], check=True, capture_output=True, text=True)
     assert done.stdout.splitlines() == [os.strerror(errno.EMFILE)] * 2
+
+
+def test_engine_stops_using_the_memory_when_a_holder_has_freed_its_row(folder: Path) -> None:
+    """Its old leases protect nothing, so every lookup misses. The old row may belong to another engine."""
+    with _holding(folder) as holder:
+        pool = NodePool(options(folder))
+        assert eventually(lambda: (holder.step(), pool.poll(), pool.stock.free)[-1])  # type: ignore[func-returns-value]
+        assert pool.segment is not None
+        assert pool.leases is not None
+        stamp = stamp_of(0, int(pool.segment.generations[0]))
+        pins = pool.leases.pin(stamp)
+        assert pins is not None
+        assert holder._memory is not None
+        holder._memory.died(process_of(os.getpid()))
+        assert eventually(lambda: (holder.step(), not holder.status().memories[0].clients)[-1])  # type: ignore[func-returns-value]
+        assert isinstance(Caller(holder, folder).ask(_hello(2))[0], Welcome)
+        pool._lose("the connection has ended")
+        assert eventually(lambda: (holder.step(), pool.poll(), pool.state != "ORPHANED")[-1])  # type: ignore[func-returns-value]
+        assert (pool.state, pool.stock.free) == ("STRANDED", 0)
+        assert pool.leases.pin(stamp) is None
+        pool.leases.unpin(pins)
+        assert not any(pool.segment.leases_of(0))
+        pool.close()
