@@ -193,22 +193,51 @@ def memory_of_holder(folder: Path) -> int | None:
 
 
 def _memory_of(processes: set[int], mark: os.stat_result) -> int | None:
-    """Return a descriptor of the only memory of those `processes` that have opened the file `mark`, or None."""
+    """Return a descriptor of the only memory of those `processes` that have opened the file `mark`, or None.
+
+    The result is also None if the search could not read every descriptor of these processes.
+    """
     found = dict[int, int]()
-    for process in processes:
-        with contextlib.suppress(OSError):
-            paths = {path: str(path.readlink()) for path in Path(f"/proc/{process}/fd").iterdir()}
-            if not any(to.endswith(".lock") and os.path.samestat(path.stat(), mark) for path, to in paths.items()):
-                continue  # the file of another file system has the same inode number
-            for path in (path for path, to in paths.items() if to.startswith(f"/memfd:{MEMORY}")):
-                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-                if found.setdefault(os.fstat(fd).st_ino, fd) != fd:
-                    os.close(fd)
-    if len(found) == 1:
+    try:
+        is_whole = _search(processes, mark, found) or _search(processes, mark, found)
+    except OSError:
+        is_whole = False
+    if is_whole and len(found) == 1:
         return found.popitem()[1]
     for fd in found.values():
         os.close(fd)
     return None
+
+
+def _search(processes: set[int], mark: os.stat_result, found: dict[int, int]) -> bool:
+    """Add the memories of those `processes` that have opened the file `mark` to `found`, by inode number.
+
+    Returns False if a descriptor was closed during the search. A second search may then find another descriptor.
+    """
+    missed = 0
+    for process in processes:
+        try:
+            paths = list(Path(f"/proc/{process}/fd").iterdir())
+        except FileNotFoundError:  # the process has ended
+            continue
+        missed += len(paths)
+        is_marked, memories = False, list[Path]()
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError):
+                to = str(path.readlink())
+                if to.endswith(".lock"):  # the file of another file system may have the same inode number
+                    is_marked |= os.path.samestat(path.stat(), mark)
+                elif to.startswith(f"/memfd:{MEMORY}"):
+                    memories.append(path)
+                missed -= 1
+        for path in memories if is_marked else ():
+            missed += 1
+            with contextlib.suppress(FileNotFoundError):
+                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                if found.setdefault(os.fstat(fd).st_ino, fd) != fd:
+                    os.close(fd)
+                missed -= 1
+    return not missed
 
 
 def _locking(inode: int) -> set[int]:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
 from kvpipe.errors import ConfigError
 from kvpipe.node.layout import REGIONS_MAX, OtherVersionError
 from kvpipe.node.ledger import LedgerReader
-from kvpipe.node.processes import memory_of_holder
+from kvpipe.node.processes import holder_of, memory_of_holder
 from kvpipe.node.segment import Segment
+
+SEARCHES: Final = 50
+SEARCH_S: Final = 0.01
 
 
 class SlotMove(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -64,6 +69,10 @@ def moves_of(folder: Path) -> list[SlotMoves]:
         ConfigError: the folder has no holder, the holder has no memory yet, or /proc hides the holder's memory.
     """
     fd = memory_of_holder(folder)
+    for _ in range(SEARCHES):  # a search fails if the holder closes a descriptor meanwhile
+        if fd is None and holder_of(folder):
+            time.sleep(SEARCH_S)
+            fd = memory_of_holder(folder)
     if fd is None:
         raise ConfigError(f"kvpipe: no holder of {folder} has a memory that this process can read")
     made = []

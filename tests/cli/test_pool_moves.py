@@ -16,9 +16,9 @@ import pytest
 from kvpipe.cli.main import main
 from kvpipe.node.client import NodePool
 from kvpipe.node.ledger import Ledger
-from kvpipe.node.processes import checked_folder, holder_of
+from kvpipe.node.processes import checked_folder, holder_of, memory_of_holder
 from kvpipe.node.segment import Segment, create
-from kvpipe.node.slot_moves import SlotMoves
+from kvpipe.node.slot_moves import SlotMoves, moves_of
 from kvpipe.statemachine import node_slot as m
 from kvpipe.testing.waiting import WAIT_S, eventually
 from tests.rigs.node_engine import options
@@ -83,6 +83,15 @@ def test_moves_that_the_journal_has_lost_are_left_out() -> None:
     ledger.commit(0, m.GRANTED, 20)
     assert [(move.seq, move.was, move.now) for move in moves.read()] == [(21, m.FREE, m.GRANTED)]
     os.close(fd)
+
+
+def test_memory_is_searched_again_when_the_search_was_not_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The holder may close a descriptor during the search, for example when an engine leaves."""
+    missed = [None, None]
+    monkeypatch.setattr(
+        "kvpipe.node.slot_moves.memory_of_holder", lambda of: missed.pop() if missed else memory_of_holder(of)
+    )
+    assert [move.seq for move in moves_of(folder)[0].read()][:1] == [1]
 
 
 def test_moves_without_a_holder_are_an_error(short_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

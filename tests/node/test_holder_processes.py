@@ -6,6 +6,8 @@ import errno
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -28,27 +30,51 @@ def folder(short_path: Path) -> Path:
     return short_path / "node"
 
 
+MARKED = """
+import os, sys
+from pathlib import Path
+from kvpipe.node.processes import mark_client
+from kvpipe.node.segment import create
+folder, memories, reopens = sys.argv[1:]
+made = [create(8, 4096) for _ in range(int(memories))]
+mark_client(Path(folder))
+print("ready", flush=True)
+while int(reopens):
+    os.close(os.open(os.devnull, os.O_RDONLY))
+input()
+"""
+
+
+@contextmanager
+def _marked(folder: Path, memories: int, *, reopens: bool = False) -> Iterator[None]:
+    """Run a process that has the folder's mark and `memories` memories, and `reopens` a descriptor all the time."""
+    code = [sys.executable, "-c", MARKED, str(checked_folder(folder)), str(memories), str(int(reopens))]
+    with subprocess.Popen(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        try:
+            yield
+        finally:
+            process.kill()
+
+
 @pytest.mark.parametrize("memories", [0, 1, 2])
 def test_memory_of_a_process_with_the_mark_is_found_unless_it_has_several(folder: Path, memories: int) -> None:
     """A process may use the memories of two folders. Then nobody knows which memory belongs to the folder."""
-    code = f"""
-from pathlib import Path
-from kvpipe.node.processes import mark_client
-from kvpipe.node.segment import create, layout_of
-made = [create(8, 4096) for _ in range({memories})]
-mark_client(Path({str(checked_folder(folder))!r}))
-print("ready", flush=True)
-input()
-"""
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
+    with _marked(folder, memories):
         fd = memory_of_clients(folder)
-        process.kill()
     assert (fd is not None) == (memories == 1)
     if fd is not None:
         assert layout_of(fd).slots == 8
         os.close(fd)
+
+
+def test_two_memories_never_look_like_one_when_a_process_opens_and_closes_descriptors(folder: Path) -> None:
+    """A descriptor that is closed during the search ends the search of no other descriptor."""
+    with _marked(folder, 1, reopens=True):
+        with _marked(folder, 1):
+            assert [memory_of_clients(folder) for _ in range(200)] == [None] * 200
+        assert eventually(lambda: (fd := memory_of_clients(folder)) is not None and os.close(fd) is None)
 
 
 @pytest.mark.parametrize("adopts", [False, True])
