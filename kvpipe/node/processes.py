@@ -180,10 +180,11 @@ def memory_of_clients(folder: Path) -> int | None:
     """Return a descriptor of the memory that processes with the folder's mark have, or None.
 
     An idle engine offers nothing, but /proc shows its lock and its descriptors. The result is None if /proc hides them,
-    or if these processes have several memories.
+    or if these processes have several memories. It is also None if one of these processes is in another PID namespace,
+    because the memory names the engines' processes by their numbers in that namespace.
     """
     mark = (folder / CLIENTS).stat()
-    return _memory_of(_locking(mark.st_ino) - {os.getpid()}, mark)
+    return _memory_of(_locking(mark.st_ino) - {os.getpid()}, mark, namespace=_namespace_of("self"))
 
 
 def memory_of_holder(folder: Path) -> int | None:
@@ -192,25 +193,33 @@ def memory_of_holder(folder: Path) -> int | None:
     return _memory_of({holder}, (folder / LOCK).stat()) if holder else None
 
 
-def _memory_of(processes: set[int], mark: os.stat_result) -> int | None:
+def _namespace_of(process: int | str) -> int:
+    """Return the inode number of a process's PID namespace."""
+    return Path(f"/proc/{process}/ns/pid").stat().st_ino
+
+
+def _memory_of(processes: set[int], mark: os.stat_result, *, namespace: int | None = None) -> int | None:
     """Return a descriptor of the only memory of those `processes` that have opened the file `mark`, or None.
 
-    The result is also None if the search could not read every descriptor of these processes.
+    The result is also None if the search could not read every descriptor of these processes, or if one of them is not
+    in the PID `namespace`.
     """
-    found = dict[int, int]()
+    found = dict[tuple[int, int], int]()
     try:
         is_whole = _search(processes, mark, found) or _search(processes, mark, found)
     except OSError:
         is_whole = False
-    if is_whole and len(found) == 1:
+    if is_whole and len(found) == 1 and namespace in {None, *(place for place, _ in found)}:
         return found.popitem()[1]
     for fd in found.values():
         os.close(fd)
     return None
 
 
-def _search(processes: set[int], mark: os.stat_result, found: dict[int, int]) -> bool:
-    """Add the memories of those `processes` that have opened the file `mark` to `found`, by inode number.
+def _search(processes: set[int], mark: os.stat_result, found: dict[tuple[int, int], int]) -> bool:
+    """Add the memories of those `processes` that have opened the file `mark` to `found`.
+
+    Each memory is named by the inode numbers of the process's PID namespace and of the memory.
 
     Returns False if a descriptor was closed during the search. A second search may then find another descriptor.
     """
@@ -233,8 +242,9 @@ def _search(processes: set[int], mark: os.stat_result, found: dict[int, int]) ->
         for path in memories if is_marked else ():
             missed += 1
             with contextlib.suppress(FileNotFoundError):
+                namespace = _namespace_of(process)
                 fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-                if found.setdefault(os.fstat(fd).st_ino, fd) != fd:
+                if found.setdefault((namespace, os.fstat(fd).st_ino), fd) != fd:
                     os.close(fd)
                 missed -= 1
     return not missed

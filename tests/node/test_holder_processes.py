@@ -15,13 +15,15 @@ import pytest
 from kvpipe.node.client import NodePool
 from kvpipe.node.holder import Holder
 from kvpipe.node.layout import Process
-from kvpipe.node.messages import Welcome
-from kvpipe.node.processes import checked_folder, memory_of_clients, process_of, watch
+from kvpipe.node.messages import Unwelcome, Welcome
+from kvpipe.node.processes import CLIENTS, checked_folder, memory_of_clients, process_of, watch
 from kvpipe.node.replica import stamp_of
 from kvpipe.node.segment import layout_of
 from kvpipe.testing.waiting import eventually
 from tests.node.test_holder import Caller, _hello, _holding
 from tests.rigs.node_engine import options
+
+CLONE_NEWUSER, CLONE_NEWPID = 0x1000_0000, 0x2000_0000
 
 
 @pytest.fixture
@@ -31,12 +33,16 @@ def folder(short_path: Path) -> Path:
 
 
 MARKED = """
-import os, sys
+import ctypes, os, sys
 from pathlib import Path
 from kvpipe.node.processes import mark_client
 from kvpipe.node.segment import create
-folder, memories, reopens = sys.argv[1:]
-made = [create(8, 4096) for _ in range(int(memories))]
+folder, memories, reopens, flags = sys.argv[1:]
+if int(flags):
+    assert ctypes.CDLL(None).unshare(int(flags)) == 0
+    if os.fork():
+        sys.exit(os.wait()[1])
+made = [create(9, 8192) for _ in range(int(memories))]
 mark_client(Path(folder))
 print("ready", flush=True)
 while int(reopens):
@@ -46,16 +52,18 @@ input()
 
 
 @contextmanager
-def _marked(folder: Path, memories: int, *, reopens: bool = False) -> Iterator[None]:
-    """Run a process that has the folder's mark and `memories` memories, and `reopens` a descriptor all the time."""
-    code = [sys.executable, "-c", MARKED, str(checked_folder(folder)), str(memories), str(int(reopens))]
+def _marked(folder: Path, memories: int, *, reopens: bool = False, flags: int = 0) -> Iterator[None]:
+    """Run a process that has the folder's mark and `memories` memories, and `reopens` a descriptor all the time.
+
+    `flags` names the namespaces that the process has for itself.
+    """
+    (checked_folder(folder) / CLIENTS).touch(0o600)
+    code = [sys.executable, "-c", MARKED, str(folder), str(memories), str(int(reopens)), str(flags)]
     with subprocess.Popen(code, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
-        try:
-            yield
-        finally:
-            process.kill()
+        yield
+        process.kill() if reopens else process.communicate(b"\n")
 
 
 @pytest.mark.parametrize("memories", [0, 1, 2])
@@ -65,8 +73,22 @@ def test_memory_of_a_process_with_the_mark_is_found_unless_it_has_several(folder
         fd = memory_of_clients(folder)
     assert (fd is not None) == (memories == 1)
     if fd is not None:
-        assert layout_of(fd).slots == 8
+        assert layout_of(fd).slots == 9
         os.close(fd)
+
+
+@pytest.mark.parametrize("flags", [CLONE_NEWUSER, CLONE_NEWUSER | CLONE_NEWPID])
+def test_memory_of_another_pid_namespace_is_not_adopted(folder: Path, flags: int) -> None:
+    """The memory has the numbers that processes have in a container. Outside, these numbers name other processes."""
+    with _marked(folder, 1, flags=flags), _holding(folder, adopt_s=600) as holder:
+        answer, fd = Caller(holder, folder).ask(_hello())
+        if flags & CLONE_NEWPID:
+            assert answer == Unwelcome("an engine may still offer an earlier memory", again=True)
+        else:
+            assert isinstance(answer, Welcome)
+            assert fd is not None
+            assert layout_of(fd).slots == 9
+            os.close(fd)
 
 
 def test_two_memories_never_look_like_one_when_a_process_opens_and_closes_descriptors(folder: Path) -> None:
