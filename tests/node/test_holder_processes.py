@@ -6,9 +6,10 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -124,6 +125,36 @@ def test_process_is_watched_later_when_the_holder_had_no_descriptor(
     second.step()
     assert process_of(os.getpid()) in second._watched
     second.close()
+
+
+def _raising(number: int) -> Callable[[object], NoReturn]:
+    """Return a function that fails as a system call does."""
+
+    def fail(_: object) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def test_process_that_cannot_be_watched_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The holder would never notice the process's end. No client stays, and the next process is accepted."""
+    with _holding(folder) as holder:
+        with monkeypatch.context() as patched:
+            patched.setattr("kvpipe.node.holder.watch", _raising(errno.EPERM))
+            answer, _ = Caller(holder, folder).ask(_hello())
+        assert isinstance(answer, Unwelcome)
+        assert not answer.again
+        assert "cannot be watched: [Errno 1]" in answer.why
+        assert not holder._has_engines
+        assert isinstance(Caller(holder, folder).ask(_hello())[0], Welcome)
+
+
+def test_engine_retries_when_the_holder_cannot_identify_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The holder lacks a descriptor for the engine's process at this moment."""
+    with _holding(folder) as holder:
+        monkeypatch.setattr("kvpipe.node.holder.peer_of", _raising(errno.EMFILE))
+        answer, _ = Caller(holder, folder).answer()
+        assert answer == Unwelcome("[Errno 24] Too many open files", again=True)
 
 
 ONE_FREE = """
