@@ -107,12 +107,23 @@ class BlockMaker:
         return msgspec.msgpack.encode(_Note(hash_, parent, tokens.tobytes(), extra_keys, lora_name, session))
 
 
+def _is_extra_key(key: tuple[Any, ...]) -> bool:
+    """Return whether vLLM makes such a key. The key of an adapter has the adapter's name and path."""
+    match key:
+        case ("lora", str(), str(), *_):
+            return True
+        case _:
+            return bool(key) and key[0] != "lora"
+
+
 def read_note(note: bytes) -> AnnouncedBlock | None:
     """Return the block of a note, or None if another release of kvpipe has written the note."""
     try:
         read = _decoder.decode(note)
         tokens = array("q", read.tokens)
     except (msgspec.DecodeError, ValueError):
+        return None
+    if not all(map(_is_extra_key, read.extra_keys or ())):
         return None
     parent = None if read.parent is None else BlockHash(read.parent)
     return AnnouncedBlock(BlockHash(read.hash), parent, tokens, read.extra_keys, None, read.lora_name, read.session)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
+import os
 import signal
 import sys
 import time
@@ -73,16 +73,22 @@ def _status(args: argparse.Namespace) -> int:
 
 def _moves(args: argparse.Namespace) -> int:
     folder = args.dir or folder_of_user()
-    regions = moves_of(folder)
-    while True:
-        runs = bool(holder_of(folder))
-        for move in itertools.chain.from_iterable(region.read() for region in regions):
-            if args.slot in {None, move.slot}:
-                sys.stdout.write(msgspec.json.encode(move).decode() + "\n")
-        sys.stdout.flush()
-        if not (args.follow and runs):
+    with moves_of(folder) as moves:
+        try:
+            while True:
+                runs = bool(holder_of(folder))
+                for move in moves.read():
+                    if args.slot in {None, move.slot}:
+                        sys.stdout.write(msgspec.json.encode(move).decode() + "\n")
+                sys.stdout.flush()
+                if not (args.follow and runs):
+                    return 0
+                time.sleep(FOLLOW_S)
+        except KeyboardInterrupt:
             return 0
-        time.sleep(FOLLOW_S)
+        except BrokenPipeError:  # for example, `| head` has ended
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes this stream at its end
+            return 0
 
 
 def as_dict(health: HolderHealth) -> dict[str, object]:

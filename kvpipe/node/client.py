@@ -228,6 +228,9 @@ class NodePool:
                 return
             self._mark = mark_client(self._options.folder)
             self.leases = NodeLeases(self.segment, reached.welcome.row)
+        elif self.leases is not None and self.leases.row != reached.welcome.row:
+            self._strand(reached)
+            return
         elif reached.welcome.boot != self._boot:
             self.takeovers += 1
         self._boot = reached.welcome.boot
@@ -237,6 +240,15 @@ class NodePool:
         self.named = -1
         self._beat, self._beats_missed, self._looked_s = 0, 0, time.monotonic()
         self.link.fire(m.WELCOME)
+
+    def _strand(self, reached: Reached) -> None:
+        """End the use of the memory, because a holder has freed this engine's row of leases and its slots."""
+        assert self.leases is not None  # noqa: S101
+        self.why = f"the holder has given row {reached.welcome.row} to this engine, which has row {self.leases.row}"
+        self.leases.lose()
+        self.stock.resumed(())
+        self.link.fire(m.REFUSE, self.why)
+        reached.close()
 
     def _receive(self) -> None:
         """Process the answer to the last batch, if the answer has arrived."""

@@ -7,6 +7,7 @@ that starts it. FD is the memory of an earlier holder.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -54,6 +55,8 @@ SEARCH_S: Final = 1.0
 """The shortest interval, in seconds, at which the holder searches for the memory of idle engines."""
 BUSY_S: Final = 0.02
 """The holder's longest wait, in seconds, while slots have no memory yet, or evicted slots still have leases."""
+SHORTAGES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""The errors after which the holder tries again to watch a process."""
 _log = logging.getLogger("kvpipe.node")
 
 
@@ -105,14 +108,20 @@ class Holder:
         for process in {process for _, client in self._memory.clients for process in client.processes}:
             self._watch(process)
 
-    def _watch(self, process: Process) -> None:
-        """Notice the end of a process. If the holder has no descriptor for this, each step tries again."""
+    def _watch(self, process: Process, *, refuses: bool = False) -> None:
+        """Notice the end of a process. If that is not possible yet, each step tries again.
+
+        Raises:
+            RefusedError: if `refuses`: the process cannot be watched, and not because a resource is exhausted.
+        """
         assert self._memory is not None  # noqa: S101
         if process in self._watched:
             return
         try:
             pidfd = watch(process)
         except OSError as error:
+            if refuses and error.errno not in SHORTAGES:
+                raise RefusedError(f"process {process.pid} cannot be watched: {error}") from None
             if process not in self._unwatched:
                 _log.warning("process %d is not watched yet: %s", process.pid, error)
             self._unwatched.add(process)
@@ -185,7 +194,7 @@ class Holder:
             process, pidfd = peer_of(wire)
         except (ConfigError, OSError) as error:
             with contextlib.suppress(OSError):
-                messages.send(wire, Unwelcome(str(error)))
+                messages.send(wire, Unwelcome(str(error), again=isinstance(error, OSError)))
             wire.close()
             return
         os.close(pidfd)
@@ -236,11 +245,12 @@ class Holder:
             self._begin(hello, fd)
         else:
             self._close_fd(fd)
+        self._watch(link.process, refuses=True)
         self._agree(hello.policy)
         memory, region = self._region_for(hello)
         segment, keeper = region
         client = memory.greet(region, hello, link.process)
-        self._watch(link.process)
+        self._watch(link.process)  # again, because this client was not there if the process had ended
         link.client, link.keeper = client, keeper
         if hello.role == "scheduler":
             self._links[client] = link

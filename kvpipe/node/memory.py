@@ -33,6 +33,7 @@ from kvpipe.node.layout import (
     OtherVersionError,
     Process,
 )
+from kvpipe.node.lazy import NUMPY
 from kvpipe.node.ledger import Ledger
 from kvpipe.node.messages import Hello, MemoryStatus, NodeStatus
 from kvpipe.node.owners import NOBODY, Owners
@@ -42,9 +43,6 @@ from kvpipe.node.slots import NEVER
 from kvpipe.node.usage import status_of
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from kvpipe.node.owners import Numbers
     from kvpipe.node.slots import Ages
 
 PIECE_BYTES: Final = 32 << 20
@@ -201,11 +199,13 @@ class NodeMemory:
         """Accept a process of an engine. A new engine gets memory for its stock if there are several slot sizes.
 
         Raises:
-            RefusedError: see `Keeper.greet`.
+            RefusedError: see `Keeper.greet`, or numpy is not imported yet.
         """
         is_new = not any(one.token == hello.client for one in region.keeper.clients.values())
+        if starts := is_new and not hello.segment and len(self.regions) > 1:
+            NUMPY.require()
         client = region.keeper.greet(hello, process)
-        if is_new and not hello.segment and len(self.regions) > 1:
+        if starts:
             self._start(region)
         return client
 
@@ -224,6 +224,7 @@ class NodeMemory:
                 f"size has at most {REGION_SLOTS_MAX} slots, so it needs at least "
                 f"{layout.slots_bytes // (REGION_SLOTS_MAX + 1) + 1} bytes here; set a larger chunk_tokens"
             )
+        NUMPY.require()
         unused = [number for number, region in self.regions.items() if number and not region.keeper.clients]
         number = next(itertools.chain((n for n in range(1, REGIONS_MAX) if n not in self.regions), unused), None)
         if number is None:
@@ -285,7 +286,7 @@ class NodeMemory:
         is_busy = self._allocator.ready < self.layout.slots
         if len(self.regions) > 1 and any(keeper.short is not None for _, keeper in self.regions.values()):
             is_busy = True
-            if time.monotonic() - self._shared_s > self._pause_s:
+            if NUMPY.is_there() and time.monotonic() - self._shared_s > self._pause_s:
                 self._pause_s = SHARE_S if self.share() else min(2 * self._pause_s, SHARE_S_MAX)
                 self._shared_s = time.monotonic()
         return is_busy or any(keeper.is_draining for _, keeper in self.regions.values())
@@ -350,7 +351,7 @@ class NodeMemory:
             if number != but:
                 pieces = np.flatnonzero(owner == number)
                 first, stop = self._owners.slots_of(segment.layout, pieces, pieces + 1)
-                ages[pieces] = reduced(np.maximum, np.asarray(keeper.used), first, stop, empty=NEVER)
+                ages[pieces] = self._owners.reduced(np.maximum, np.asarray(keeper.used), first, stop, empty=NEVER)
         return ages
 
     def _windows(self, segment: Segment, ages: Ages, count: int, short: float, most: int) -> list[range]:
@@ -362,8 +363,8 @@ class NodeMemory:
         first = np.arange(0, int(segment.words[READY]) - count + 1, step)
         bounds = self._owners.pieces_of(layout, first, first + count)
         foreign = ~np.isnan(ages)
-        pieces = reduced(np.add, foreign.astype(float), *bounds, empty=0)
-        uses = reduced(np.add, np.where(foreign, ages, 0), *bounds, empty=0)
+        pieces = self._owners.reduced(np.add, foreign.astype(float), *bounds, empty=0)
+        uses = self._owners.reduced(np.add, np.where(foreign, ages, 0), *bounds, empty=0)
         means = np.divide(uses, pieces, out=np.full(len(first), math.inf), where=pieces > 0)
         older = np.flatnonzero(means < short)
         oldest = older[np.argsort(means[older], kind="stable")[:most]]
@@ -389,12 +390,3 @@ class NodeMemory:
         for loser, slots in parts:
             loser.use(sorted(slots))  # usable again only if another loser has kept a slot, so that no piece has moved
         return is_given
-
-
-def reduced(by: np.ufunc, values: Ages, first: Numbers, stop: Numbers, *, empty: float) -> Ages:
-    """Return `values[first:stop]`, reduced by `by`, for each pair of bounds. An empty range is `empty`."""
-    import numpy as np  # noqa: PLC0415  (see `slots.py`)
-
-    bounds = np.minimum(np.stack((first, stop), axis=1), len(values))
-    found = by.reduceat(np.append(values, empty), bounds.ravel())[::2]  # every second item is of a gap between ranges
-    return np.where(bounds[:, 0] < bounds[:, 1], found, empty)

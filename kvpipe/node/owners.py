@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from kvpipe.node.slots import Ages
+
     Numbers: TypeAlias = NDArray[np.int64]
 
 N = TypeVar("N", int, "Numbers")
@@ -65,6 +67,16 @@ class Owners:
         """Return the slots of a region that touch `pieces`."""
         first, stop = self.slots_of(layout, pieces.start, pieces.stop)
         return range(first, min(layout.slots, stop))
+
+    @staticmethod
+    def reduced(by: np.ufunc, values: Ages, first: Numbers, stop: Numbers, *, empty: float) -> Ages:
+        """Return `values[first:stop]`, reduced by `by`, for each pair of bounds. An empty range is `empty`."""
+        import numpy as np  # noqa: PLC0415  (see `slots.py`)
+
+        bounds = np.minimum(np.stack((first, stop), axis=1), len(values))
+        found = by.reduceat(np.append(values, empty), bounds.ravel())
+        found = found[::2]  # every second item is of a gap between ranges
+        return np.where(bounds[:, 0] < bounds[:, 1], found, empty)
 
     def owns(self, layout: NodeLayout, slot: int) -> bool:
         """Whether the region of `layout` owns all pieces that a slot touches."""

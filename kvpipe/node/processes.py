@@ -80,7 +80,12 @@ def peer_of(wire: socket.socket) -> tuple[Process, int]:
 
 
 def watch(process: Process) -> int | None:
-    """Return a pidfd of a process from the tables, or None if the process has ended."""
+    """Return a pidfd of a process from the tables, or None if the process has ended.
+
+    Raises:
+        OSError: the process may be alive, but this process has no descriptor left, for example.
+
+    """
     try:
         pidfd = os.pidfd_open(process.pid)
     except ProcessLookupError:
@@ -88,8 +93,11 @@ def watch(process: Process) -> int | None:
     try:
         if process_of(process.pid) == process:
             return pidfd
-    except OSError:
+    except ProcessLookupError:
         pass
+    except OSError:
+        os.close(pidfd)
+        raise
     os.close(pidfd)
     return None
 
@@ -173,10 +181,12 @@ def memory_of_clients(folder: Path) -> int | None:
     """Return a descriptor of the memory that processes with the folder's mark have, or None.
 
     An idle engine does not send its descriptor of the memory, but /proc shows the lock and the descriptors of every
-    process. The result is None if /proc hides the descriptors, or if these processes have several memories.
+    process. The result is None if /proc hides the descriptors, or if these processes have several memories. It is also
+    None if one of these processes is in another PID namespace, because the memory names the engines' processes by their
+    numbers in that namespace.
     """
     mark = (folder / CLIENTS).stat()
-    return _memory_of(_locking(mark.st_ino) - {os.getpid()}, mark)
+    return _memory_of(_locking(mark.st_ino) - {os.getpid()}, mark, namespace=_namespace_of("self"))
 
 
 def memory_of_holder(folder: Path) -> int | None:
@@ -185,23 +195,61 @@ def memory_of_holder(folder: Path) -> int | None:
     return _memory_of({holder}, (folder / LOCK).stat()) if holder else None
 
 
-def _memory_of(processes: set[int], mark: os.stat_result) -> int | None:
-    """Return a descriptor of the only memory of those `processes` that have opened the file `mark`, or None."""
-    found = dict[int, int]()
-    for process in processes:
-        with contextlib.suppress(OSError):
-            paths = {path: str(path.readlink()) for path in Path(f"/proc/{process}/fd").iterdir()}
-            if not any(to.endswith(".lock") and os.path.samestat(path.stat(), mark) for path, to in paths.items()):
-                continue  # the file of another file system has the same inode number
-            for path in (path for path, to in paths.items() if to.startswith(f"/memfd:{MEMORY}")):
-                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-                if found.setdefault(os.fstat(fd).st_ino, fd) != fd:
-                    os.close(fd)
-    if len(found) == 1:
+def _namespace_of(process: int | str) -> int:
+    """Return the inode number of a process's PID namespace."""
+    return Path(f"/proc/{process}/ns/pid").stat().st_ino
+
+
+def _memory_of(processes: set[int], mark: os.stat_result, *, namespace: int | None = None) -> int | None:
+    """Return a descriptor of the only memory of those `processes` that have opened the file `mark`, or None.
+
+    The result is also None if the search could not read every descriptor of these processes, or if one of them is not
+    in the PID `namespace`.
+    """
+    found = dict[tuple[int, int], int]()
+    try:
+        is_whole = _search(processes, mark, found) or _search(processes, mark, found)
+    except OSError:
+        is_whole = False
+    if is_whole and len(found) == 1 and namespace in {None, *(place for place, _ in found)}:
         return found.popitem()[1]
     for fd in found.values():
         os.close(fd)
     return None
+
+
+def _search(processes: set[int], mark: os.stat_result, found: dict[tuple[int, int], int]) -> bool:
+    """Add the memories of those `processes` that have opened the file `mark` to `found`.
+
+    Each memory is named by the inode numbers of the process's PID namespace and of the memory.
+
+    Returns False if a descriptor was closed during the search. A second search may then find another descriptor.
+    """
+    missed = 0
+    for process in processes:
+        try:
+            paths = list(Path(f"/proc/{process}/fd").iterdir())
+        except FileNotFoundError:  # the process has ended
+            continue
+        missed += len(paths)
+        is_marked, memories = False, list[Path]()
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError):
+                to = str(path.readlink())
+                if to.endswith(".lock"):  # the file of another file system may have the same inode number
+                    is_marked |= os.path.samestat(path.stat(), mark)
+                elif to.startswith(f"/memfd:{MEMORY}"):
+                    memories.append(path)
+                missed -= 1
+        for path in memories if is_marked else ():
+            missed += 1
+            with contextlib.suppress(FileNotFoundError):
+                namespace = _namespace_of(process)
+                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                if found.setdefault((namespace, os.fstat(fd).st_ino), fd) != fd:
+                    os.close(fd)
+                missed -= 1
+    return not missed
 
 
 def _locking(inode: int) -> set[int]:

@@ -177,6 +177,8 @@ class NodeLeases:
 
     def __init__(self, segment: Segment, row: int) -> None:
         """Use `row`, the row of counters that the holder has assigned to this engine."""
+        self.row = row
+        """The number of the row, or -1 after `lose`."""
         self._row = np.frombuffer(segment.leases_of(row), np.uint32)
         self._generations = np.frombuffer(segment.generations, np.int64)
         self.count = 0
@@ -188,6 +190,8 @@ class NodeLeases:
         twice is leased twice. `held` has stamps of chunks that this engine leases already. These chunks keep their
         bytes even after an eviction, because the holder does not reuse leased slots.
         """
+        if self.row < 0:
+            return None
         words = np.frombuffer(stamps, np.int64)
         slots, generations = words[::2], words[1::2]
         np.add.at(self._row, slots, _ONE)
@@ -203,9 +207,13 @@ class NodeLeases:
 
         Without a lease, the slot may have another generation in the next moment.
         """
-        return bool(self._generations[place.slot] == place.generation)
+        return self.row >= 0 and bool(self._generations[place.slot] == place.generation)
 
     def unpin(self, pins: SlotPins) -> None:
         """End the leases of one call of `pin`."""
         np.subtract.at(self._row, pins, _ONE)
         self.count -= len(pins)
+
+    def lose(self) -> None:
+        """Lease nothing from now on, because the holder may have assigned the row to another engine."""
+        self.row, self._row = -1, self._row.copy()

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,12 @@ from kvpipe.cli.main import main
 from kvpipe.node.client import NodePool
 from kvpipe.node.layout import SlotRecord
 from kvpipe.node.ledger import Ledger
-from kvpipe.node.processes import checked_folder, holder_of
+from kvpipe.node.processes import checked_folder, holder_of, memory_of_holder
 from kvpipe.node.segment import Segment, create
-from kvpipe.node.slot_moves import SlotMoves
+from kvpipe.node.slot_moves import SlotMoves, moves_of
 from kvpipe.statemachine import node_slot as m
 from kvpipe.testing.waiting import WAIT_S, eventually
-from tests.rigs.node_engine import options
+from tests.rigs.node_engine import SLOT_BYTES, options
 
 KEY = b"k" * 32
 
@@ -61,14 +62,48 @@ def test_moves_of_a_slot_show_the_life_of_its_chunk(folder: Path, capsys: pytest
     assert _moves(capsys.readouterr().out) == [move for move in moves if move["slot"] == published["slot"]]
 
 
-def test_follow_prints_later_moves_until_the_holder_ends(folder: Path) -> None:
-    """The first moves are printed at once."""
+@contextmanager
+def _following(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """Run the command with `--follow`, whose first move was read already. Its errors are empty at the end."""
     command = [sys.executable, "-m", "kvpipe", "pool", "moves", "--follow", "--dir", str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert json.loads(process.stdout.readline())["seq"] == 1
+            yield process
+            assert process.wait(WAIT_S) == 0
+            assert process.stderr is not None
+            assert not process.stderr.read()
+        finally:
+            process.kill()
+
+
+def _attached(folder: Path, slot_bytes: int) -> NodePool:
+    pool = NodePool(options(folder, slot_bytes=slot_bytes))
+    assert eventually(lambda: (pool.poll(), pool.stock.free)[-1])  # type: ignore[func-returns-value]
+    return pool
+
+
+def test_follow_prints_later_moves_until_the_holder_ends(folder: Path) -> None:
+    """Later moves include those of slots of a new size."""
+    with _following(folder) as process:
+        pool = _attached(folder, 2 * SLOT_BYTES)
         assert process.stdout is not None
-        assert json.loads(process.stdout.readline())["seq"] == 1
+        assert any(json.loads(line)["region"] == 1 for line in process.stdout)
+        pool.close()
         os.kill(holder_of(folder), signal.SIGKILL)
+
+
+def test_follow_ends_without_a_traceback(folder: Path) -> None:
+    """The user presses Ctrl-C, or the program that reads the moves has ended."""
+    with _following(folder) as process:
+        process.send_signal(signal.SIGINT)
+    with _following(folder) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        pool = _attached(folder, SLOT_BYTES)
         assert process.wait(WAIT_S) == 0
+        pool.close()
 
 
 def test_moves_that_the_journal_has_lost_are_left_out() -> None:
@@ -83,7 +118,21 @@ def test_moves_that_the_journal_has_lost_are_left_out() -> None:
     assert list(moves.read()) == []
     ledger.commit(SlotRecord(0, 0, m.GRANTED, 20))
     assert [(move.seq, move.was, move.now) for move in moves.read()] == [(21, m.FREE, m.GRANTED)]
+    for generation in range(21, 30):
+        ledger.commit(1, m.GRANTED if generation % 2 else m.FREE, generation)
+    ledger.commit(0, m.GRANTED, 30)
+    assert [move.was for move in moves.read() if move.slot == 0] == [""]
     os.close(fd)
+
+
+def test_memory_is_searched_again_when_the_search_was_not_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The holder may close a descriptor during the search, for example when an engine leaves."""
+    missed = [None, None]
+    monkeypatch.setattr(
+        "kvpipe.node.slot_moves.memory_of_holder", lambda of: missed.pop() if missed else memory_of_holder(of)
+    )
+    with moves_of(folder) as moves:
+        assert [move.seq for move in moves.read()][:1] == [1]
 
 
 def test_moves_without_a_holder_are_an_error(short_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

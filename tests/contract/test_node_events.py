@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 from vllm.lora.request import LoRARequest
 
@@ -212,6 +213,15 @@ def test_damaged_note_is_no_block() -> None:
     note = BlockMaker(GEOMETRY, BLOCK).note(request, chunk, 0)
     assert read_note(note) is not None
     assert read_note(note[:-1]) is read_note(b"\x00") is None
+    _, _, _, keys, *_ = fields = msgspec.msgpack.decode(note)
+    for foreign, is_read in (
+        ([["lora", "name", "path"]], True),
+        ([["lora"]], False),
+        ([["lora", 1, []]], False),
+        ([[]], False),
+    ):
+        fields[3] = [*(keys or []), *foreign]
+        assert (read_note(msgspec.msgpack.encode(fields)) is not None) == is_read
     private.events.noted(chunk, note.replace(request.block_hashes[3], bytes(32)))
     before = private.events.take()
     private.events.announce()

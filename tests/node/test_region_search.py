@@ -12,8 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvpipe.node.layout import READY
-from kvpipe.node.memory import NodeMemory, reduced
-from kvpipe.node.owners import NOBODY
+from kvpipe.node.memory import NodeMemory
+from kvpipe.node.owners import NOBODY, Owners
 from kvpipe.node.segment import Segment
 from kvpipe.node.slots import NEVER
 from kvpipe.statemachine import node_slot as m
@@ -99,5 +99,5 @@ def test_reduced_ranges_are_those_of_slices(values: list[int], bounds: list[tupl
     """Ranges may overlap, be empty, or end behind the last value."""
     pairs = np.array(bounds, np.int64).reshape(-1, 2)
     for by, plain in ((np.maximum, max), (np.add, sum)):
-        made = reduced(by, np.array(values, float), pairs[:, 0], pairs[:, 1], empty=7)
+        made = Owners.reduced(by, np.array(values, float), pairs[:, 0], pairs[:, 1], empty=7)
         assert made.tolist() == [plain(values[first:stop]) if values[first:stop] else 7 for first, stop in bounds]

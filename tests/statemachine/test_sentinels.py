@@ -128,6 +128,8 @@ SENTINELS: dict[str, dict[str, str]] = {
         "Holder._memory": "created with the memory",
         "HolderConnection.client": "content: an operator's connection has no client",
         "HolderConnection.keeper": "content: an operator's connection has no client",
+        "LazyNumpy._thread": "created at the first call",
+        "NodeLeases.row": "a latch: negative once a holder has freed the row",
         "Keeper.short": "content: no slot was missing",
         "SlotNotes.routers": "configuration: only with KV events",
         "NodeCatalog._follower": "created when the namespace has a number; lookups miss before that",
