@@ -22,7 +22,7 @@ from kvpipe.statemachine.core import Cursor, Edge, IllegalTransition, State, Wat
 from kvpipe.threads.loop import LoopThread
 from kvpipe.trace import events as e
 from kvpipe.trace.durations import LOAD, MEMORY, STORE
-from kvpipe.transfer.base import QUIET, Ticket
+from kvpipe.transfer.base import QUIET, CopyPlan, Ticket
 from kvpipe.worker.batch import Batch
 from kvpipe.worker.checks import CHANGED, SlotChecks
 from kvpipe.worker.context import RankContext
@@ -87,13 +87,13 @@ class Copies:
 
     def __init__(
         self, context: RankContext, geometry: Geometry, abandon: Callable[[Ticket], bool], *, saves: bool = True,
-        checks: SlotChecks | None = None,
+        checks: SlotChecks | None = None, scrub: Callable[[CopyPlan, frozenset[int]], None] | None = None,
     ) -> None:  # fmt: skip
-        """Make the loop thread. `abandon` is the transfer engine's method. Without `saves`, saves copy nothing.
+        """Make the loop thread. `abandon` and `scrub` are the transfer engine's methods.
 
-        Without `checks`, slots have no marks.
+        Without `saves`, saves copy nothing. Without `checks`, slots have no marks, and `scrub` is not needed.
         """
-        self._checks = checks
+        self._checks, self._scrub = checks, scrub
         if checks is not None:
             checks.on_checked = self._checked
         self.counters, self.trace, self._abandon, self._saves = context.counters, context.trace, abandon, saves
@@ -190,7 +190,11 @@ class Copies:
     def _landed(self, batch: Batch, ticket: Ticket) -> None:
         failed, checks = ticket.failed, self._checks
         if checks is not None and ticket.ordinal + len(ticket.layers) == len(self._layers):
-            failed |= checks.failed(batch)
+            changed = checks.failed(batch)
+            # A job that has ended was given up, so its blocks may belong to another request.
+            if scrubbed := frozenset(one for one in changed if not batch.cursors[one].state.final):
+                self._scrub_blocks(batch, scrubbed)
+            failed |= changed
         took_ns = ticket.done_ns - ticket.born_ns
         if self._saves or batch.kind is not Kind.SAVE:
             self._count(batch, ticket, took_ns)
@@ -208,6 +212,14 @@ class Copies:
                 self.fire(batch, job, m.FAULT, CHANGED)
             else:
                 self._land(batch, job, range(ticket.ordinal, ticket.ordinal + len(ticket.layers)))
+
+    def _scrub_blocks(self, batch: Batch, jobs: frozenset[int]) -> None:
+        """Scrub the blocks of loads whose slots have changed, before the jobs are reported."""
+        try:
+            if self._scrub is not None:
+                self._scrub(batch.plan, jobs)
+        except Exception as error:  # noqa: BLE001  (the jobs fail all the same)
+            self.counters.fault("contained_error", where="scrub", error=repr(error))
 
     def _count(self, batch: Batch, ticket: Ticket, took_ns: int) -> None:
         """Add a landed copy to the totals of the batch's kind of job."""

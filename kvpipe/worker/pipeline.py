@@ -76,7 +76,7 @@ class Pipeline:
         self._save = self._sync = self._async = NO_BATCH  # the open step's saves, sync loads and async loads
         self._unfenced = NO_BATCH  # the last step's saves, which may still read blocks
         self._computes = True  # whether the open step computes any tokens
-        self.copies = Copies(context, geometry, engine.abandon, saves=saves, checks=checks)
+        self.copies = Copies(context, geometry, engine.abandon, saves=saves, checks=checks, scrub=engine.scrub)
         self.copies.loop.start(Watchdog(self.copies, engine.abandon, context.settings.stuck_ms_max).run)
         self._landed = self.copies.completed  # the sink of all tickets
         self.outcomes = outcomes = Outcomes(self.copies)

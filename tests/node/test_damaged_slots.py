@@ -13,7 +13,8 @@ import torch
 from kvpipe.node.layout import VERSION
 from kvpipe.testing.direct_node import DirectNode
 from kvpipe.testing.waiting import WAIT_S, eventually
-from kvpipe.transfer.base import Direction
+from kvpipe.transfer.base import CopyPlan, Direction, Ticket
+from kvpipe.transfer.cpu import CpuEngine
 from kvpipe.transfer.marks import MARK_BYTES, SlotMarks
 from tests.rigs.node_rank import UNITS, NodeRank, cuda, geometry, hostile_write, make_node
 from tests.rigs.pipeline_rig import FakeEngine, Waiting
@@ -102,6 +103,32 @@ def test_damaged_slot_is_a_miss_for_every_engine(
     first.save("b")
     assert second.load("b")
     assert second.counts["damaged_chunks_evicted"] == 1
+
+
+class Overwritten(CpuEngine):
+    """An engine during whose copies another process begins to write the slot."""
+
+    write: Callable[[], object] = bool
+
+    def submit(self, plan: CopyPlan, ticket: Ticket) -> None:
+        """Copy, and overwrite the slot before the ticket is complete."""
+        sink, ticket.sink = ticket.sink, lambda one: (self.write(), sink(one))
+        super().submit(plan, ticket)
+
+
+@pytest.mark.parametrize("digests", [False, True])
+def test_blocks_of_a_load_from_a_damaged_slot_have_no_nan(engines: Engines, *, digests: bool) -> None:
+    """A NaN in a freed block would make the results of the block's next owner NaN."""
+    engine = Overwritten(0)
+    first, second = engines.add(digests=digests), engines.add(engine, digests=digests)
+    first.save("a")
+    at = engines.at(engines.slot())
+    hostile_write(engines.node, at, np.full(2, np.nan, np.float32).tobytes())
+    if not digests:
+        engine.write = lambda: hostile_write(engines.node, at + PART + 8, bytes(8))
+    assert second.load("a")
+    assert set(range(1, UNITS)) <= second.bad
+    assert not torch.isnan(second.cache).any()
 
 
 def test_changed_bytes_are_not_noticed_without_digests(engines: Engines) -> None:

@@ -42,6 +42,11 @@ MUTANTS: dict[str, Mutant] = {
         one(COPIES, "put_outcomes", "self._checks.is_marked(batch)", "self._checks.is_marked(batch) or True"),
         test=f"{_TESTS}::test_save_is_reported_after_its_digest_is_written",
     ),
+    "damaged_blocks_not_scrubbed": Mutant(
+        "A load from a damaged slot leaves the slot's bytes in the paged blocks, perhaps a NaN.",
+        one(COPIES, "_scrub_blocks", "self._scrub(batch.plan, jobs)", "pass"),
+        test=f"{_TESTS}::test_blocks_of_a_load_from_a_damaged_slot_have_no_nan[False]",
+    ),
     "damaged_chunk_stays": Mutant(
         "A damaged chunk is not evicted, so each load of it fails.",
         one(SCHEDULER, "_forget_damaged", "chunk.generation == generation", "chunk.generation != generation"),
