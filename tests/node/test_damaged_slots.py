@@ -171,6 +171,36 @@ def test_slot_that_another_process_overwrites_during_a_load_is_a_miss(engines: E
     assert second.world.ask(second.world.request("a", UNITS)) == 0
 
 
+def test_overwritten_slot_is_reported_late_when_the_load_lands_after_its_step(engines: Engines) -> None:
+    """On a device a step ends before its copies end. The blocks may then belong to another request."""
+    fake = FakeEngine()
+    fake.waiting = Waiting.DEVICE
+    first, second = engines.add(), engines.add(fake)
+    first.save("a")
+    second.step()
+    second.world.admit(second.world.request("a", UNITS))
+    second.begin(second.world.step())
+    hostile_write(engines.node, engines.at(engines.slot()) + PART + 8, bytes(8))
+    report = second.end()
+    assert report is None or not (report.tallies or report.damaged)
+    assert not second.bad
+    fake.complete_all()
+    second.begin(second.world.step())
+    second.side.end_step()
+    second.side.collect()
+    assert not second.side.take_bad_blocks(late=False)
+    second.side.unbind()
+    report = second.side.take_report()
+    assert report is not None
+    assert [one.bad for one in report.tallies.values()] == [1]
+    assert report.damaged
+    second.world.side.reported(report)
+    assert second.counts["load_failed"] == 1
+    assert second.counts["damaged_chunks_evicted"] == 1
+    second.rest()
+    assert second.world.ask(second.world.request("a", UNITS)) == 0
+
+
 def test_mark_is_cleared_before_the_first_copy_of_a_save(engines: Engines) -> None:
     """Otherwise a load that runs by mistake would find the old generation behind half of the new bytes."""
     fake = FakeEngine()
