@@ -7,6 +7,7 @@ from kvpipe.connectors.vllm.trial.mutants.base import COPIES, SCHEDULER, Mutant,
 _MARKS = "kvpipe.transfer.marks:SlotMarks"
 _CHECKS = "kvpipe.worker.checks:SlotChecks"
 _CARRIER = "kvpipe.tiers.carrier:Carrier"
+_WRITER = "kvpipe.tiers.slot_writer:SlotWriter"
 _TESTS = "tests/node/test_damaged_slots.py"
 _TIERS = "tests/tiers/test_shared_slots.py"
 _MISS = f"{_TESTS}::test_damaged_slot_is_a_miss_for_every_engine"
@@ -59,7 +60,17 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "damaged_chunk_stored": Mutant(
         "A tier gets a damaged chunk, with a valid checksum.",
-        one(_CARRIER, "_store", "if order.stamp and", "if False and"),
+        one(_CARRIER, "_store", "if why := await", "if False and await"),
         test=f"{_TIERS}::test_damaged_chunk_is_not_stored",
+    ),
+    "slot_compared_before_a_store_alone": Mutant(
+        "A tier gets a slot that another process overwrites while the slot is sealed.",
+        one(_WRITER, "write", "work)\n    if order is not None", "work)\n    if False"),
+        test=f"{_TIERS}::test_slot_that_changes_while_it_is_sealed_is_not_stored",
+    ),
+    "slot_not_compared_after_a_store": Mutant(
+        "A tier keeps the value of a slot that another process has overwritten while the tier read the slot.",
+        one(_WRITER, "write", "if stored:", "if False:"),
+        test=f"{_TIERS}::test_slot_that_changes_while_a_tier_writes_it_is_deleted_from_the_tier[False]",
     ),
 }
