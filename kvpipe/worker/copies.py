@@ -145,7 +145,10 @@ class Copies:
         for batch in live:
             last, left_s = batch.last, until_s - time.monotonic()
             if last.done or (left_s > 0 and fence(last, left_s) and last.wait(max(0.0, until_s - time.monotonic()))):
-                continue
+                # after a load's comparison, which may scrub blocks
+                compared = None if batch.kind is Kind.SAVE else batch.checked
+                if compared is None or compared.wait(max(0.0, until_s - time.monotonic())):
+                    continue
             for ticket in batch.tickets.values():
                 self._abandon(ticket)
             self.put(m.FAULT, batch, "the copy did not complete before the memory of its blocks was unmapped")
@@ -171,10 +174,13 @@ class Copies:
             batch.closed = True
             return
         if event == CHECKED:
-            if batch.held is not None:
-                self._landed(batch, batch.held)
-            if batch.checked is not None:
-                batch.checked.set()  # last: vLLM's thread may wait for this, and then settles its step
+            try:
+                if batch.held is not None:
+                    batch.held.done_ns = batch.moved_ns = time.monotonic_ns()  # a request gets its load only now
+                    self._landed(batch, batch.held)
+            finally:
+                if batch.checked is not None:
+                    batch.checked.set()  # last: vLLM's thread may wait for this, and then settles its step
             return
         if event == OPENED:
             machine = self.machines[batch.kind is not Kind.SAVE]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.rigs.node_rank import UNITS, NodeRank, cuda, geometry, hostile_write,
 from tests.rigs.pipeline_rig import FakeEngine, Waiting
 from tests.rigs.scheduler_world import UNIT
 
+HAS_DIGEST = 1 << 63
 PART = geometry().slot_bytes
 
 
@@ -51,7 +53,7 @@ class Engines:
         assert raw is not None
         at = self.at(slot) + PART
         digest, generation = np.frombuffer(bytes(raw[at : at + MARK_BYTES]), "<u8").tolist()
-        return digest, generation
+        return digest, generation & ~HAS_DIGEST
 
 
 @pytest.fixture
@@ -262,6 +264,98 @@ def test_load_that_lands_before_its_digests_waits_for_them(engines: Engines, mon
     report = second.end()
     assert report is not None
     assert [one.bad for one in report.tallies.values()] == [1]
+    assert second.bad
+    assert 0 < second.side.pipeline.copies.rate.bytes_per_s < 10 * PART, "the rate leaves out the digests"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_step_does_not_wait_for_digests_when_their_thread_has_ended(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load fails, and the rank reports its pool as lost."""
+    first, second = engines.add(digests=True), engines.add(digests=True)
+    first.save("a")
+
+    def end(*_: object) -> str:
+        raise SystemExit
+
+    monkeypatch.setattr(SlotMarks, "damage", end)
+    second.step()
+    second.world.admit(second.world.request("a", UNITS))
+    began_s = time.monotonic()
+    second.begin(second.world.step())
+    report = second.end()
+    assert time.monotonic() - began_s < 10, "the step has waited for wait_ms_max"
+    assert report is not None
+    assert report.lost
+    assert second.bad
+
+
+def test_step_does_not_wait_for_a_load_whose_landing_raises(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digests are compared, so vLLM's thread is not blocked for `wait_ms_max`."""
+    fake, landed, damage = FakeEngine(), threading.Event(), SlotMarks.damage
+    fake.waiting = Waiting.DEVICE
+    first, second = engines.add(digests=True), engines.add(fake, digests=True)
+    first.save("a")
+    monkeypatch.setattr(SlotMarks, "damage", lambda *slot: landed.wait(WAIT_S) and damage(*slot))
+    second.step()
+    second.world.admit(second.world.request("a", UNITS))
+    second.begin(second.world.step())
+    monkeypatch.delattr(second.side.pipeline.copies, "bytes")
+    fake.complete_all()
+    landed.set()
+    second.side.end_step()
+    assert "copy_timeout" not in second.counts
+
+
+def test_save_is_marked_without_a_digest_when_the_digest_makes_no_progress(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chunk is published after `stuck_ms_max`, and the late digest changes no mark."""
+    digest, going_on, over = SlotMarks._digest, threading.Event(), threading.Event()
+
+    def slow(marks: SlotMarks, slot: int) -> int:
+        assert going_on.wait(WAIT_S)
+        over.set()
+        return digest(marks, slot)
+
+    monkeypatch.setattr(SlotMarks, "_digest", slow)
+    engine = engines.add(digests=True, stuck_ms_max=100)
+    for name in "ab":
+        request = engine.world.request(name, UNITS)
+        engine.world.admit(request)
+        (job,) = engine.step(request)
+    slot = int(job.table()[0, 1])
+    assert eventually(lambda: engine.step() or not engine.world.side.jobs.in_flight)
+    assert engines.mark(slot)[0] == 0
+    assert engines.mark(slot)[1]
+    going_on.set()
+    assert over.wait(WAIT_S)
+    engine.close()
+    assert engines.mark(slot)[0] == 0
+
+
+def test_save_is_marked_without_a_digest_when_the_digest_raises(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save is reported as done, so other engines load the chunk."""
+    first, second = engines.add(digests=True), engines.add(digests=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(SlotMarks, "_digest", lambda *_: 1 // 0)
+        first.save("a")
+    assert engines.mark(engines.slot())[0] == 0
+    assert second.load("a")
+    assert not second.bad
+
+
+@pytest.mark.parametrize("word", [0, 1])
+def test_any_digest_is_compared(engines: Engines, monkeypatch: pytest.MonkeyPatch, word: int) -> None:
+    """No digest stands for a chunk without a digest."""
+    first, second = engines.add(digests=True), engines.add(digests=True)
+    monkeypatch.setattr(SlotMarks, "_digest", lambda *_: word)
+    first.save("a")
+    monkeypatch.undo()
+    assert second.load("a")
     assert second.bad
 
 

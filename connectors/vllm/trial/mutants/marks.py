@@ -38,6 +38,11 @@ MUTANTS: dict[str, Mutant] = {
         one(_CHECKS, "holds", "    batch.held = ticket\n    return True", "    return False"),
         test=f"{_TESTS}::test_load_that_lands_before_its_digests_waits_for_them",
     ),
+    "digests_of_steps_last": Mutant(
+        "A step waits for the digests of all saves before its loads are compared.",
+        one(_CHECKS, "_next", "queue = self._urgent or self._others", "queue = self._others or self._urgent"),
+        test="tests/worker/test_checks.py::test_slots_of_sync_loads_are_read_before_other_slots",
+    ),
     "save_reported_before_its_digest": Mutant(
         "A save is reported, and its chunk published, before the chunk's digest is written.",
         one(COPIES, "put_outcomes", "self._checks.is_marked(batch)", "self._checks.is_marked(batch) or True"),
