@@ -223,7 +223,7 @@ class _NoCopy:
 
     def _nothing(self, *_: object) -> None: ...
 
-    attach = prepare = reached = shutdown = _nothing
+    attach = prepare = reached = scrub = shutdown = _nothing
 
 
 def request_of(name: str, tokens: int, seed: int = 0) -> Any:

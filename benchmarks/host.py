@@ -100,6 +100,8 @@ class _NoCopy:
     def abandon(self, ticket: Ticket) -> bool:
         return ticket.over
 
+    def scrub(self, plan: CopyPlan, jobs: frozenset[int]) -> None: ...
+
     def shutdown(self) -> None: ...
 
 

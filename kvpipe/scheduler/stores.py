@@ -263,11 +263,17 @@ class Storing(Subscriber):
             self.tier_blocks.ordered(order, chunk, offer.key)
 
     def over(self, order: TierOrder, *, ok: bool) -> None:
-        """End a store that every rank has reported. `ok` says that the store has succeeded on all ranks."""
+        """End a store that every rank has reported. `ok` says that the store has succeeded on all ranks.
+
+        A chunk that was evicted during its store may have been in a damaged slot, so its failure says nothing about the
+        tier.
+        """
         queue = self._queues[order.tier]
-        self._catalog.release(queue.under_way.pop(order.id), hit=False)
+        owner = queue.under_way.pop(order.id)
+        stands = all(map(self._catalog.holds, self._catalog.leased.get(owner, ())))
+        self._catalog.release(owner, hit=False)
         self._counters["chunks_stored" if ok else "chunks_not_stored"] += 1
-        if not ok:
+        if not ok and stands:
             queue.rests = self._context.steps.planned + REST_STEPS
             for place in [*chain(queue.first, queue.others)]:
                 self._take(place)

@@ -35,11 +35,18 @@ class Bodies:
         if self._marks is not None and order.stamp:
             self._marks.write(order.stamp)
 
+    @property
+    def digests(self) -> bool:
+        """Whether this rank compares digests of slots."""
+        return self._marks is not None and self._marks.digests
+
+    def other_chunk(self, order: TierOrder) -> str:
+        """Compare the generation of the order's slot. Returns why the slot must not be stored, or ""."""
+        return self._marks.other_chunk(order.stamp) if self._marks is not None and order.stamp else ""
+
     def damage(self, order: TierOrder) -> str:
-        """Return why a slot must not be stored, or ""."""
-        if self._marks is None or not order.stamp:
-            return ""
-        return self._marks.other_chunk(order.stamp) or (self._marks.damage(order.stamp) if self._marks.digests else "")
+        """Compare the digest of the order's slot, which has marks. Returns why the slot must not be stored, or ""."""
+        return self._marks.damage(order.stamp) if self._marks is not None else ""
 
     def size(self, group: int, units: int) -> int:
         """Return the size in bytes of the body of `units` units, padding included."""

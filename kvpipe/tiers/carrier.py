@@ -18,12 +18,13 @@ from kvpipe.protocol.geometry import Geometry
 from kvpipe.protocol.messages import TierOrder
 from kvpipe.statemachine import carry as m
 from kvpipe.statemachine.core import Cursor, Edge, State
-from kvpipe.tiers.base import ALIGN_BYTES, Get, Key, Put, Read, TierError, TierFullError, blocking
+from kvpipe.tiers.base import ALIGN_BYTES, Get, Key, Read, TierError, TierFullError, blocking
 from kvpipe.tiers.bodies import Bodies
 from kvpipe.tiers.envelope import HEADER_BYTES, DamagedError, pages
 from kvpipe.tiers.first_hash import FirstHash
 from kvpipe.tiers.guard import READ, WRITE, GuardedTier
 from kvpipe.tiers.parts import BOUND, RankParts, Share, Slice, kept_splits, mark_key, part_of, slices, split_of, writes
+from kvpipe.tiers.slot_writer import Fill, SlotWriter
 from kvpipe.tiers.thread import TierThread
 from kvpipe.trace.log import Counters
 from kvpipe.trace.recorder import OFF, Recorder
@@ -45,8 +46,6 @@ _QueuedOrder = tuple[TierOrder, str, int]  # (order, namespace, step)
 _Other = tuple[int, str, int]  # values of another split: (index of the tier, namespace, number of parts of a chunk)
 
 _Carry = Callable[[], Awaitable[tuple[str, int]]]
-_Fill = Callable[[], object]
-_Values = Sequence[tuple[Key, memoryview]]
 
 
 class _Got(NamedTuple):
@@ -88,6 +87,7 @@ class Carrier(TierThread[_QueuedOrder]):
         self._marked: dict[tuple[int, str], float] = {}
         self._turns = [{use: anyio.CapacityLimiter(tier.spec.lanes) for use in (READ, WRITE)} for tier in tiers]
         self._threads, self._outbox = anyio.CapacityLimiter(4), deque[Carried]()
+        self._writer = SlotWriter(self._bodies, self._threads, counters)
         self._open: dict[int, TierOrder] = {}  # orders that were begun and not yet reported, by id
         self._stores_begun = self._stores_ended = 0
         self.bytes = {(tier.name, use): 0 for tier in tiers for use in (READ, WRITE)}
@@ -273,7 +273,7 @@ class Carrier(TierThread[_QueuedOrder]):
             return []
         return slices(share.heads, split, order.split, part_of(split, self._rank, self._ranks)[0])
 
-    def _mover(self, body: memoryview, order: TierOrder, one: Slice) -> _Fill:
+    def _mover(self, body: memoryview, order: TierOrder, one: Slice) -> Fill:
         """Return a function that copies heads between a part's body and the slot, in the order's direction."""
         share, split = self._shares[order.group], self._split[order.group]
         return functools.partial(self._bodies.move_heads, body, order, share, split, one)
@@ -300,7 +300,7 @@ class Carrier(TierThread[_QueuedOrder]):
 
     async def _check(
         self, tier: GuardedTier, found: Sequence[_Got], order: TierOrder, bodies: Sequence[memoryview],
-        moves: Sequence[_Fill],
+        moves: Sequence[Fill],
     ) -> str:  # fmt: skip
         """Check and decrypt values, then run their `moves`. Returns the reason why a value is unusable, or ""."""
         whys = ["" if got.read is Read.HIT else got.read.value for got in found]
@@ -332,14 +332,13 @@ class Carrier(TierThread[_QueuedOrder]):
             await self._mark(tier, order.tier, space)
         if not writes(order.split, self._rank, self._ranks, order.chunk):
             return "", 0
-        if order.stamp and (why := await blocking(self._threads, functools.partial(self._bodies.damage, order))):
-            self.counters.fault("slot_damaged", order=order.id, why=why)
+        if why := await self._writer.damage(order):
             return why, 0
         if order.split not in {BOUND, self._split[order.group]}:
             return await self._store_parts(tier, order, space)
         body = self._bodies.gather(order.slot, order.group, order.units)
-        await self._write(tier, order.units, [(self._key(order, space), body)])
-        return "", body.nbytes
+        why = await self._writer.write(tier, order.units, [(self._key(order, space), body)], order=order)
+        return why, body.nbytes
 
     async def _store_parts(self, tier: GuardedTier, order: TierOrder, space: str) -> tuple[str, int]:
         """Store this rank's part of a chunk as several smaller parts, which engines with more ranks can read."""
@@ -349,14 +348,14 @@ class Carrier(TierThread[_QueuedOrder]):
         bodies = [self._room(order) for _ in wanted]
         keys = [Key(space, order.chunk, order.group, one.part, order.split) for one in wanted]
         moves = [self._mover(body, order, one) for body, one in zip(bodies, wanted, strict=True)]
-        await self._write(tier, order.units, [*zip(keys, bodies, strict=True)], moves)
+        why = await self._writer.write(tier, order.units, [*zip(keys, bodies, strict=True)], moves, order)
         self._spare.extend(bodies)
-        return "", sum(body.nbytes for body in bodies)
+        return why, sum(body.nbytes for body in bodies)
 
     async def _mark(self, tier: GuardedTier, place: int, space: str) -> None:
         """Write the marker that tells engines of other splits that the tier has chunks of this engine's split."""
         now_s, others = time.monotonic(), {at: one for at, one in self._marked.items() if at[0] != place}
-        await self._write(tier, 0, [(mark_key(space, self._kept), pages(ALIGN_BYTES))])
+        await self._writer.write(tier, 0, [(mark_key(space, self._kept), pages(ALIGN_BYTES))])
         self._marked = others | {(place, space): now_s}
 
     def _marks(self, order: TierOrder, space: str) -> bool:
@@ -370,17 +369,6 @@ class Carrier(TierThread[_QueuedOrder]):
             return self._fetches
         marks = self._marks(order, space) or self.first_hash.is_due(order.tier, space)
         return writes(order.split, self._rank, self._ranks, order.chunk) or (tier.breakers[WRITE].allows and marks)
-
-    async def _write(self, tier: GuardedTier, units: int, values: _Values, moves: Sequence[_Fill] = ()) -> None:
-        """Write all values in one call, after `moves` have filled the bodies."""
-
-        def work() -> list[Put]:
-            for move in moves:
-                move()
-            named = [(tier.sealer.names(key)[0], body) for key, body in values]
-            return [Put(name, tier.sealer.seal(name, units, body)) for name, body in named]
-
-        await tier.write(await blocking(self._threads, work))
 
     def _key(self, order: TierOrder, space: str) -> Key:
         return Key(space, order.chunk, order.group, *part_of(order.split, self._rank, self._ranks))

@@ -331,5 +331,12 @@ class TransferEngine(Protocol):
         returns `ticket.withdraw()` here.
         """
 
+    def scrub(self, plan: CopyPlan, jobs: frozenset[int]) -> None:
+        """Treat the blocks of `jobs` as the blocks of failed copies, because the copied bytes must not be used.
+
+        All copies of `plan`, a plan of loads, have landed. The blocks still belong to the jobs' requests. Any thread
+        may call this method.
+        """
+
     def shutdown(self) -> None:
         """Finish the submitted copies and end the threads. Idempotent."""

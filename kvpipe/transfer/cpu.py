@@ -84,6 +84,11 @@ class CpuEngine:
         """Give up a copy. Returns False for a copy that has begun and is not over, because it cannot be stopped."""
         return ticket.withdraw()
 
+    def scrub(self, plan: CopyPlan, jobs: frozenset[int]) -> None:
+        """Zero the blocks of `jobs`, see `_scrub`."""
+        for layer in range(len(self._views)):
+            self._scrub(plan, layer, jobs)
+
     def shutdown(self) -> None:
         """Finish the submitted copies and end the threads."""
         self._closed = True

@@ -222,6 +222,9 @@ class CudaEngine:
                 self._queueing.release()
         return ticket.over
 
+    def scrub(self, plan: CopyPlan, jobs: frozenset[int]) -> None:
+        """Do nothing. The blocks of failed copies are not zeroed on a device either (decision 3)."""
+
     def shutdown(self) -> None:
         """Finish the submitted copies and end the threads. After `SHUTDOWN_S_MAX` seconds the remaining copies fail."""
         atexit.unregister(self.shutdown)

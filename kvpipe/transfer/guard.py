@@ -63,6 +63,11 @@ class GuardedEngine:
         """Call `abandon` of the guarded engine."""
         return bool(self._ask("abandon", lambda: self._engine.abandon(ticket))) or ticket.over
 
+    def scrub(self, plan: CopyPlan, jobs: frozenset[int]) -> None:
+        """Call `scrub` of the guarded engine."""
+        if not self._lost:
+            self._ask("scrub", lambda: self._engine.scrub(plan, jobs))
+
     def shutdown(self) -> None:
         """Call `shutdown` of the guarded engine."""
         self._ask("shutdown", self._engine.shutdown)

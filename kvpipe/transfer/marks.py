@@ -1,6 +1,7 @@
 """The marks of a rank's part of each shared slot.
 
-A mark has 16 bytes: a digest of the part, and the generation that the slot has while its chunk can be found. The rank
+A mark has 16 bytes: a digest of the part, and the generation that the slot has while its chunk can be found. The top
+bit of the generation says whether the mark has a digest, so that every digest is valid. The rank
 that writes a part clears the generation before its first copy, and writes the mark when its last copy has landed. A
 rank that reads a part compares the generation before its first copy and after its last copy. If the rank finds the
 expected generation after the last copy, then no other rank had begun to write the part.
@@ -20,7 +21,8 @@ import xxhash
 MARK_BYTES: Final = 16
 STAMP_BYTES: Final = 16
 """The size of a stamp: a slot and the generation of the slot's chunk, as two words."""
-_NO_DIGEST: Final = 0
+_HAS_DIGEST: Final = np.uint64(1 << 63)
+"""The bit of the generation's word that says that the mark has a digest."""
 _NO_GENERATION: Final = 0
 """No chunk has this generation, because generations of published chunks are odd."""
 _Words = npt.NDArray[np.uint64]
@@ -55,16 +57,22 @@ class SlotMarks:
         """Clear the generations of slots that this rank is about to write."""
         self._generations[_split(stamps)[0]] = _NO_GENERATION
 
-    def write(self, stamps: bytes) -> None:
-        """Write the marks of slots whose copies have landed. With `digests`, this reads the whole parts."""
+    def write(self, stamps: bytes, *, digests: bool = True) -> None:
+        """Write the marks of slots whose copies have landed.
+
+        The marks have digests if this rank computes digests and the argument `digests` is True. This reads the whole
+        parts.
+        """
         slots, generations = _split(stamps)
-        self._digests[slots] = [self._digest(slot) for slot in slots.tolist()] if self.digests else _NO_DIGEST
+        if self.digests and digests:
+            self._digests[slots] = [self._digest(slot) for slot in slots.tolist()]
+            generations = generations | _HAS_DIGEST
         self._generations[slots] = generations  # last, because other ranks trust the digest from now on
 
     def other_chunk(self, stamps: bytes) -> str:
         """Compare the generations. Return why a slot must not be used, or "" if all slots have these generations."""
         slots, generations = _split(stamps)
-        wrong = self._generations[slots] != generations
+        wrong = self._found_in(slots) != generations
         return self._note(slots[wrong], generations[wrong], "has the bytes of another chunk") if wrong.any() else ""
 
     def damage(self, stamps: bytes) -> str:
@@ -74,7 +82,7 @@ class SlotMarks:
         """
         slots, generations = _split(stamps)
         wrong = np.array([self._is_damaged(slot) for slot in slots.tolist()], bool)
-        wrong &= self._generations[slots] == generations
+        wrong &= self._found_in(slots) == generations
         return self._note(slots[wrong], generations[wrong], "has changed since it was saved") if wrong.any() else ""
 
     def take_found(self) -> dict[int, int]:
@@ -86,8 +94,14 @@ class SlotMarks:
         return found
 
     def _is_damaged(self, slot: int) -> bool:
+        if not self._generations[slot] & _HAS_DIGEST:
+            return False
         written = int(self._digests[slot])
-        return written != _NO_DIGEST and written != self._digest(slot)
+        return written != self._digest(slot)
+
+    def _found_in(self, slots: _Words) -> _Words:
+        """Return the generations in the marks of `slots`."""
+        return self._generations[slots] & ~_HAS_DIGEST
 
     def _digest(self, slot: int) -> int:
         return xxhash.xxh3_64_intdigest(self._parts[slot])

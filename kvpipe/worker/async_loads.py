@@ -33,7 +33,10 @@ class AsyncLoads:
         self._forget_landed()
         if not self._batches or self._outcomes.waiting:
             return
-        if self._batches[0].last.wait(max(0.0, ends_at_s - time.monotonic())):
+        oldest = self._batches[0]
+        if oldest.last.wait(max(0.0, ends_at_s - time.monotonic())):
+            if oldest.checked is not None:
+                oldest.checked.wait(max(0.0, ends_at_s - time.monotonic()))
             self._loop.settle(max(0.0, ends_at_s - time.monotonic()))
 
     def _forget_landed(self) -> None:

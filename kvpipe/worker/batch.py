@@ -95,8 +95,17 @@ class Batch:
 
     @property
     def landed(self) -> bool:
-        """Whether every copy that the engine has taken has completed. vLLM's thread reads this property."""
-        return self.last.done
+        """Whether every copy that the engine has taken has completed, and every digest of a load is compared.
+
+        vLLM's thread reads this property.
+        """
+        return self.last.done and (self.checked is None or self.checked.is_set())
+
+    @property
+    def awaits_digests(self) -> bool:
+        """Whether the copies have landed, and the digests' thread is not done. The loop thread reads this property."""
+        has_landed = self.kind is Kind.SAVE or self.held is not None
+        return has_landed and self.checked is not None and not self.checked.is_set()
 
     @property
     def ids(self) -> frozenset[int]:

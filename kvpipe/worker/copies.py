@@ -22,7 +22,7 @@ from kvpipe.statemachine.core import Cursor, Edge, IllegalTransition, State, Wat
 from kvpipe.threads.loop import LoopThread
 from kvpipe.trace import events as e
 from kvpipe.trace.durations import LOAD, MEMORY, STORE
-from kvpipe.transfer.base import QUIET, Ticket
+from kvpipe.transfer.base import QUIET, CopyPlan, Ticket
 from kvpipe.worker.batch import Batch
 from kvpipe.worker.checks import CHANGED, SlotChecks
 from kvpipe.worker.context import RankContext
@@ -87,13 +87,13 @@ class Copies:
 
     def __init__(
         self, context: RankContext, geometry: Geometry, abandon: Callable[[Ticket], bool], *, saves: bool = True,
-        checks: SlotChecks | None = None,
+        checks: SlotChecks | None = None, scrub: Callable[[CopyPlan, frozenset[int]], None] | None = None,
     ) -> None:  # fmt: skip
-        """Make the loop thread. `abandon` is the transfer engine's method. Without `saves`, saves copy nothing.
+        """Make the loop thread. `abandon` and `scrub` are the transfer engine's methods.
 
-        Without `checks`, slots have no marks.
+        Without `saves`, saves copy nothing. Without `checks`, slots have no marks, and `scrub` is not needed.
         """
-        self._checks = checks
+        self._checks, self._scrub = checks, scrub
         if checks is not None:
             checks.on_checked = self._checked
         self.counters, self.trace, self._abandon, self._saves = context.counters, context.trace, abandon, saves
@@ -145,7 +145,10 @@ class Copies:
         for batch in live:
             last, left_s = batch.last, until_s - time.monotonic()
             if last.done or (left_s > 0 and fence(last, left_s) and last.wait(max(0.0, until_s - time.monotonic()))):
-                continue
+                # after a load's comparison, which may scrub blocks
+                compared = None if batch.kind is Kind.SAVE else batch.checked
+                if compared is None or compared.wait(max(0.0, until_s - time.monotonic())):
+                    continue
             for ticket in batch.tickets.values():
                 self._abandon(ticket)
             self.put(m.FAULT, batch, "the copy did not complete before the memory of its blocks was unmapped")
@@ -171,10 +174,13 @@ class Copies:
             batch.closed = True
             return
         if event == CHECKED:
-            if batch.held is not None:
-                self._landed(batch, batch.held)
-            if batch.checked is not None:
-                batch.checked.set()  # last: vLLM's thread may wait for this, and then settles its step
+            try:
+                if batch.held is not None:
+                    batch.held.done_ns = batch.moved_ns = time.monotonic_ns()  # a request gets its load only now
+                    self._landed(batch, batch.held)
+            finally:
+                if batch.checked is not None:
+                    batch.checked.set()  # last: vLLM's thread may wait for this, and then settles its step
             return
         if event == OPENED:
             machine = self.machines[batch.kind is not Kind.SAVE]
@@ -190,7 +196,11 @@ class Copies:
     def _landed(self, batch: Batch, ticket: Ticket) -> None:
         failed, checks = ticket.failed, self._checks
         if checks is not None and ticket.ordinal + len(ticket.layers) == len(self._layers):
-            failed |= checks.failed(batch)
+            changed = checks.failed(batch)
+            # A job that has ended was given up, so its blocks may belong to another request.
+            if scrubbed := frozenset(one for one in changed if not batch.cursors[one].state.final):
+                self._scrub_blocks(batch, scrubbed)
+            failed |= changed
         took_ns = ticket.done_ns - ticket.born_ns
         if self._saves or batch.kind is not Kind.SAVE:
             self._count(batch, ticket, took_ns)
@@ -208,6 +218,14 @@ class Copies:
                 self.fire(batch, job, m.FAULT, CHANGED)
             else:
                 self._land(batch, job, range(ticket.ordinal, ticket.ordinal + len(ticket.layers)))
+
+    def _scrub_blocks(self, batch: Batch, jobs: frozenset[int]) -> None:
+        """Scrub the blocks of loads whose slots have changed, before the jobs are reported."""
+        try:
+            if self._scrub is not None:
+                self._scrub(batch.plan, jobs)
+        except Exception as error:  # noqa: BLE001  (the jobs fail all the same)
+            self.counters.fault("contained_error", where="scrub", error=repr(error))
 
     def _count(self, batch: Batch, ticket: Ticket, took_ns: int) -> None:
         """Add a landed copy to the totals of the batch's kind of job."""

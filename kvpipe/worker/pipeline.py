@@ -76,8 +76,8 @@ class Pipeline:
         self._save = self._sync = self._async = NO_BATCH  # the open step's saves, sync loads and async loads
         self._unfenced = NO_BATCH  # the last step's saves, which may still read blocks
         self._computes = True  # whether the open step computes any tokens
-        self.copies = Copies(context, geometry, engine.abandon, saves=saves, checks=checks)
-        self.copies.loop.start(Watchdog(self.copies, engine.abandon, context.settings.stuck_ms_max).run)
+        self.copies = Copies(context, geometry, engine.abandon, saves=saves, checks=checks, scrub=engine.scrub)
+        self.copies.loop.start(Watchdog(self.copies, engine.abandon, context.settings.stuck_ms_max, checks).run)
         self._landed = self.copies.completed  # the sink of all tickets
         self.outcomes = outcomes = Outcomes(self.copies)
         self.collect, self.take_suspects = outcomes.collect, outcomes.take_suspects
@@ -213,8 +213,8 @@ class Pipeline:
 
     @property
     def alive(self) -> bool:
-        """Whether the loop thread runs, or has ended by a shutdown. False means that the thread has crashed."""
-        return self.step.state.final or self.copies.loop.alive
+        """Whether the threads run, or have ended by a shutdown. False means that a thread has crashed."""
+        return self.step.state.final or (self.copies.loop.alive and (self._checks is None or self._checks.alive))
 
     @property
     def in_flight(self) -> int:

@@ -254,7 +254,7 @@ class WorkerSide:
             self.trace.put(StepRan(*common, took_ns=took_ns, jobs=len(plan.jobs), waited_ns=waited_ns))
         if not (pipeline.alive or self.lost):
             self.counters.fault("loop_lost")
-            self._lose("the loop thread has ended")
+            self._lose("a thread of the rank has ended")
 
     def collect(self) -> tuple[set[str], set[str]]:
         """Return (requests whose async load ended, requests whose async load failed), each request once per load."""

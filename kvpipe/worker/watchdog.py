@@ -12,6 +12,7 @@ from kvpipe.statemachine import copy as m
 from kvpipe.trace import events as e
 from kvpipe.transfer.base import QUIET, Ticket
 from kvpipe.worker.batch import LAST_MOVES, Batch
+from kvpipe.worker.checks import SlotChecks
 from kvpipe.worker.copies import Copies
 
 LOOKS_PER_LIMIT: Final = 4
@@ -21,9 +22,12 @@ STUCK: Final = "it did not move in stuck_ms_max"
 class Watchdog:
     """Checks the batches of `copies` four times in each `stuck_ms_max` milliseconds."""
 
-    def __init__(self, copies: Copies, abandon: Callable[[Ticket], bool], stuck_ms_max: int) -> None:
-        """`abandon` is the transfer engine's method."""
+    def __init__(
+        self, copies: Copies, abandon: Callable[[Ticket], bool], stuck_ms_max: int, checks: SlotChecks | None = None
+    ) -> None:
+        """`abandon` is the transfer engine's method. Without `checks`, slots have no marks."""
         self._copies, self._abandon, self._stuck_s = copies, abandon, stuck_ms_max / 1000
+        self._checks = checks
 
     async def run(self) -> None:
         """Run until cancelled."""
@@ -42,7 +46,8 @@ class Watchdog:
     @staticmethod
     def _is_stuck(batch: Batch, oldest_ns: int) -> bool:
         # vLLM's thread may still be submitting copies of the batch, and replacing the batch's last ticket.
-        return max(batch.moved_ns, batch.last.born_ns) < oldest_ns and (batch.stuck or not batch.settled)
+        waits = batch.stuck or not batch.settled or batch.awaits_digests
+        return max(batch.moved_ns, batch.last.born_ns) < oldest_ns and waits
 
     def _give_up(self, batch: Batch) -> None:
         copies = self._copies
@@ -64,4 +69,6 @@ class Watchdog:
         for ticket in dict.fromkeys(tuple(batch.tickets.values())):
             if ticket.state not in QUIET and self._abandon(ticket):
                 ticket.withdraw()
+        if self._checks is not None and batch.settled:
+            self._checks.give_up(batch)
         copies.put_outcomes(batch)

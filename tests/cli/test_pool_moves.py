@@ -119,8 +119,8 @@ def test_moves_that_the_journal_has_lost_are_left_out() -> None:
     ledger.commit(SlotRecord(0, 0, m.GRANTED, 20))
     assert [(move.seq, move.was, move.now) for move in moves.read()] == [(21, m.FREE, m.GRANTED)]
     for generation in range(21, 30):
-        ledger.commit(1, m.GRANTED if generation % 2 else m.FREE, generation)
-    ledger.commit(0, m.GRANTED, 30)
+        ledger.commit(SlotRecord(0, 1, m.GRANTED if generation % 2 else m.FREE, generation))
+    ledger.commit(SlotRecord(0, 0, m.GRANTED, 30))
     assert [move.was for move in moves.read() if move.slot == 0] == [""]
     os.close(fd)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,12 +14,14 @@ import torch
 from kvpipe.node.layout import VERSION
 from kvpipe.testing.direct_node import DirectNode
 from kvpipe.testing.waiting import WAIT_S, eventually
-from kvpipe.transfer.base import Direction
+from kvpipe.transfer.base import CopyPlan, Direction, Ticket
+from kvpipe.transfer.cpu import CpuEngine
 from kvpipe.transfer.marks import MARK_BYTES, SlotMarks
 from tests.rigs.node_rank import UNITS, NodeRank, cuda, geometry, hostile_write, make_node
 from tests.rigs.pipeline_rig import FakeEngine, Waiting
 from tests.rigs.scheduler_world import UNIT
 
+HAS_DIGEST = 1 << 63
 PART = geometry().slot_bytes
 
 
@@ -50,7 +53,7 @@ class Engines:
         assert raw is not None
         at = self.at(slot) + PART
         digest, generation = np.frombuffer(bytes(raw[at : at + MARK_BYTES]), "<u8").tolist()
-        return digest, generation
+        return digest, generation & ~HAS_DIGEST
 
 
 @pytest.fixture
@@ -104,6 +107,32 @@ def test_damaged_slot_is_a_miss_for_every_engine(
     assert second.counts["damaged_chunks_evicted"] == 1
 
 
+class Overwritten(CpuEngine):
+    """An engine during whose copies another process begins to write the slot."""
+
+    write: Callable[[], object] = bool
+
+    def submit(self, plan: CopyPlan, ticket: Ticket) -> None:
+        """Copy, and overwrite the slot before the ticket is complete."""
+        sink, ticket.sink = ticket.sink, lambda one: (self.write(), sink(one))
+        super().submit(plan, ticket)
+
+
+@pytest.mark.parametrize("digests", [False, True])
+def test_blocks_of_a_load_from_a_damaged_slot_have_no_nan(engines: Engines, *, digests: bool) -> None:
+    """A NaN in a freed block would make the results of the block's next owner NaN."""
+    engine = Overwritten(0)
+    first, second = engines.add(digests=digests), engines.add(engine, digests=digests)
+    first.save("a")
+    at = engines.at(engines.slot())
+    hostile_write(engines.node, at, np.full(2, np.nan, np.float32).tobytes())
+    if not digests:
+        engine.write = lambda: hostile_write(engines.node, at + PART + 8, bytes(8))
+    assert second.load("a")
+    assert set(range(1, UNITS)) <= second.bad
+    assert not torch.isnan(second.cache).any()
+
+
 def test_changed_bytes_are_not_noticed_without_digests(engines: Engines) -> None:
     """The generation names the chunk, and says nothing about the chunk's bytes."""
     first, second = engines.add(), engines.add()
@@ -140,6 +169,36 @@ def test_slot_that_another_process_overwrites_during_a_load_is_a_miss(engines: E
     assert [one.bad for one in report.tallies.values()] == [1]
     assert report.damaged
     assert second.bad
+    second.rest()
+    assert second.world.ask(second.world.request("a", UNITS)) == 0
+
+
+def test_overwritten_slot_is_reported_late_when_the_load_lands_after_its_step(engines: Engines) -> None:
+    """On a device a step ends before its copies end. The blocks may then belong to another request."""
+    fake = FakeEngine()
+    fake.waiting = Waiting.DEVICE
+    first, second = engines.add(), engines.add(fake)
+    first.save("a")
+    second.step()
+    second.world.admit(second.world.request("a", UNITS))
+    second.begin(second.world.step())
+    hostile_write(engines.node, engines.at(engines.slot()) + PART + 8, bytes(8))
+    report = second.end()
+    assert report is None or not (report.tallies or report.damaged)
+    assert not second.bad
+    fake.complete_all()
+    second.begin(second.world.step())
+    second.side.end_step()
+    second.side.collect()
+    assert not second.side.take_bad_blocks(late=False)
+    second.side.unbind()
+    report = second.side.take_report()
+    assert report is not None
+    assert [one.bad for one in report.tallies.values()] == [1]
+    assert report.damaged
+    second.world.side.reported(report)
+    assert second.counts["load_failed"] == 1
+    assert second.counts["damaged_chunks_evicted"] == 1
     second.rest()
     assert second.world.ask(second.world.request("a", UNITS)) == 0
 
@@ -205,6 +264,98 @@ def test_load_that_lands_before_its_digests_waits_for_them(engines: Engines, mon
     report = second.end()
     assert report is not None
     assert [one.bad for one in report.tallies.values()] == [1]
+    assert second.bad
+    assert 0 < second.side.pipeline.copies.rate.bytes_per_s < 10 * PART, "the rate leaves out the digests"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_step_does_not_wait_for_digests_when_their_thread_has_ended(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The load fails, and the rank reports its pool as lost."""
+    first, second = engines.add(digests=True), engines.add(digests=True)
+    first.save("a")
+
+    def end(*_: object) -> str:
+        raise SystemExit
+
+    monkeypatch.setattr(SlotMarks, "damage", end)
+    second.step()
+    second.world.admit(second.world.request("a", UNITS))
+    began_s = time.monotonic()
+    second.begin(second.world.step())
+    report = second.end()
+    assert time.monotonic() - began_s < 10, "the step has waited for wait_ms_max"
+    assert report is not None
+    assert report.lost
+    assert second.bad
+
+
+def test_step_does_not_wait_for_a_load_whose_landing_raises(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digests are compared, so vLLM's thread is not blocked for `wait_ms_max`."""
+    fake, landed, damage = FakeEngine(), threading.Event(), SlotMarks.damage
+    fake.waiting = Waiting.DEVICE
+    first, second = engines.add(digests=True), engines.add(fake, digests=True)
+    first.save("a")
+    monkeypatch.setattr(SlotMarks, "damage", lambda *slot: landed.wait(WAIT_S) and damage(*slot))
+    second.step()
+    second.world.admit(second.world.request("a", UNITS))
+    second.begin(second.world.step())
+    monkeypatch.delattr(second.side.pipeline.copies, "bytes")
+    fake.complete_all()
+    landed.set()
+    second.side.end_step()
+    assert "copy_timeout" not in second.counts
+
+
+def test_save_is_marked_without_a_digest_when_the_digest_makes_no_progress(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chunk is published after `stuck_ms_max`, and the late digest changes no mark."""
+    digest, going_on, over = SlotMarks._digest, threading.Event(), threading.Event()
+
+    def slow(marks: SlotMarks, slot: int) -> int:
+        assert going_on.wait(WAIT_S)
+        over.set()
+        return digest(marks, slot)
+
+    monkeypatch.setattr(SlotMarks, "_digest", slow)
+    engine = engines.add(digests=True, stuck_ms_max=100)
+    for name in "ab":
+        request = engine.world.request(name, UNITS)
+        engine.world.admit(request)
+        (job,) = engine.step(request)
+    slot = int(job.table()[0, 1])
+    assert eventually(lambda: engine.step() or not engine.world.side.jobs.in_flight)
+    assert engines.mark(slot)[0] == 0
+    assert engines.mark(slot)[1]
+    going_on.set()
+    assert over.wait(WAIT_S)
+    engine.close()
+    assert engines.mark(slot)[0] == 0
+
+
+def test_save_is_marked_without_a_digest_when_the_digest_raises(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The save is reported as done, so other engines load the chunk."""
+    first, second = engines.add(digests=True), engines.add(digests=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(SlotMarks, "_digest", lambda *_: 1 // 0)
+        first.save("a")
+    assert engines.mark(engines.slot())[0] == 0
+    assert second.load("a")
+    assert not second.bad
+
+
+@pytest.mark.parametrize("word", [0, 1])
+def test_any_digest_is_compared(engines: Engines, monkeypatch: pytest.MonkeyPatch, word: int) -> None:
+    """No digest stands for a chunk without a digest."""
+    first, second = engines.add(digests=True), engines.add(digests=True)
+    monkeypatch.setattr(SlotMarks, "_digest", lambda *_: word)
+    first.save("a")
+    monkeypatch.undo()
+    assert second.load("a")
     assert second.bad
 
 

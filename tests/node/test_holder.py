@@ -367,7 +367,7 @@ def test_reason_of_the_last_refusal_is_in_the_error(folder: Path) -> None:
         _served(holder),
         pytest.raises(NoHolderError, match=r"an engine may still offer an earlier memory; see .*holder\.log"),
     ):
-        reach(folder, _hello(), wait_s=0.2, answer_s=60)
+        reach(folder, _hello(), wait_s=2, answer_s=60)
     os.close(mark)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from struct import unpack
 from typing import Any
 
 import pytest
@@ -70,6 +71,24 @@ def test_only_the_engine_that_wrote_a_chunk_stores_it(tiered: TieredWorlds) -> N
     assert not second.store_all()
     assert sorted(order.units for order in first.store_all()) == [2, CHUNK]
     assert len(tiered.tier.values) == 2
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_tier_gets_the_next_store_when_a_chunk_was_damaged(tiered: TieredWorlds, *, is_late: bool) -> None:
+    """The tier has not failed. If `is_late`, another rank reports the store after the rank that noticed the damage."""
+    first = tiered.start()
+    first.staging.stores._in_flight_max = 1
+    first.run(first.request("one", 8))
+    first.step()
+    (order,) = first.begun
+    damaged, tallies = dict([unpack("<2Q", order.stamp)]), {order.id: Tally(0, 1)}
+    if is_late:
+        first.side.reported(Report({}, damaged=damaged))
+    first.begun.clear()
+    first.side.reported(Report(tallies, damaged={} if is_late else damaged))
+    assert first.side.counters["chunks_not_stored"] == 1
+    assert not first.side.counters["store_dropped_tier_failed"]
+    assert len(first.store_all()) == 1
 
 
 def test_part_of_a_prompt_is_stored_before_its_request_ends(tiered: TieredWorlds) -> None:

@@ -52,8 +52,10 @@ def hostile_write(node: DirectNode, at: int, raw: bytes) -> None:
 class NodeRank:
     """An engine with one rank. `cache` is the only layer's paged cache."""
 
-    def __init__(self, node: DirectNode, *, engine: TransferEngine | None = None, digests: bool = False) -> None:
-        """Attach an engine to `node`. Without `engine`, the CPU copies."""
+    def __init__(
+        self, node: DirectNode, *, engine: TransferEngine | None = None, digests: bool = False, **keys: Any
+    ) -> None:
+        """Attach an engine with the settings `keys` to `node`. Without `engine`, the CPU copies."""
         self.world = SchedulerWorld(
             chunk_units=UNITS, slots=SLOTS, node=DirectPool(node, stock=4), also_of="layout {}".format
         )
@@ -64,7 +66,7 @@ class NodeRank:
         self.device = engine._given if isinstance(engine, CudaEngine) else None
         self.segment = Segment(os.dup(node.fd))
         self.side = WorkerSide(
-            RankContext(load_settings({})),
+            RankContext(load_settings(keys)),
             PagedCaches(geometry(), tensors, BLOCKS, Hooks(frozenset(tensors))),
             engine=engine or CpuEngine(0),
             shared=rank_slots(self.segment, geometry(), 1, 0, digests=digests),

@@ -147,6 +147,9 @@ class FakeEngine:
 
     fence = guard_read
 
+    def scrub(self, plan: CopyPlan, jobs: frozenset[int]) -> None:
+        """See `TransferEngine.scrub`."""
+
     def shutdown(self) -> None:
         """See `TransferEngine.shutdown`."""
         self.shutdowns += 1

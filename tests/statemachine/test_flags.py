@@ -164,6 +164,7 @@ FLAGS: dict[str, dict[str, str]] = {
         "Pipeline._saves": "of the engine: whether this rank saves the bytes that all ranks share",
         "Pipeline._computes": "of the open step: whether the scheduler planned a forward, known before any hook",
         "SlotChecks._saves": "of the engine: whether this rank saves the bytes that all ranks share",
+        "SlotChecks._stopping": "of the digests' thread: whether it ends after the queued batches",
         "WorkerSide._put_off": "of the open step: whether its metrics wait for a later step",
         "WorkerSide.asleep": "of vLLM's worker: vLLM has unmapped the memory of its caches",
         "WorkerSide.lost": "a latch: this rank's tier is lost, which is reported once and is final",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from kvpipe.protocol.geometry import Geometry, Group, Layer
 from kvpipe.protocol.messages import ONE_BAD, TierOrder
 from kvpipe.testing.held_tier import DictSpec, HeldTier
 from kvpipe.testing.waiting import PATIENT, eventually
+from kvpipe.tiers import slot_writer
 from kvpipe.tiers.carrier import Carried, Carrier
+from kvpipe.tiers.envelope import Sealer
 from kvpipe.tiers.guard import READ, WRITE, GuardedTier, guarded
 from kvpipe.tiers.parts import RankParts
 from kvpipe.trace.log import Counters
@@ -166,6 +169,62 @@ def test_fetched_chunk_has_a_mark(*, digests: bool) -> None:
         tier.values.clear()
         assert not _carry(carrier, stores=False, slot=2, stamp=stamp_of(2, 11))
         assert all(pool.marks.other_chunk(stamp_of(2, generation)) for generation in (9, 11))
+
+
+@pytest.mark.parametrize("is_present", [False, True])
+def test_slot_that_changes_while_a_tier_writes_it_is_deleted_from_the_tier(*, is_present: bool) -> None:
+    """The tier reads the slot's own memory. A value that the tier had before stays."""
+    pool, tier = _marked_pool(digests=False), HeldTier()
+    assert pool.marks is not None
+    pool.marks.write(stamp_of(1, 5))
+    with _carrier(tier, pool) as carrier:
+        if is_present:
+            assert _carry(carrier, stores=True, slot=1, stamp=stamp_of(1, 5))
+        before = dict(tier.values)
+        tier.hold()
+        carrier.carry_out([TierOrder(2, True, 0, 1, 0, 4, CHUNK, 0, "", stamp_of(1, 5))], SPACE, 1)
+        assert eventually(lambda: tier.waiting)
+        pool.marks.clear(stamp_of(1, 7))
+        tier.let_go()
+        ended = list[Carried]()
+        assert eventually(lambda: ended.extend(carrier.collect()) or ended)  # type: ignore[func-returns-value]
+        assert not ended[0].ok
+        assert carrier.counters["slot_damaged"] == 1
+    assert tier.values == before
+    assert pool.marks.take_found() == {1: 5}
+
+
+def test_slot_that_changes_while_it_is_sealed_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The value's checksum, or its tag, would be that of the other bytes."""
+    pool, tier, seal = _marked_pool(digests=False), HeldTier(), Sealer.seal
+    marks = pool.marks
+    assert marks is not None
+    marks.write(stamp_of(1, 5))
+
+    def overwritten(*args: Any) -> tuple[memoryview, memoryview]:
+        marks.clear(stamp_of(1, 7))
+        return seal(*args)
+
+    monkeypatch.setattr(Sealer, "seal", overwritten)
+    with _carrier(tier, pool) as carrier:
+        assert not _carry(carrier, stores=True, slot=1, stamp=stamp_of(1, 5))
+    assert not tier.values
+    assert not tier.dropped, "the tier had the value"
+    assert marks.take_found() == {1: 5}
+
+
+@pytest.mark.parametrize("digests", [False, True])
+def test_store_waits_for_a_thread_to_compare_a_slot_only_with_digests(
+    monkeypatch: pytest.MonkeyPatch, *, digests: bool
+) -> None:
+    """Generations are compared at once. Each store also waits for a thread that seals the value."""
+    pool, calls, real = _marked_pool(digests=digests), list[Any](), slot_writer.blocking
+    assert pool.marks is not None
+    pool.marks.write(stamp_of(1, 5))
+    monkeypatch.setattr(slot_writer, "blocking", lambda *args: calls.append(args) or real(*args))
+    with _carrier(HeldTier(), pool) as carrier:
+        assert _carry(carrier, stores=True, slot=1, stamp=stamp_of(1, 5))
+    assert len(calls) == 1 + digests
 
 
 @pytest.mark.parametrize("digests", [False, True])

@@ -7,6 +7,7 @@ from kvpipe.connectors.vllm.trial.mutants.base import COPIES, SCHEDULER, Mutant,
 _MARKS = "kvpipe.transfer.marks:SlotMarks"
 _CHECKS = "kvpipe.worker.checks:SlotChecks"
 _CARRIER = "kvpipe.tiers.carrier:Carrier"
+_WRITER = "kvpipe.tiers.slot_writer:SlotWriter"
 _TESTS = "tests/node/test_damaged_slots.py"
 _TIERS = "tests/tiers/test_shared_slots.py"
 _MISS = f"{_TESTS}::test_damaged_slot_is_a_miss_for_every_engine"
@@ -37,10 +38,20 @@ MUTANTS: dict[str, Mutant] = {
         one(_CHECKS, "holds", "    batch.held = ticket\n    return True", "    return False"),
         test=f"{_TESTS}::test_load_that_lands_before_its_digests_waits_for_them",
     ),
+    "digests_of_steps_last": Mutant(
+        "A step waits for the digests of all saves before its loads are compared.",
+        one(_CHECKS, "_next", "queue = self._urgent or self._others", "queue = self._others or self._urgent"),
+        test="tests/worker/test_checks.py::test_slots_of_sync_loads_are_read_before_other_slots",
+    ),
     "save_reported_before_its_digest": Mutant(
         "A save is reported, and its chunk published, before the chunk's digest is written.",
         one(COPIES, "put_outcomes", "self._checks.is_marked(batch)", "self._checks.is_marked(batch) or True"),
         test=f"{_TESTS}::test_save_is_reported_after_its_digest_is_written",
+    ),
+    "damaged_blocks_not_scrubbed": Mutant(
+        "A load from a damaged slot leaves the slot's bytes in the paged blocks, perhaps a NaN.",
+        one(COPIES, "_scrub_blocks", "self._scrub(batch.plan, jobs)", "pass"),
+        test=f"{_TESTS}::test_blocks_of_a_load_from_a_damaged_slot_have_no_nan[False]",
     ),
     "damaged_chunk_stays": Mutant(
         "A damaged chunk is not evicted, so each load of it fails.",
@@ -54,7 +65,17 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "damaged_chunk_stored": Mutant(
         "A tier gets a damaged chunk, with a valid checksum.",
-        one(_CARRIER, "_store", "if order.stamp and", "if False and"),
+        one(_CARRIER, "_store", "if why := await", "if False and await"),
         test=f"{_TIERS}::test_damaged_chunk_is_not_stored",
+    ),
+    "slot_compared_before_a_store_alone": Mutant(
+        "A tier gets a slot that another process overwrites while the slot is sealed.",
+        one(_WRITER, "write", "work)\n    if order is not None", "work)\n    if False"),
+        test=f"{_TIERS}::test_slot_that_changes_while_it_is_sealed_is_not_stored",
+    ),
+    "slot_not_compared_after_a_store": Mutant(
+        "A tier keeps the value of a slot that another process has overwritten while the tier read the slot.",
+        one(_WRITER, "write", "if stored:", "if False:"),
+        test=f"{_TIERS}::test_slot_that_changes_while_a_tier_writes_it_is_deleted_from_the_tier[False]",
     ),
 }
