@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -273,7 +272,7 @@ def test_step_does_not_wait_for_digests_when_their_thread_has_ended(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The load fails, and the rank reports its pool as lost."""
-    first, second = engines.add(digests=True), engines.add(digests=True)
+    first, second = engines.add(digests=True), engines.add(digests=True, wait_ms_max=3_600_000)
     first.save("a")
 
     def end(*_: object) -> str:
@@ -282,10 +281,8 @@ def test_step_does_not_wait_for_digests_when_their_thread_has_ended(
     monkeypatch.setattr(SlotMarks, "damage", end)
     second.step()
     second.world.admit(second.world.request("a", UNITS))
-    began_s = time.monotonic()
     second.begin(second.world.step())
     report = second.end()
-    assert time.monotonic() - began_s < 10, "the step has waited for wait_ms_max"
     assert report is not None
     assert report.lost
     assert second.bad

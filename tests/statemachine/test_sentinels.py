@@ -69,7 +69,11 @@ SENTINELS: dict[str, dict[str, str]] = {
     },
     "kvpipe/worker": {
         "WorkerSide._plan": "the engine binds a step and unbinds it; the step machine has the state of a step's jobs",
-        **dict.fromkeys(("Copies._checks", "Pipeline._checks"), "configuration: slots of a private pool have no marks"),
+        **dict.fromkeys(
+            ("Copies._checks", "Pipeline._checks", "Watchdog._checks"),
+            "configuration: slots of a private pool have no marks",
+        ),
+        "Copies._scrub": "configuration: a method of the transfer engine; tests of copies alone have none",
         "Batch.checked": "content: the event of the digests; a batch whose slots are not read has none",
         "Batch.held": "content: the ticket that is handled again when the digests are compared",
         "SlotChecks._thread": "configuration: marks without digests need no thread",

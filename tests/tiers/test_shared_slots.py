@@ -16,6 +16,7 @@ from kvpipe.protocol.messages import ONE_BAD, TierOrder
 from kvpipe.testing.held_tier import DictSpec, HeldTier
 from kvpipe.testing.waiting import PATIENT, eventually
 from kvpipe.tiers import slot_writer
+from kvpipe.tiers.base import blocking
 from kvpipe.tiers.carrier import Carried, Carrier
 from kvpipe.tiers.envelope import Sealer
 from kvpipe.tiers.guard import READ, WRITE, GuardedTier, guarded
@@ -218,10 +219,15 @@ def test_store_waits_for_a_thread_to_compare_a_slot_only_with_digests(
     monkeypatch: pytest.MonkeyPatch, *, digests: bool
 ) -> None:
     """Generations are compared at once. Each store also waits for a thread that seals the value."""
-    pool, calls, real = _marked_pool(digests=digests), list[Any](), slot_writer.blocking
+    pool, calls = _marked_pool(digests=digests), list[Any]()
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return blocking(*arguments)
+
     assert pool.marks is not None
     pool.marks.write(stamp_of(1, 5))
-    monkeypatch.setattr(slot_writer, "blocking", lambda *args: calls.append(args) or real(*args))
+    monkeypatch.setattr(slot_writer, "blocking", counted)
     with _carrier(HeldTier(), pool) as carrier:
         assert _carry(carrier, stores=True, slot=1, stamp=stamp_of(1, 5))
     assert len(calls) == 1 + digests

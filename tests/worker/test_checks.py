@@ -25,6 +25,11 @@ from kvpipe.worker.checks import SlotChecks
 PART, SLOTS = 64, 8
 
 
+def _report(batch: Batch) -> None:
+    if batch.checked is not None:
+        batch.checked.set()
+
+
 class Checks:
     """The checks of a rank whose digests wait until `go` is set. `read` has the slots whose digests have begun."""
 
@@ -42,7 +47,7 @@ class Checks:
         monkeypatch.setattr(SlotMarks, "_digest", slow)
         self.counters = Counters()
         self.all = SlotChecks(self.marks, self.counters, saves=True, cpus=frozenset())
-        self.all.on_checked = lambda batch: batch.checked and batch.checked.set()
+        self.all.on_checked = _report
 
     def batch(self, kind: Kind, slot: int, number: int = 1) -> Batch:
         """Begin a batch with one job."""
