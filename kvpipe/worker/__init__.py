@@ -25,8 +25,8 @@ SHARED: Final = {
     "states of tickets",
     "bytes": "the loop thread counts, and vLLM's thread reads the number for the metrics",
     "ns": "the loop thread counts, and vLLM's thread reads the number for the metrics",
-    "done_ns": "the thread that completes a ticket sets it. The loop thread sets it again for a load that has waited for "
-    "digests; vLLM's thread reads it only in `submit`, before any digest is compared",
+    "done_ns": "the thread that completes a ticket sets it, and the loop thread sets it again for a load that has "
+    "waited for digests; vLLM's thread reads it only in `submit`, before any digest is compared",
     "bytes_per_s": "the loop thread measures, and vLLM's thread reads the number",
 }
 """The attributes that the loop thread and vLLM's thread share, each with the reason why sharing is safe."""

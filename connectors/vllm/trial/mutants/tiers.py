@@ -40,8 +40,8 @@ MUTANTS: dict[str, Mutant] = {
         one(
             STORING,
             "over",
-            "self._catalog.release(queue.under_way.pop(order.id), hit=False)",
-            "queue.under_way.pop(order.id)",
+            "self._catalog.release(owner, hit=False)",
+            "pass",
         ),
         "tier",
         "nothing_is_held",
