@@ -75,7 +75,8 @@ MUTANTS: dict[str, Mutant] = {
             "_landed",
             "if job.id in ticket.failed:",
             "if job.id in ticket.failed and batch.kind is not Kind.SAVE:",
-        ),
+        )
+        + one(COPIES, "_landed", "elif job.id in failed:", "elif job.id in failed and batch.kind is not Kind.SAVE:"),
     ),
     "redelivery_counts": Mutant(
         "A completion that is delivered twice counts for two layers.",
